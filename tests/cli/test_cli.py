@@ -154,9 +154,9 @@ TWO = ("--server", "127.0.0.1:1", "--server", "127.0.0.1:2", "--reward", "my_fun
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--concurrency", "1"), "--concurrency must be 2 at least, one for each --server, got 1"),
-        (("--attempts", "3"), "--attempts and --style go with one --server"),
-        (("--style", "verl"), "--attempts and --style go with one --server"),
+        (("--concurrency", "1"), "--concurrency must be at least 2, one for each --server, got 1"),
+        (("--attempts", "3"), "--attempts and --style require a single --server"),
+        (("--style", "verl"), "--attempts and --style require a single --server"),
         (("--server", "127.0.0.1:1"), "--server 127.0.0.1:1 is given twice"),
     ],
 )
@@ -233,7 +233,7 @@ async def test_a_worker_without_a_server_says_so_and_can_be_stopped(functions):
     )
     assert process.stderr is not None
     async with asyncio.timeout(60):
-        while b"no server at 127.0.0.1:1" not in await process.stderr.readline():
+        while b"the server at 127.0.0.1:1 is unavailable" not in await process.stderr.readline():
             pass
     process.send_signal(signal.SIGTERM)
     await asyncio.wait_for(process.communicate(), 60)

@@ -66,7 +66,7 @@ async def test_a_checkpoint_is_pushed_and_sampled(tmp_path: Path, source: str) -
         shown = await command("push", harness.address, str(folder), "--source", source)
         assert shown.exit_code == 0, shown.output
         assert "version 1 is active; pause 0.0" in shown.output
-        assert "2 tensors, and no version before to compare them with" in shown.output
+        assert "2 tensors, with no previous version to compare to" in shown.output
         assert loaded(harness) == bits(model())
         assert harness.engine.version == 1
         turn = await harness.generate("t", sampling_params=sampling(3))
@@ -84,7 +84,7 @@ async def test_another_dtype_is_converted(tmp_path: Path, dtype: torch.dtype) ->
         refused = await command("push", harness.address, str(folder), "--source", "checkpoint")
         assert refused.exit_code == 1
         name = str(dtype).removeprefix("torch.")
-        assert f"{EMBEDDING} is {name} and the server wants float32" in refused.output
+        assert f"{EMBEDDING} has dtype {name}, but the server needs float32" in refused.output
         assert harness.engine.version == 1
 
 
@@ -95,7 +95,7 @@ async def test_staged_is_not_switched_to_and_a_version_can_be_named(tmp_path: Pa
             "push", harness.address, str(folder), "--version", "7", "--stage-only"
         )
         assert shown.exit_code == 0, shown.output
-        assert "version 7 is staged, version 0 samples" in shown.output
+        assert "version 7 is staged, version 0 is active" in shown.output
         assert harness.engine.version == 0
         shown = await command("push", harness.address, str(folder), "--in-flight", "drain")
         # The newest staged is counted, and nothing differs from it.
@@ -128,7 +128,7 @@ async def test_a_sharded_checkpoint_is_read_by_its_index(tmp_path: Path) -> None
         ({MLP: torch.zeros(8, 5)}, f"SHAPE_MISMATCH: {MLP}"),
         ({MLP: None}, f"TENSOR_MISSING: 1 tensors of the model are missing, first {MLP}"),
         ({MLP: torch.full((8, 4), torch.nan)}, f"NOT_FINITE: {MLP}"),
-        ({MLP: torch.zeros(8, 4, dtype=torch.int8)}, f"{MLP} is I8"),
+        ({MLP: torch.zeros(8, 4, dtype=torch.int8)}, f"{MLP} has dtype I8"),
     ],
 )
 async def test_what_is_refused_is_named_and_changes_nothing(
@@ -182,8 +182,8 @@ async def test_auto_goes_from_one_source_to_the_next(tmp_path: Path) -> None:
         server.uploads = [elsewhere, elsewhere, received.take]
         shown = await command("push", server.address, str(folder))
         assert shown.exit_code == 0, shown.output
-        assert "another host; going on with shared-memory" in shown.output
-        assert "another host; going on with stream" in shown.output
+        assert "another host; trying shared-memory" in shown.output
+        assert "another host; trying stream" in shown.output
         assert received.header.WhichOneof("source") == "inline"
         assert received.tensors() == bits(tensors)
         # Later than any trainer that has started.

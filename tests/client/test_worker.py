@@ -367,7 +367,7 @@ async def test_a_group_larger_than_the_concurrency_is_refused(penstock, server):
     def reward(task, trajectories):
         return [1.0] * len(trajectories)
 
-    with pytest.raises(WorkerMisconfigured, match="make it at least 4"):
+    with pytest.raises(WorkerMisconfigured, match="set it to at least 4"):
         await penstock.worker(WorkerSettings(concurrency=2), single_turn, reward).run()
 
 
@@ -378,7 +378,7 @@ async def test_a_lost_server_is_spoken_of_and_found_again(penstock, server, capl
     running = asyncio.create_task(worker.run())
     await server.wait_until(lambda: len(server.outcomes) == 1)
     await server.server.stop(None)
-    await until(lambda: any("trying again" in message for message in caplog.messages))
+    await until(lambda: any("retrying" in message for message in caplog.messages))
     add_tasks(server, 3)
     await server.start(server.address)
     await asyncio.wait_for(server.wait_until(lambda: len(server.outcomes) == 4), 20)

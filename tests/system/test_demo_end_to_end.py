@@ -209,7 +209,7 @@ def test_a_server_that_is_killed_is_started_again_and_a_run_with_an_adapter_goes
     # The server that came back held the base model; nobody sampled from it in the middle of the run.
     assert max(record["lag_max"] for record in metrics) <= 4
     # The worker went on with what it had begun.
-    assert "leases ran out" not in (demo.out / "worker.log").read_text()
+    assert "leases expired" not in (demo.out / "worker.log").read_text()
     # Adapters: no pause, and two matrices of rank 8 instead of each matrix of 64 by 64 and more.
     summary = json.loads((demo.out / "summary.json").read_text())
     assert summary["pause_seconds_by_step"] == [0.0] * 8

@@ -333,7 +333,7 @@ def test_a_task_chooses_among_what_the_worker_has(wanted, names, chosen):
     ],
 )
 def test_a_task_cannot_name_what_the_worker_was_not_given(wanted, names):
-    with pytest.raises(TaskUnusable, match="this worker has"):
+    with pytest.raises(TaskUnusable, match="but this worker offers"):
         choose(wanted, names)
 
 
@@ -343,7 +343,7 @@ def test_a_task_cannot_name_what_the_worker_was_not_given(wanted, names):
         (["nowhere:Game"], [], "cannot import nowhere"),
         (["tests.client.environments.test_episode:task"], [], "has no reset and step"),
         ([f"{__name__}:Countdown"], ["environment.depth=3"], "depth"),
-        ([f"{__name__}:Countdown"], ["turns=3"], "a setting begins with episode"),
+        ([f"{__name__}:Countdown"], ["turns=3"], "the section must be one of episode"),
         ([f"{__name__}:Countdown"], ["episode.turns=0"], "turns 0"),
         ([f"{__name__}:Countdown"], ["episode.rounds=3"], "rounds"),
         (["textarena:NoSuchGame-v0"], [], "no game 'NoSuchGame-v0'"),

@@ -168,9 +168,9 @@ def test_the_policys_seat_can_alternate():
     game = TextArena("TicTacToe-v0", seat=-1)
     starts = [game.reset(seed=seed, options={}) for seed in (0, 1)]
     assert "You are Player 0" in starts[0] and "You are Player 1" in starts[1]
-    with pytest.raises(EnvironmentInvalid, match="seat 2 of 2"):
+    with pytest.raises(EnvironmentInvalid, match="no seat 2 among 2 players"):
         TextArena("TicTacToe-v0", seat=2).reset(seed=0, options={})
-    with pytest.raises(EnvironmentInvalid, match="does not begin"):
+    with pytest.raises(EnvironmentInvalid, match="cannot start TicTacToe-v0"):
         TextArena("TicTacToe-v0", players=3).reset(seed=0, options={})
 
 
@@ -229,12 +229,12 @@ def test_a_problem_that_came_with_the_task_is_taken():
     assert gym.step(f"<answer>{answer}</answer>").reward == 1.0
     for options, words in (
         ({"dataset": "spell_backward", "entry_json": "{}"}, "plays 'basic_arithmetic'"),
-        ({"dataset": "basic_arithmetic", "entry_json": "{"}, "an entry of"),
+        ({"dataset": "basic_arithmetic", "entry_json": "{"}, "cannot read the entry of"),
         ({"no_such": 1}, "no_such"),
     ):
         with pytest.raises(TaskUnusable, match=words):
             ReasoningGym("basic_arithmetic").reset(seed=0, options=options)
-    with pytest.raises(TaskUnusable, match="names no data set"):
+    with pytest.raises(TaskUnusable, match="names no reasoning-gym data set"):
         gym.reset(seed=0, options={})
 
 

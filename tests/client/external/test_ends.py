@@ -88,7 +88,7 @@ async def test_without_cgroups_each_process_has_the_limit(
     await run(server, tmp_path, command, memory_limit_bytes=200 << 20)
     (outcome,) = await delivered(server)
     assert "MemoryError" in outcome.failure.message
-    assert any("RLIMIT_DATA: no cgroup can be made here" in line for line in caplog.messages)
+    assert any("RLIMIT_DATA: cgroups are unavailable here" in line for line in caplog.messages)
 
 
 async def test_a_lease_is_renewed_while_its_process_runs(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_sandbox_shows_no_other_attempt_though_it_shows_the_folder_they_are_in
 async def test_a_folder_for_attempts_that_every_process_is_shown_is_refused(
     server: Harness, tmp_path: Path, locked: SandboxUse
 ) -> None:
-    with pytest.raises(WorkerMisconfigured, match=r"--work-folder .* name one within it"):
+    with pytest.raises(WorkerMisconfigured, match=r"--work-folder .* choose a folder inside it"):
         await run(server, tmp_path, "exit 0", sandbox=locked, read=(tmp_path / "work",))
 
 

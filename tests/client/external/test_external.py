@@ -125,7 +125,7 @@ async def test_a_group_reward_sees_the_folders_of_all_siblings(
         ("exit 3", "result-file", "PROCESS_FAILED", "exit status 3; it wrote nothing"),
         ("kill -SEGV $$", "exit-status", "PROCESS_FAILED", "SIGSEGV"),
         ("no-such-program", "exit-status", "PROCESS_FAILED", "no-such-program"),
-        ("true", "exit-status", "PROCESS_TOOK_NO_TURN", "exit status 0, without a turn taken"),
+        ("true", "exit-status", "PROCESS_TOOK_NO_TURN", "exit status 0, but took no turn"),
         ("sleep 1000", "exit-status", "PROCESS_TIMEOUT", "still running after 1 s"),
         ("echo '{' > $PENSTOCK_RESULT_FILE", "result-file", "RESULT_INVALID", "is not JSON"),
         (
@@ -208,18 +208,21 @@ def test_sizes_are_read(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "-1", "0", "many", "2 PiB"])
 def test_what_is_no_size_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match="a size reads"):
+    with pytest.raises(ValueError, match="a size is a number"):
         read_size(text)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--time-limit", "5"), "--time-limit goes with --command"),
-        (("--command", "true", "--memory-limit", "lots"), "a size reads 512M or 2GiB"),
+        (("--time-limit", "5"), "--time-limit requires --command"),
+        (
+            ("--command", "true", "--memory-limit", "lots"),
+            "with an optional unit, such as 512M or 2GiB",
+        ),
         (("--command", "true", "--generate", "m:f"), "--command, --environment and --generate"),
-        (("--command", "true", "--style", "slime"), "it does not go with --command"),
-        (("--command", "true", "--group-reward"), "--group-reward says"),
+        (("--command", "true", "--style", "slime"), "cannot be combined with --command"),
+        (("--command", "true", "--group-reward"), "--group-reward requires"),
         (("--command", "true", "--reward", "no_such.py:function"), "cannot import no_such"),
     ],
 )

@@ -375,7 +375,7 @@ async def test_without_a_tokenizer_a_turns_text_is_the_servers_where_that_is_all
     if found is not None:
         assert router.text_of(turn, False) == found
         return
-    with pytest.raises(RequestUnsupported, match="transformers is not installed"):
+    with pytest.raises(RequestUnsupported, match="install transformers"):
         router.text_of(turn, False)
 
 
@@ -607,11 +607,11 @@ def test_a_filter_sees_the_task_as_a_worker_does() -> None:
     task = write_task(
         Task("r/3", (Message("user", "2 + 2?"),), {"answer": "4"}, group_size=2, index=3)
     )
-    with pytest.raises(ConfigInvalid, match=r"no 'label', only answer: name it by label_key"):
+    with pytest.raises(ConfigInvalid, match=r"no 'label', only answer: set label_key"):
         filtered(deliver(1.0, 0.0), "rows", task)
     with pytest.raises(ConfigInvalid, match=r"sample.metadata has no 'source'"):
         filtered(deliver(1.0, 0.0), "rows", task, label_key="answer")
-    with pytest.raises(ConfigInvalid, match="answers no task of this run"):
+    with pytest.raises(ConfigInvalid, match="belongs to no task of this run"):
         filtered(deliver(1.0, 0.0), "rows")
 
 
@@ -746,7 +746,7 @@ def test_a_samples_response_is_what_the_policy_wrote_however_old_it_is() -> None
     [
         ("filter_async", "plain function"),
         ("filter_says_nothing", "returned None"),
-        ("filter_with_tuple", "which is true: return DynamicFilterOutput"),
+        ("filter_with_tuple", "which is truthy: return DynamicFilterOutput"),
     ],
 )
 def test_a_filter_whose_answer_says_nothing_is_refused(function: str, words: str) -> None:
@@ -803,16 +803,16 @@ WHOLE = "--style", "slime", "--rollout-function", "tests.support.slime_rollouts:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--style", "verl"), "give --reward"),
+        (("--style", "verl"), "requires --reward"),
         (("--style", "trl", "--reward", "json:dumps", "--generate", "json:dumps"), "--generate"),
         (("--style", "verl", "--reward", "json:dumps"), "called with (data_source"),
         (("--style", "slime", "--generate", "json:nothing"), "has no nothing"),
         (("--style", "slime", "--group-reward"), "--group-reward"),
         (("--style", "trl", "--reward", "a:b", "--rollout-function", "a:b"), "--style slime"),
         (("--style", "slime", "--rollout-function", "json:loads"), "called with (args"),
-        (("--rollout-function", "json:loads"), "go with a --style"),
-        ((*WHOLE, "--purpose", "eval"), "takes no --purpose eval"),
-        ((*WHOLE, "--attempt-timeout", "5"), "--attempt-timeout bounds none"),
+        (("--rollout-function", "json:loads"), "require --style"),
+        ((*WHOLE, "--purpose", "eval"), "cannot be combined with --purpose eval"),
+        ((*WHOLE, "--attempt-timeout", "5"), "cannot be combined with --attempt-timeout"),
     ],
 )
 def test_a_style_that_does_not_fit_ends_the_worker_with_2(

@@ -619,14 +619,16 @@ async def test_what_a_function_left_running_begins_no_turn(rig: Rig) -> None:
     await asyncio.wait(left)
     (trajectory,) = (group := await rig.group()).trajectories
     assert trajectory.turn_count == 1 and len(trained(group)[0]) == 8
-    assert [str(error) for error in refused] == ["/generate for an attempt whose function is over"]
+    assert [str(error) for error in refused] == [
+        "/generate for an attempt whose function has returned"
+    ]
 
 
 # What is refused
 
 
 async def test_arguments_do_not_say_that_siblings_are_scored_together(rig: Rig) -> None:
-    with pytest.raises(BadFunction, match="group_rm, which --group-reward says here"):
+    with pytest.raises(BadFunction, match="--args sets group_rm: use --group-reward instead"):
         await rig.run(None, "length_reward", group_rm=True)
 
 

@@ -1,4 +1,4 @@
-"""The address of a server, as a command line gives it."""
+"""A click parameter type for the address of a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Address(click.ParamType[str]):
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> str:
-        """Fails where it is none."""
+        """Fails if gRPC cannot resolve an address of this form."""
         from penstock.wire.channel import check_target
 
         address = str(value)

@@ -1,8 +1,9 @@
-"""The tensors of a Hugging Face checkpoint, as bytes: safetensors, single or sharded, without torch.
+"""Reads the tensors of a Hugging Face checkpoint as bytes: safetensors, single or sharded, without
+torch.
 
-A safetensors file is the length of its header (8 bytes, little-endian), the header (a JSON object: name ->
-dtype, shape, data_offsets) and the data. bfloat16 is unknown to numpy and handled as the upper half of a
-float32.
+A safetensors file consists of the length of its header (8 bytes, little-endian), the header, and
+the data. The header is a JSON object: name -> dtype, shape, data_offsets. numpy has no bfloat16, so
+it is handled as the upper half of a float32.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 
-# The format's names and torch's, of the dtypes that weights come in; bytes of an element.
+# Supported dtypes, by their name in the format and in torch, with the bytes per element.
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class CheckpointUnreadable(Exception):
-    """A folder is no checkpoint, or a broken one; the message names the file."""
+    """A folder is not a checkpoint, or a corrupt one; the message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor where it lies in its file."""
+    """One tensor in its file."""
 
     name: str
     dtype: str
     """Torch dtype name."""
     shape: tuple[int, ...]
     data: memoryview
-    """Row-major, little-endian; mapped, and so read when it is looked at."""
+    """Row-major, little-endian. The file is memory-mapped, so bytes are read on access."""
 
     def bytes_as(self, dtype: str) -> memoryview:
-        """Its bytes in another dtype, rounded to nearest, ties to even.
+        """Returns its bytes in another dtype, rounded to nearest, ties to even.
 
-        Raises CheckpointUnreadable for a dtype that weights do not come in.
+        Raises CheckpointUnreadable for an unsupported dtype.
         """
         if dtype == self.dtype:
             return self.data
@@ -57,15 +58,15 @@ class StoredTensor:
         if dtype == "bfloat16":
             return _bytes(_to_bfloat16(values))
         if dtype == "float16":
-            # What is too large becomes infinite, which a server refuses by name.
+            # Overflows become infinite. The server refuses them and names the tensor.
             with np.errstate(over="ignore"):
                 return _bytes(values.astype("<f2"))
-        raise CheckpointUnreadable(f"{self.name}: cannot turn {self.dtype} into {dtype!r}")
+        raise CheckpointUnreadable(f"{self.name}: cannot convert {self.dtype} to {dtype!r}")
 
     def length_as(self, dtype: str) -> int:
-        """How many bytes `bytes_as` returns."""
+        """Returns the number of bytes that `bytes_as` returns."""
         if dtype not in _ITEMSIZE:
-            raise CheckpointUnreadable(f"{self.name}: cannot turn {self.dtype} into {dtype!r}")
+            raise CheckpointUnreadable(f"{self.name}: cannot convert {self.dtype} to {dtype!r}")
         return math.prod(self.shape) * _ITEMSIZE[dtype]
 
     def _float32(self) -> NDArray[np.float32]:
@@ -78,19 +79,19 @@ class StoredTensor:
 
 
 def read_checkpoint(folder: Path) -> list[StoredTensor]:
-    """Every tensor, in the order of names. Raises CheckpointUnreadable."""
+    """Returns every tensor, ordered by name. Raises CheckpointUnreadable."""
     tensors: dict[str, StoredTensor] = {}
     for path in _files(folder):
         for tensor in _read_file(path):
             if tensor.name in tensors:
-                raise CheckpointUnreadable(f"{path}: {tensor.name} is in another file too")
+                raise CheckpointUnreadable(f"{path}: {tensor.name} is also in another file")
             tensors[tensor.name] = tensor
     return [tensors[name] for name in sorted(tensors)]
 
 
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise CheckpointUnreadable(f"{folder} is no folder")
+        raise CheckpointUnreadable(f"{folder} is not a folder")
     index = folder / INDEX_FILE
     if index.exists():
         try:
@@ -111,7 +112,7 @@ def _read_file(path: Path) -> Iterator[StoredTensor]:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         length = int.from_bytes(mapped[:8], "little")
         if not 0 < length <= min(MAX_HEADER_BYTES, len(mapped) - 8):
-            raise ValueError(f"a header of {length} bytes in a file of {len(mapped)}")
+            raise ValueError(f"a header of {length} bytes does not fit a file of {len(mapped)}")
         header = cast("dict[str, dict[str, object]]", json.loads(bytes(mapped[8 : 8 + length])))
         data = mapped[8 + length :]
         for name, entry in header.items():
@@ -124,18 +125,21 @@ def _read_file(path: Path) -> Iterator[StoredTensor]:
 def _read_tensor(name: str, entry: Mapping[str, object], data: memoryview) -> StoredTensor:
     dtype = _DTYPES.get(str(entry["dtype"]))
     if dtype is None:
-        raise ValueError(f"{name} is {entry['dtype']}; weights are {', '.join(_DTYPES)}")
+        raise ValueError(f"{name} has dtype {entry['dtype']}; supported are {', '.join(_DTYPES)}")
     shape = tuple(cast("list[int]", entry["shape"]))
     begin, end = cast("list[int]", entry["data_offsets"])
     length = math.prod(shape) * _ITEMSIZE[dtype]
     if not 0 <= begin <= end <= len(data) or end - begin != length:
-        raise ValueError(f"{name}: bytes {begin} to {end} of {len(data)}, its shape needs {length}")
+        raise ValueError(
+            f"{name}: bytes {begin} to {end} of {len(data)}, but its shape needs {length}"
+        )
     return StoredTensor(name, dtype, shape, data[begin:end])
 
 
 def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = values.view("<u4")
-    # Half of what is cut off, less the least bit where the rest is even; cannot overflow below NaN.
+    # Adds half of the cut-off part, minus one if the kept part is even. Cannot overflow except for
+    # NaN, which is handled separately.
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2")
 

@@ -1,4 +1,7 @@
-"""The command `penstock health`: what a probe asks; also by TLS, as Kubernetes' gRPC probe cannot."""
+"""The command `penstock health`: a health probe that also works over TLS.
+
+The built-in gRPC probe of Kubernetes cannot use TLS.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,14 @@ CHECK = "/grpc.health.v1.Health/Check"
 EVERYTHING = b""
 """A HealthCheckRequest that names no service."""
 SERVING = b"\x08\x01"
-"""The HealthCheckResponse that says so. Its definition is no part of the client's dependencies."""
+"""The HealthCheckResponse for SERVING. The client does not depend on the package that defines it.
+"""
 
 
 @click.command("health")
 @click.argument("address", metavar="HOST:PORT", type=Address())
 @click.option(
-    "--alive", is_flag=True, help="Be content with any answer, such as that it does not serve yet."
+    "--alive", is_flag=True, help="Accept any answer, including that the server does not serve yet."
 )
 @click.option(
     "--timeout",
@@ -32,13 +36,14 @@ SERVING = b"\x08\x01"
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="How long to wait for the answer.",
+    help="Time limit for the answer.",
 )
 @security_options
 def health(security: Security, address: str, alive: bool, timeout: float) -> None:
-    """Ask the server at HOST:PORT whether it serves; the status is 0 where it does, else 1.
+    """Ask the server at HOST:PORT whether it serves. Exits with 0 if it does, otherwise with 1.
 
-    It does not while it starts, drains, or waits for the weights of the run's trainer. No token is needed.
+    A server does not serve while it starts, drains, or waits for the weights of the run's trainer.
+    No token is needed.
     """
     sys.exit(asyncio.run(_check(address, security, alive=alive, timeout=timeout)))
 
@@ -50,7 +55,8 @@ async def _check(address: str, security: Security, *, alive: bool, timeout: floa
 
     try:
         async with open_channel(address, security) as channel:
-            # Without serializers both are bytes, which its types do not say.
+            # Without serializers, requests and responses are bytes; the type stubs do not allow
+            # that.
             check = cast("Any", channel).unary_unary(CHECK)
             answer: bytes = await check(EVERYTHING, timeout=timeout)
     except CredentialsUnusable as error:

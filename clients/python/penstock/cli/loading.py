@@ -1,4 +1,4 @@
-"""Imports what a command runs when it runs, and says which extra is missing."""
+"""Imports a command's implementation when it runs, and reports missing extras."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import click
 
 
 def load(module: str, function: str, extras: str) -> Callable[..., int]:
-    """A function of a module that needs these extras. Raises UsageError where one is missing."""
+    """Loads a function from a module that needs these extras. Raises UsageError if one is
+    missing."""
     try:
         return cast("Callable[..., int]", getattr(importlib.import_module(module), function))
     except ModuleNotFoundError as error:
@@ -19,7 +20,7 @@ def load(module: str, function: str, extras: str) -> Callable[..., int]:
 
 
 def exit_with(run: Callable[..., int], extras: str, *arguments: object) -> None:
-    """Runs it; the process exits with what it returns."""
+    """Runs the function and exits the process with its result."""
     try:
         sys.exit(run(*arguments))
     except ModuleNotFoundError as error:
@@ -27,11 +28,12 @@ def exit_with(run: Callable[..., int], extras: str, *arguments: object) -> None:
 
 
 def _missing(error: ModuleNotFoundError, extras: str) -> Exception:
-    """A message that names the extra, unless a module of ours is what is missing: that is a defect."""
+    """Returns an error that names the extra. A missing module of our own is a defect and stays as
+    it is."""
     name = error.name or ""
     if name.partition(".")[0] == "penstock":
         return error
     return click.UsageError(
-        f"{name} is not installed; install the extra {extras}, such as: "
+        f"{name} is not installed; install the extra {extras}, for example: "
         f"pip install 'penstock[{extras.partition(' ')[0]}]'"
     )

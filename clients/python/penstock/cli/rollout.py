@@ -1,8 +1,8 @@
 """`penstock rollout`: the worker as a process.
 
-Before several servers it is a worker for each, with an equal share of the attempts in flight. The share is
-fixed: an attempt that is leased is work under way, and an agent that leased more of each server than it
-works on would hold groups up. A server that is away leaves its share idle, as it does its engines.
+For several servers it runs one worker each, with an equal share of the attempts in flight. The
+share is fixed. A leased attempt counts as work under way, so leasing more from each server than the
+agent works on would delay groups. If a server is away, its share stays idle, like its engines.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ logger = logging.getLogger("penstock.rollout")
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     servers: tuple[str, ...]
     generate: str | None
     """`pkg.module:function`; None takes one turn on the task's prompt."""
     reward: str | None
-    """`pkg.module:function`; None where `generate` returns the reward."""
+    """`pkg.module:function`; None if `generate` returns the reward."""
     settings: WorkerSettings
-    """Of all servers together."""
+    """For all servers together."""
     patience: Patience
     security: Security | None = None
-    """None: plaintext, and no token."""
+    """None: plaintext, without a token."""
     style: str = "penstock"
-    """How the functions are called; `penstock.client.plugins.styles`."""
+    """Calling convention of the functions; see `penstock.client.plugins.styles`."""
     arguments: Path | None = None
-    """TOML file of what functions of another style are given beside."""
+    """TOML file of the `args` that functions of another style receive."""
     rollout_function: str | None = None
-    """`pkg.module:function` that makes whole rollouts in the worker's place."""
+    """`pkg.module:function` that makes whole rollouts in place of the worker."""
     external: CommandSettings | None = None
-    """A process per attempt, in the place of `generate`."""
+    """Runs a process per attempt, in place of `generate`."""
     environments: EnvironmentSettings | None = None
-    """Episodes of an environment, in the place of `generate`."""
+    """Plays episodes of an environment, in place of `generate`."""
 
 
 def rollout(options: RolloutOptions) -> int:
-    """Runs a worker until it is told to stop; returns the exit status."""
+    """Runs a worker until it is stopped. Returns the exit status."""
     logging.basicConfig(
         level=logging.INFO, format="penstock rollout: %(message)s", stream=sys.stderr
     )
@@ -87,7 +87,7 @@ def rollout(options: RolloutOptions) -> int:
 
 
 class AnyWorker(Protocol):
-    """What works until it is stopped."""
+    """A worker that runs until it is stopped."""
 
     @property
     def stopping(self) -> bool:
@@ -99,12 +99,12 @@ class AnyWorker(Protocol):
         ...
 
     async def run(self) -> Statistics:
-        """Works."""
+        """Works until stopped. Returns the worker's statistics."""
         ...
 
 
 def _divide(options: RolloutOptions) -> list[RolloutOptions]:
-    """What each server's worker is told. Raises BadFunction."""
+    """Divides the options among the servers, one share each. Raises BadFunction."""
     servers, settings = options.servers, options.settings
     if len(servers) == 1:
         return [options]
@@ -112,11 +112,11 @@ def _divide(options: RolloutOptions) -> list[RolloutOptions]:
         raise BadFunction(f"--server {twice} is given twice")
     if settings.concurrency < len(servers):
         raise BadFunction(
-            f"--concurrency must be {len(servers)} at least, one for each --server, "
+            f"--concurrency must be at least {len(servers)}, one for each --server, "
             f"got {settings.concurrency}"
         )
     if settings.attempts is not None or options.style != "penstock":
-        raise BadFunction("--attempts and --style go with one --server")
+        raise BadFunction("--attempts and --style require a single --server")
     each, left = divmod(settings.concurrency, len(servers))
     return [
         replace(
@@ -129,13 +129,13 @@ def _divide(options: RolloutOptions) -> list[RolloutOptions]:
 
 
 def _load(options: RolloutOptions) -> Callable[[Calls], AnyWorker]:
-    """The worker that the options describe, for a server. Raises BadFunction."""
+    """Returns a factory that makes the configured worker for a server. Raises BadFunction."""
     if (options.external or options.environments) and options.style != "penstock":
         raise BadFunction(
-            "--style says how functions are called: it does not go with --command or --environment"
+            "--style applies to functions and cannot be combined with --command or --environment"
         )
     if options.style != "penstock":
-        # Not loaded by who has no use for it.
+        # Loaded only if needed.
         from penstock.client.plugins.worker import load_worker
 
         return load_worker(
@@ -149,13 +149,13 @@ def _load(options: RolloutOptions) -> Callable[[Calls], AnyWorker]:
     if options.external is not None:
         return _load_command(options, options.external)
     if options.arguments is not None or options.rollout_function is not None:
-        raise BadFunction("--args and --rollout-function go with a --style")
+        raise BadFunction("--args and --rollout-function require --style")
     if options.environments is not None:
         return _load_environments(options, options.environments)
     if options.generate is None and options.reward is None:
         raise BadFunction("give --reward, or a --generate that returns the reward")
     if options.reward is None and options.settings.group_reward:
-        raise BadFunction("--group-reward says how --reward is called: give it too")
+        raise BadFunction("--group-reward requires --reward")
     generate = load_function(options.generate, "--generate") if options.generate else single_turn
     reward = load_function(options.reward, "--reward") if options.reward else None
     return lambda calls: Worker(calls, generate, reward, options.settings)
@@ -164,16 +164,15 @@ def _load(options: RolloutOptions) -> Callable[[Calls], AnyWorker]:
 def _load_command(
     options: RolloutOptions, external: CommandSettings
 ) -> Callable[[Calls], AnyWorker]:
-    """Raises BadFunction."""
     if options.generate is not None or options.environments is not None:
-        raise BadFunction("--command, --environment and --generate each take the turns: give one")
+        raise BadFunction("--command, --environment and --generate exclude each other: give one")
     try:
         from penstock.client.external.worker import load_worker as load_command
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
-        # No part of the base install.
-        raise BadFunction("--command needs the extra: pip install 'penstock[command]'") from error
+        # Not part of the base install.
+        raise BadFunction("--command needs an extra: pip install 'penstock[command]'") from error
 
     return load_command(external, options.security or Security(), options.settings)
 
@@ -181,9 +180,8 @@ def _load_command(
 def _load_environments(
     options: RolloutOptions, environments: EnvironmentSettings
 ) -> Callable[[Calls], AnyWorker]:
-    """Raises BadFunction."""
     if options.generate is not None:
-        raise BadFunction("--environment and --generate each take the turns: give one")
+        raise BadFunction("--environment and --generate exclude each other: give one")
     from penstock.client.environments.naming import load_agent
 
     play = load_agent(environments)
@@ -200,7 +198,7 @@ async def _work(
     working = loop.create_task(_work_together(workers))
 
     def stop() -> None:
-        # Who asks twice does not want to wait for the drain.
+        # A second signal skips the drain.
         if any(worker.stopping for worker in workers):
             working.cancel()
         for worker in workers:
@@ -209,14 +207,16 @@ async def _work(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     servers, concurrency = ", ".join(options.servers), options.settings.concurrency
-    logger.info("%s: %d attempts at a time", servers, concurrency)
+    logger.info("%s: running up to %d attempts at a time", servers, concurrency)
     try:
         await working
     except asyncio.CancelledError:
-        logger.warning("stopped at once; what was in flight goes back when its lease has run out")
+        logger.warning(
+            "stopped without draining; attempts in flight return to the server when their leases expire"
+        )
         return 1
     except WorkerMisconfigured as error:
-        divided = f" (--concurrency {concurrency} is divided over {len(workers)} servers)"
+        divided = f" (--concurrency {concurrency} is divided among {len(workers)} servers)"
         logger.error("%s%s", error, divided if len(workers) > 1 else "")
         return 2
     except PenstockError as error:
@@ -229,7 +229,8 @@ async def _work(
 
 
 async def _work_together(workers: Sequence[AnyWorker]) -> None:
-    """Until all have stopped. Where one cannot go on, its error is raised, and the others end."""
+    """Runs all workers until they stop. If one fails, the others are cancelled and its error is
+    raised."""
     try:
         async with asyncio.TaskGroup() as group:
             for worker in workers:

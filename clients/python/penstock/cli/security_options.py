@@ -1,6 +1,6 @@
-"""The options by which every command that calls a server is told whom it trusts and who it is.
+"""The security options of every command that calls a server: trusted authorities and credentials.
 
-There is none for the token itself: a command line can be read by everybody on the host.
+The token itself has no option, because every user of the host can read a command line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def security_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options to a command, whose first parameter is then what they say."""
+    """Adds the options to a command, which receives a Security as its first argument."""
 
     @wraps(command)
     def run(
@@ -50,42 +50,42 @@ _OPTIONS = (
         "security_tls",
         is_flag=True,
         envvar="PENSTOCK_TLS",
-        help="Encrypt the connection, and trust the authorities that come with gRPC.",
+        help="Encrypt the connection and trust the certificate authorities bundled with gRPC.",
     ),
     click.option(
         "--ca",
         "security_ca",
         type=_FILE,
         envvar="PENSTOCK_CA",
-        help="Encrypt the connection, and trust the authority in this PEM file.",
+        help="Encrypt the connection and trust the certificate authority in this PEM file.",
     ),
     click.option(
         "--cert",
         "security_certificate",
         type=_FILE,
         envvar="PENSTOCK_CERT",
-        help="This side's own certificate, for mutual TLS: a PEM file.",
+        help="Client certificate for mutual TLS, a PEM file.",
     ),
     click.option(
         "--key",
         "security_key",
         type=_FILE,
         envvar="PENSTOCK_KEY",
-        help="The certificate's private key: a PEM file.",
+        help="Private key of the client certificate, a PEM file.",
     ),
     click.option(
         "--server-name",
         "security_server_name",
         default="",
         metavar="NAME",
-        help="Name that the server's certificate is for, where it is not the address's.",
+        help="Host name in the server's certificate, if it differs from the address.",
     ),
     click.option(
         "--token-file",
         "security_token_file",
         type=_FILE,
         envvar="PENSTOCK_TOKEN_FILE",
-        help="File with the token to show, read again for each call. Default: the token in the "
-        "variable PENSTOCK_TOKEN.",
+        help="File with the access token, read again for each call. Default: the token in the "
+        "environment variable PENSTOCK_TOKEN.",
     ),
 )

@@ -1,4 +1,4 @@
-"""The options `--style` and `--args`: how the functions of a command line are called."""
+"""The options `--style` and `--args`, which select the calling convention of user functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 
 def style_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options to a command, which is given `style` and `arguments`."""
+    """Adds the options to a command, which receives `style` and `arguments`."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -21,14 +21,14 @@ _OPTIONS = (
         type=click.Choice(["penstock", "slime", "verl", "trl"]),
         default="penstock",
         show_default=True,
-        help="How the functions are called: as here, or as the system they were written for calls them; "
-        "docs/moving.md.",
+        help="Calling convention of the functions: Penstock's, or that of the system they were written "
+        "for. See docs/moving.md.",
     ),
     click.option(
         "--args",
         "arguments",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="With a --style: TOML of what such functions are given as args.",
+        help="With --style: TOML file of the args that such functions receive.",
     ),
 )

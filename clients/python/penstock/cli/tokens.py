@@ -1,7 +1,7 @@
-"""`penstock token`: makes, lists and revokes tokens in a server's file.
+"""`penstock token`: creates, lists and revokes tokens in a server's token file.
 
-The file is replaced whole, under a lock on its folder, and keeps its mode; a new one is its owner's only.
-A server that has it open sees the new one at its next call.
+The file is replaced atomically, under a lock on its folder. It keeps its mode; a new file is
+readable only by its owner. A running server uses the new file from its next call on.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def create(path: Path, name: str, role: str, expires: str) -> None:
     """Adds a token and prints it, alone on standard output. Raises click.ClickException."""
     if not NAME.fullmatch(name):
         raise click.UsageError(
-            "--name is letters, digits, dots, underscores and dashes, 64 at most, with an @ and more of "
-            f"them where a caller has several tokens; got {redact(name)!r}"
+            "--name allows letters, digits, dots, underscores and dashes, 64 at most, plus an @ and more "
+            f"of them if a caller has several tokens; got {redact(name)!r}"
         )
     ends = datetime.now(UTC).replace(microsecond=0) + _duration(expires)
     token = new_token()
@@ -49,17 +49,17 @@ def create(path: Path, name: str, role: str, expires: str) -> None:
         document, found = _read(path, may_be_missing=True)
         if any(entry.name == name for entry in found.tokens):
             raise click.ClickException(
-                f"{path} has a token {name}; revoke it, or take another name"
+                f"{path} already has a token {name}; revoke it, or choose another name"
             )
         tokens = cast("dict[str, object]", document.setdefault("tokens", {}))
         tokens[name] = {"role": role, "sha256": hash_token(token).hex(), "expires": ends}
         _write(path, document)
     click.echo(token)
-    click.echo(f"{path}: {name}, {role}, until {_time(ends)}; it is not shown again", err=True)
+    click.echo(f"{path}: {name}, {role}, until {_time(ends)}; it will not be shown again", err=True)
 
 
 def show(path: Path) -> None:
-    """Prints names, roles and ends. Raises click.ClickException."""
+    """Prints names, roles and expiry times. Raises click.ClickException."""
     _, found = _read(path)
     now = datetime.now(UTC)
     for entry in found.tokens:
@@ -79,13 +79,15 @@ def revoke(path: Path, name: str) -> None:
             raise click.ClickException(f"{path} has no token {name}")
         del cast("dict[str, object]", document["tokens"])[name]
         _write(path, document)
-    click.echo(f"{path}: {name} is revoked", err=True)
+    click.echo(f"{path}: revoked {name}", err=True)
 
 
 def _duration(text: str) -> timedelta:
     match = re.fullmatch(r"([1-9][0-9]{0,5})([mhdw])", text)
     if match is None:
-        raise click.UsageError(f"--expires is a number and m, h, d or w, such as 30d; got {text!r}")
+        raise click.UsageError(
+            f"--expires must be a number followed by m, h, d or w, such as 30d; got {text!r}"
+        )
     return timedelta(**{UNITS[match[2]]: int(match[1])})
 
 
@@ -100,20 +102,20 @@ def _read(path: Path, *, may_be_missing: bool = False) -> tuple[dict[str, object
     except FileNotFoundError:
         if may_be_missing:
             return {}, TokenFile()
-        raise click.ClickException(f"{path}: there is no such file") from None
+        raise click.ClickException(f"{path}: no such file") from None
     except OSError as error:
         raise click.ClickException(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise click.ClickException(f"{path}: it is not UTF-8") from None
+        raise click.ClickException(f"{path}: not valid UTF-8") from None
     except tomllib.TOMLDecodeError:
-        raise click.ClickException(f"{path}: it is not TOML") from None
+        raise click.ClickException(f"{path}: not valid TOML") from None
     except TokenFileInvalid as error:
         raise click.ClickException(f"{path}: {error}") from None
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """One writer at a time, over processes."""
+    """Locks the file's folder, so that one process writes at a time."""
     try:
         folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -126,7 +128,7 @@ def _locked(path: Path) -> Generator[None]:
 
 
 def _write(path: Path, document: dict[str, object]) -> None:
-    """The whole file or the one before, whenever this is interrupted."""
+    """Writes the file atomically: an interruption leaves either the new or the previous version."""
     mode = 0o600
     with contextlib.suppress(FileNotFoundError):
         mode = stat.S_IMODE(path.stat().st_mode)

@@ -1,4 +1,4 @@
-"""`penstock weights`: what a server samples, and a version from a checkpoint by hand."""
+"""`penstock weights`: shows a server's weight versions and pushes checkpoints manually."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ SOURCES = {
     "shared-memory": weights_pb2.WEIGHT_SOURCE_KIND_SHARED_MEMORY,
     "stream": weights_pb2.WEIGHT_SOURCE_KIND_INLINE,
 }
-"""In the order in which "auto" tries them: the fewest copies first."""
+"""In the order in which "auto" tries them, fewest copies first."""
 
 Info = rollout_service_pb2.GetServerInfoResponse
 
 
 class PushRefused(Exception):
-    """What was asked for cannot be done; the message is for the person who asked."""
+    """The request cannot be carried out; the message explains why to the user."""
 
 
 @dataclass(frozen=True)
 class PushOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     address: str
     folder: Path
-    """Absolute."""
+    """Absolute path."""
     version: int | None
-    """None is one more than the newest the server has."""
+    """None means the server's newest version plus one."""
     source: str
     """A key of SOURCES, or "auto"."""
     in_flight: str | None
-    """None leaves it to the server."""
+    """None uses the server's setting."""
     stage_only: bool
     security: Security | None = None
-    """None: plaintext, and no token."""
+    """None: plaintext, without a token."""
 
 
 def show(address: str, as_json: bool, security: Security | None = None) -> int:
-    """Prints what the server samples and holds; returns the exit status."""
+    """Prints a server's weight versions. Returns the exit status."""
 
     async def work() -> None:
         async with open_channel(address, security) as channel:
@@ -74,9 +74,9 @@ def show(address: str, as_json: bool, security: Security | None = None) -> int:
 
 
 def push(options: PushOptions) -> int:
-    """Uploads a checkpoint and, unless told otherwise, switches to it; returns the exit status.
+    """Uploads a checkpoint and switches to it, unless `stage_only` is set. Returns the exit status.
 
-    Raises ModuleNotFoundError where xxhash is missing, before anything is asked of the server.
+    Raises ModuleNotFoundError if xxhash is missing, before it contacts the server.
     """
     from penstock.wire.upload import NotStaged
 
@@ -91,7 +91,7 @@ def push(options: PushOptions) -> int:
 
 
 def _run(work: Coroutine[None, None, None]) -> int:
-    """The exit status; stderr explains one that is not zero."""
+    """Runs the command. Returns its exit status, and explains a failure on stderr."""
     try:
         asyncio.run(work)
     except grpc.aio.AioRpcError as error:
@@ -131,7 +131,7 @@ async def _push(channel: grpc.aio.Channel, options: PushOptions) -> None:
         in_flight=IN_FLIGHT[options.in_flight]
         if options.in_flight
         else weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED,
-        # Later than that of any trainer that has started.
+        # Later than the epoch of any trainer that has started.
         trainer_epoch=time.time_ns(),
     )
     sources = _sources(options, info, tensors)
@@ -143,21 +143,22 @@ async def _push(channel: grpc.aio.Channel, options: PushOptions) -> None:
             failure = from_rpc(error)
             if failure.reason != Reason.SOURCE_UNAVAILABLE or place + 1 == len(sources):
                 raise
-            sys.stderr.write(f"penstock weights: {failure}; going on with {sources[place + 1]}\n")
+            sys.stderr.write(f"penstock weights: {failure}; trying {sources[place + 1]}\n")
     else:
-        raise PushRefused("the server takes weights from none of the sources known here")
-    # The engine holds what it was started with; the server counts against what it was sent.
+        raise PushRefused("the server accepts weights from none of this client's sources")
+    # The server counts changes only against versions it received, not against the engine's initial
+    # weights.
     is_first = not info.full_weight_version and not info.staged_weight_versions
     click.echo(_outcome(version, last, len(tensors), is_first=is_first))
 
 
 def _sources(options: PushOptions, info: Info, tensors: Sequence[StoredTensor]) -> list[str]:
-    """What to try, in order. Raises PushRefused where what was asked for cannot be."""
+    """Returns the sources to try, in order. Raises PushRefused if the chosen one is impossible."""
     other = next((t for t in tensors if t.dtype != info.weight_dtype), None)
     if options.source == "checkpoint" and other is not None:
         raise PushRefused(
-            f"{other.name} is {other.dtype} and the server wants {info.weight_dtype}: it reads a "
-            "checkpoint as it is; --source stream converts"
+            f"{other.name} has dtype {other.dtype}, but the server needs {info.weight_dtype} and reads "
+            "checkpoints without conversion: use --source stream to convert"
         )
     if options.source != "auto":
         return [options.source]
@@ -189,7 +190,9 @@ async def _send(
     try:
         file = MemoryFile(length)
     except OSError as error:
-        raise PushRefused(f"no {length} bytes of memory to share: {error.strerror}") from error
+        raise PushRefused(
+            f"cannot allocate {length} bytes of shared memory: {error.strerror}"
+        ) from error
     try:
         for spec, data in zip(header.tensors, _converted(tensors, dtype), strict=True):
             file.view[spec.offset_bytes : spec.offset_bytes + spec.length_bytes] = data
@@ -203,8 +206,11 @@ async def _send(
 def _specs(
     tensors: Sequence[StoredTensor], dtype: str, *, placed: bool
 ) -> Iterator[weights_pb2.TensorSpec]:
-    """What the header says of each tensor, in the server's dtype; one after the other in a payload,
-    or, not `placed`, where their files say."""
+    """Yields the header's entry for each tensor, in the server's dtype.
+
+    If `placed`, the entries locate the tensors one after the other in a payload. Otherwise the
+    tensors are located by their files.
+    """
     import xxhash
 
     offset = 0
@@ -223,7 +229,7 @@ def _specs(
 
 
 def _converted(tensors: Sequence[StoredTensor], dtype: str) -> Iterator[memoryview]:
-    # One at a time: a model converted as a whole may not fit beside itself.
+    # One at a time, because two copies of the model may not fit in memory.
     for tensor in tensors:
         yield tensor.bytes_as(dtype)
 
@@ -233,20 +239,19 @@ def _outcome(
 ) -> str:
     changed = f"{last.changed_tensor_count} of {count} tensors changed"
     if is_first:
-        changed = f"{count} tensors, and no version before to compare them with"
+        changed = f"{count} tensors, with no previous version to compare to"
     elif not last.changed_tensor_count:
-        changed = "unchanged! every tensor is what it was"
+        changed = "unchanged! no tensor differs from the previous version"
     if last.state == weights_pb2.WEIGHT_STATE_ACTIVE:
         pause = last.pause.ToNanoseconds() / 1e9
         return f"version {version} is active; pause {pause:.3f} s; {changed}"
-    return f"version {version} is staged, version {last.active_weight_version} samples; {changed}"
+    return f"version {version} is staged, version {last.active_weight_version} is active; {changed}"
 
 
 # show
 
 
 def _figures(info: Info) -> dict[str, object]:
-    """What --json prints."""
     lora = info.lora if info.HasField("lora") else None
     return {
         "server_version": info.server_version,

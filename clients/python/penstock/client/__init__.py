@@ -1,4 +1,4 @@
-"""The client of `penstock.v1`: sample from a policy, lease tasks, score what it did.
+"""The client of `penstock.v1`: sample from a policy, lease tasks and score the attempts.
 
 import asyncio
 from penstock.client import connect

@@ -1,8 +1,463 @@
-"""`python -m penstock.client`: an older name of `python -m penstock.cli`, which launch scripts use."""
+"""The command line: `penstock serve | train | rollout | eval | weights | health | journal | token |
+demo | up`.
+
+Each command imports what it needs only when it runs, so that `penstock --help` stays fast. The
+engine's child process imports the main module again, so importing this module must have no side
+effects.
+"""
 
 from __future__ import annotations
 
-import runpy
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.address_type import Address
+from penstock.cli.health import health
+from penstock.cli.loading import exit_with, load
+from penstock.cli.security_options import security_options
+from penstock.cli.style_options import style_options
+from penstock.cli.up import up
+from penstock.client.environments.settings import environment_options
+from penstock.client.external.options import command_options
+
+if TYPE_CHECKING:
+    from penstock.client.environments.settings import EnvironmentSettings
+    from penstock.client.external.settings import CommandSettings
+    from penstock.wire.security import Security
+
+# These commands parse their own arguments, --help included.
+_PASS_THROUGH: dict[str, Any] = {
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+
+_SERVE_EXTRAS = "server,cpu (or server,cuda)"
+_UPLOAD_EXTRAS = "server (or trainer)"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version("penstock"), prog_name="penstock")
+def main() -> None:
+    """Reinforcement learning for language models over one typed gRPC protocol.
+
+    Three processes make a run. `serve` samples from the model. `rollout` takes the turns of tasks
+    and scores them. `train` submits the tasks, trains on the scored trajectories and sends the new
+    weights back. `up` runs all three, on this machine or on a cluster. `demo` runs all three
+    without any configuration.
+    """
+
+
+@main.command(context_settings=_PASS_THROUGH, add_help_option=False)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def serve(options: tuple[str, ...]) -> None:
+    """Serve a model: sampling, tasks and weight updates.
+
+    [--config FILE] [--listen HOST:PORT] [--dry-run] [any option of the engine, such as --model]
+    """
+    run = load("penstock.server.__main__", "main", _SERVE_EXTRAS)
+    exit_with(run, _SERVE_EXTRAS, list(options))
+
+
+@main.command()
+@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--resume", is_flag=True, help="Resume from the run's last checkpoint.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of processes to train with on this host. Use torchrun for several hosts.",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a value of CONFIG. Can be repeated.",
+)
+def train(
+    config: Path, resume: bool, dry_run: bool, ranks: int, overrides: tuple[str, ...]
+) -> None:
+    """Train a policy as configured in CONFIG, a TOML file.
+
+    The file names one or several rollout servers, the model and the source of the tasks. Settings
+    it omits have defaults, which --dry-run prints. Reward, lag and times are printed for every step
+    and written to the run's folder.
+    """
+    run = load("penstock.trainer.__main__", "train", "trainer")
+    exit_with(run, "trainer", config, list(overrides), resume, dry_run, ranks)
+
+
+@main.command()
+@click.option(
+    "--server",
+    "servers",
+    required=True,
+    multiple=True,
+    metavar="HOST:PORT",
+    type=Address(),
+    help="Rollout server. Can be repeated; --concurrency is then divided among the servers.",
+)
+@click.option(
+    "--generate",
+    metavar="PKG.MODULE:FUNCTION",
+    help="generate(task, trajectory) takes any number of turns. "
+    "Default: one turn on the task's prompt.",
+)
+@click.option(
+    "--reward",
+    metavar="PKG.MODULE:FUNCTION",
+    help="reward(task, trajectory) returns a number. Default: the value that generate returns. "
+    "FILE.py:FUNCTION works too.",
+)
+@click.option(
+    "--group-reward",
+    is_flag=True,
+    help="Call reward(task, trajectories) once for all attempts at a task. It must return a list of "
+    "numbers. --concurrency must be at least the group size.",
+)
+@click.option(
+    "--concurrency",
+    default=8,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of attempts in flight.",
+)
+@click.option(
+    "--agent-id", metavar="NAME", help="Name of this process for the server. Default: HOST-PID."
+)
+@click.option(
+    "--purpose", type=click.Choice(["train", "eval"]), help="Lease only tasks of this purpose."
+)
+@click.option(
+    "--attempts", type=click.IntRange(min=1), metavar="N", help="Exit after this many attempts."
+)
+@click.option(
+    "--attempt-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Fail attempts that take longer than this, reward included. Default: no limit.",
+)
+@click.option(
+    "--drain-timeout",
+    default=20.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How long attempts in flight can continue after SIGTERM or Ctrl-C.",
+)
+@click.option(
+    "--reconnect-timeout",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How long to wait for a lost server before abandoning an attempt in flight. Waiting for "
+    "new attempts has no limit.",
+)
+@style_options
+@click.option(
+    "--rollout-function",
+    metavar="PKG.MODULE:FUNCTION",
+    help="With --style slime: f(args, rollout_id, data_source, evaluation) makes whole rollouts.",
+)
+@environment_options
+@command_options
+@security_options
+def rollout(
+    security: Security,
+    external: CommandSettings | None,
+    environments: EnvironmentSettings | None,
+    servers: tuple[str, ...],
+    style: str,
+    arguments: Path | None,
+    rollout_function: str | None,
+    generate: str | None,
+    reward: str | None,
+    group_reward: bool,
+    concurrency: int,
+    agent_id: str | None,
+    purpose: str | None,
+    attempts: int | None,
+    attempt_timeout: float | None,
+    drain_timeout: float,
+    reconnect_timeout: float,
+) -> None:
+    """Lease attempts at tasks, take their turns and score them.
+
+    Runs until stopped and reconnects when the server restarts. Give --reward, a --generate that
+    returns the reward, an --environment or a --command. Modules in the working directory are
+    importable. Functions can be async or plain; a plain function runs in a thread. If a function
+    raises, its attempt fails and the server schedules it again.
+
+    \b
+    # score.py
+    def reward(task, trajectory):
+        return float(task.metadata["answer"] in trajectory.text)
+
+    \b
+    $ penstock rollout --server 127.0.0.1:50051 --reward score:reward
+    """
+    from penstock.cli.rollout import RolloutOptions
+    from penstock.cli.rollout import rollout as run
+    from penstock.client.calls import Patience
+    from penstock.client.leases import default_agent_id
+    from penstock.client.tasks import Purpose
+    from penstock.client.worker import WorkerSettings
+
+    settings = WorkerSettings(
+        concurrency=concurrency,
+        agent_id=agent_id or default_agent_id(),
+        purpose=Purpose(purpose) if purpose else None,
+        group_reward=group_reward,
+        attempts=attempts,
+        attempt_seconds=attempt_timeout,
+        drain_seconds=drain_timeout,
+    )
+    patience = Patience(reconnect_seconds=reconnect_timeout)
+    options = RolloutOptions(
+        *(servers, generate, reward, settings, patience, security),
+        style=style,
+        arguments=arguments,
+        rollout_function=rollout_function,
+        external=external,
+        environments=environments,
+    )
+    sys.exit(run(options))
+
+
+@main.command("eval", context_settings=_PASS_THROUGH, add_help_option=False)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def evaluate(options: tuple[str, ...]) -> None:
+    """Evaluate a server, or a model, on a set of prompts.
+
+    (--server HOST:PORT | --model MODEL) (--data FILE | --task NAME) [--reward PKG.MODULE:FUNCTION]
+    """
+    if any(option.partition("=")[0] == "--model" for option in options):
+        extras, module = "server,trainer,cpu", "penstock.demo.evaluate"
+    else:
+        extras, module = "trainer", "penstock.trainer.commands.evaluate"
+    exit_with(load(module, "main", extras), extras, list(options))
+
+
+@main.group()
+def weights() -> None:
+    """Show the weight versions of a server, or push one manually."""
+
+
+@weights.command("show")
+@click.argument("address", metavar="HOST:PORT", type=Address())
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@security_options
+def show_weights(security: Security, address: str, as_json: bool) -> None:
+    """Show the weight versions of the server at HOST:PORT and the uploads it accepts."""
+    from penstock.cli.weights import show
+
+    sys.exit(show(address, as_json, security))
+
+
+@weights.command("push")
+@click.argument("address", metavar="HOST:PORT", type=Address())
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--version",
+    "weight_version",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Must be greater than every version the server has. Default: the newest version plus one.",
+)
+@click.option(
+    "--source",
+    type=click.Choice(["auto", "checkpoint", "stream", "shared-memory"]),
+    default="auto",
+    show_default=True,
+    help="How the server gets the bytes. auto: the server reads FOLDER if it can and the dtypes "
+    "match; otherwise shared memory on this host; otherwise the connection.",
+)
+@click.option(
+    "--in-flight",
+    type=click.Choice(["keep", "recompute", "drain", "abort"]),
+    help="What to do with turns in flight. Default: the server's setting.",
+)
+@click.option(
+    "--stage-only", is_flag=True, help="Upload and verify, but do not switch to the new version."
+)
+@security_options
+def push_weights(
+    security: Security,
+    address: str,
+    folder: Path,
+    weight_version: int | None,
+    source: str,
+    in_flight: str | None,
+    stage_only: bool,
+) -> None:
+    """Upload FOLDER, a Hugging Face checkpoint of safetensors, to the server at HOST:PORT.
+
+    Tensors are converted to the server's dtype. Prints how long sampling was paused and how many
+    tensors changed. Do not push while a trainer is connected: versions only grow, so the server
+    would refuse the trainer's next version.
+    """
+    from penstock.cli.weights import PushOptions, push
+
+    options = PushOptions(
+        address, folder.resolve(), weight_version, source, in_flight, stage_only, security
+    )
+    exit_with(push, _UPLOAD_EXTRAS, options)
+
+
+@main.command(context_settings=_PASS_THROUGH, add_help_option=False)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def demo(options: tuple[str, ...]) -> None:
+    """Run server, worker and trainer on this machine and watch the reward climb."""
+    extras = "server,trainer,cpu"
+    exit_with(load("penstock.demo.__main__", "main", extras), extras, list(options))
+
+
+main.add_command(up)
+main.add_command(health)
+
+
+class _JournalFolder(click.Path):
+    """A folder. Explains why the address of a NATS server is not accepted."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | bytes | os.PathLike[str]:
+        if str(value).startswith(("nats:", "tls:")):
+            self.fail(
+                "only its server can read a journal in a NATS stream: see docs/many-hubs.md",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
+_JOURNAL = click.argument(
+    "folder", type=_JournalFolder(exists=True, file_okay=False, path_type=Path)
+)
+
+
+@main.group()
+def journal() -> None:
+    """Show, check and export the journal of a server; see docs/journal.md.
+
+    These commands lock and change nothing. The server can keep running.
+    """
+
+
+@journal.command("list")
+@_JOURNAL
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def list_journal(folder: Path, as_json: bool) -> None:
+    """List the tasks, groups and open trajectories in the journal in FOLDER."""
+    run = load("penstock.server.journal.tools.command", "list_stored", "server")
+    exit_with(run, "server", folder, as_json)
+
+
+@journal.command("verify")
+@_JOURNAL
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify_journal(folder: Path, as_json: bool) -> None:
+    """Check every record of the journal in FOLDER.
+
+    Exits with 0 if all records are intact, 1 if a record is corrupt, 2 if there is no journal. A
+    torn end is not corruption: it was never acknowledged.
+    """
+    run = load("penstock.server.journal.tools.command", "verify", "server")
+    exit_with(run, "server", folder, as_json)
+
+
+@journal.command("export")
+@_JOURNAL
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--state",
+    type=click.Choice(["waiting", "used", "all"]),
+    default="all",
+    show_default=True,
+    help="waiting: no step has used them. used: a step has, but no durable checkpoint contains it yet.",
+)
+def export_journal(folder: Path, out: Path, state: str) -> None:
+    """Write the finished groups of the journal in FOLDER to OUT, a *.jsonl or *.parquet file.
+
+    Writes one row per trajectory. docs/journal.md lists the columns.
+    """
+    run = load("penstock.server.journal.tools.command", "export", "server")
+    exit_with(run, "server", folder, out, state)
+
+
+_TOKEN_FILE = click.option(
+    "--file",
+    "path",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The server's token file, as named by its security.tokens setting.",
+)
+
+
+@main.group()
+def token() -> None:
+    """Create, list and revoke access tokens for a server; see docs/security.md."""
+
+
+@token.command("create")
+@_TOKEN_FILE
+@click.option(
+    "--name",
+    required=True,
+    help="Name of the caller in logs and errors. Use NAME@WHICH for several tokens of one caller.",
+)
+@click.option(
+    "--role",
+    required=True,
+    type=click.Choice(["agent", "trainer", "admin"]),
+    help="What the token allows: taking turns, training, or everything.",
+)
+@click.option(
+    "--expires",
+    default="30d",
+    show_default=True,
+    metavar="TIME",
+    help="How long the token is valid: a number followed by m, h, d or w.",
+)
+def create_token(path: Path, name: str, role: str, expires: str) -> None:
+    """Create a token. It is printed once; the file stores only its hash."""
+    run = load("penstock.cli.tokens", "create", "server")
+    run(path, name, role, expires)
+
+
+@token.command("list")
+@_TOKEN_FILE
+def list_tokens(path: Path) -> None:
+    """List the names, roles and expiry times of the tokens."""
+    load("penstock.cli.tokens", "show", "server")(path)
+
+
+@token.command("revoke")
+@_TOKEN_FILE
+@click.option("--name", required=True, help="Name of the token, as given to create.")
+def revoke_token(path: Path, name: str) -> None:
+    """Revoke a token. A running server refuses it from the next call on."""
+    load("penstock.cli.tokens", "revoke", "server")(path, name)
+
+
+@main.command("version")
+def show_version() -> None:
+    """Print the version of the penstock package."""
+    click.echo(version("penstock"))
+
 
 if __name__ == "__main__":
     runpy.run_module("penstock.cli", run_name="__main__", alter_sys=True)

@@ -1,4 +1,5 @@
-"""A trajectory that answers a task nobody leased: it begins with its prompt, and no trainer sees it."""
+"""A trajectory for a task that was not leased. It starts with the task's prompt, and no trainer
+receives it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from penstock.v1 import rollout_service_pb2
 
 
 class AskedTrajectory(Trajectory):
-    """As that of a lease, for functions of (task, trajectory); the server knows of no task."""
+    """Behaves like a leased trajectory toward functions of (task, trajectory). The server knows no
+    task for it."""
 
     def __init__(self, calls: Calls, trajectory_id: str, task: Task, sample_index: int) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""Functions that are not coroutines: run in a thread of their own, with a trajectory that blocks."""
+"""Runs plain functions in their own threads, with a trajectory whose calls block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class BlockingTrajectory:
-    """A Trajectory for a plain function: the same names, and each call waits for its answer."""
+    """A Trajectory for a plain function. It has the same methods, and each call blocks."""
 
     def __init__(self, trajectory: Trajectory, loop: asyncio.AbstractEventLoop) -> None:
         self._trajectory = trajectory
@@ -30,12 +30,11 @@ class BlockingTrajectory:
 
     @property
     def trajectory_id(self) -> str:
-        """Its id."""
         return self._trajectory.trajectory_id
 
     @property
     def task(self) -> Task | None:
-        """The task it answers."""
+        """The task of this attempt."""
         return self._trajectory.task
 
     @property
@@ -45,7 +44,6 @@ class BlockingTrajectory:
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """Turns so far."""
         return self._trajectory.turns
 
     @property
@@ -55,12 +53,12 @@ class BlockingTrajectory:
 
     @property
     def text(self) -> str:
-        """What the policy wrote in its last turn."""
+        """The policy's text in its last turn."""
         return self._trajectory.text
 
     @property
     def process(self) -> ProcessRecord | None:
-        """The external process that answered, once it has ended."""
+        """Record of the external process, once it has ended."""
         return self._trajectory.process
 
     def turn(
@@ -71,17 +69,17 @@ class BlockingTrajectory:
         timeout: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Turn:
-        """As `Trajectory.turn`."""
+        """Takes one turn, like `Trajectory.turn`."""
         return self._wait(
             self._trajectory.turn(observation, tools=tools, timeout=timeout, **sampling)
         )
 
     def resume(self, timeout: float | None = None) -> Turn:
-        """As `Trajectory.resume`."""
+        """Continues a turn, like `Trajectory.resume`."""
         return self._wait(self._trajectory.resume(timeout))
 
     def get(self) -> TrajectoryRecord:
-        """As `Trajectory.get`."""
+        """Returns the server's record, like `Trajectory.get`."""
         return self._wait(self._trajectory.get())
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
@@ -89,16 +87,17 @@ class BlockingTrajectory:
 
 
 def is_async(function: Callable[..., object]) -> bool:
-    """Whether calling it gives a coroutine."""
+    """Whether calling it returns a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object may have an async __call__.
     )
 
 
 async def run_in_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Runs a function in a daemon thread, so that one which never returns cannot hold up the exit.
+    """Runs a function in a daemon thread, so that a function that never returns cannot block the
+    exit.
 
-    When the caller is cancelled the thread is left to itself, and its result is ignored.
+    If the caller is cancelled, the thread continues alone and its result is ignored.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -110,7 +109,7 @@ async def run_in_thread(function: Callable[..., T], *arguments: object) -> T:
         if error is None:
             future.set_result(result)  # pyright: ignore[reportArgumentType] - set with no error.
         elif isinstance(error, StopIteration):
-            # A future refuses it, because it would end the coroutine that awaits.
+            # A future refuses StopIteration, because it would end the awaiting coroutine.
             future.set_exception(RuntimeError("the function raised StopIteration"))
         else:
             future.set_exception(error)
@@ -120,7 +119,7 @@ async def run_in_thread(function: Callable[..., T], *arguments: object) -> T:
             result, error = context.run(function, *arguments), None
         except BaseException as raised:
             result, error = None, raised
-        # A function may end after its loop: nobody waits for it any more.
+        # The loop may be closed. Then no caller waits for the result.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, error)
 

@@ -1,13 +1,14 @@
-"""The calls of `penstock.v1` as one client makes them: channel, deadlines, retries, trace context.
+"""The calls of `penstock.v1`: channel, deadlines, retries, trace context.
 
-Who retries what:
+Retries are divided as follows:
 
-- UNAVAILABLE of an idempotent unary call: gRPC itself, by the service config of `wire.channel`; a few
-  seconds long. Where the call is `patient`, here beyond that, until the server is back or
-  `Patience.reconnect_seconds` are over.
-- RESOURCE_EXHAUSTED with RetryInfo: here, after the delay the server names, within a bound; likewise where
-  gRPC itself says so, which names no reason.
-- A lost stream: its owner (`trajectory`, `leases`), which alone knows where it stood.
+- UNAVAILABLE from an idempotent unary call: gRPC retries for a few seconds, by the service config
+  of `wire.channel`. For a `patient` call, this module then retries until the server is back or
+  `Patience.reconnect_seconds` have passed.
+- RESOURCE_EXHAUSTED with RetryInfo: this module retries after the server's delay, within a bound.
+  It also retries if gRPC itself reports this status, which carries no reason.
+- A lost stream: its owner (`trajectory`, `leases`) recovers it, because only the owner knows its
+  state.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class Patience:
     call_seconds: float = 30.0
     """Deadline of a unary call."""
     reconnect_seconds: float = 60.0
-    """How long a lost server is waited for before the turn or the close that needs it fails."""
+    """How long to wait for a lost server before the turn or close that needs it fails."""
     overload_seconds: float = 120.0
-    """How long a server that is full, and says when to come back, is asked again."""
+    """How long to retry with a server that is full and names a retry delay."""
 
 
 class Backoff:
-    """Growing, jittered waits, within a bound that starts with the first of them."""
+    """Growing, jittered waits. Their bound starts with the first wait."""
 
     def __init__(self, limit_seconds: float, *, first: float = 0.1, longest: float = 5.0) -> None:
         self._limit, self._first, self._longest = limit_seconds, first, longest
@@ -60,11 +61,11 @@ class Backoff:
         self._give_up_at: float | None = None
 
     def reset(self) -> None:
-        """There was progress: begin anew."""
+        """Resets delay and bound after progress."""
         self._delay, self._give_up_at = self._first, None
 
     async def wait(self, at_least: float = 0.0) -> bool:
-        """Waits once; False, at once, where the bound would be passed."""
+        """Waits once. Returns False at once if the wait would exceed the bound."""
         now = asyncio.get_running_loop().time()
         if self._give_up_at is None:
             self._give_up_at = now + self._limit
@@ -77,14 +78,14 @@ class Backoff:
 
 
 class Calls:
-    """One channel to one server, made by the first call, on the loop that makes it."""
+    """One channel to one server. The first call opens it, on its own event loop."""
 
     def __init__(self, address: str, patience: Patience, security: Security | None = None) -> None:
         """Raises CredentialsUnusable and ValueError."""
         self.address = address
         self.patience = patience
         self._security = security or Security()
-        # Now, so that whoever sets it up hears of it, and not an agent in its first turn.
+        # Checked here, so that the error surfaces at setup and not in an agent's first turn.
         self._security.check(address)
 
     @cached_property
@@ -92,14 +93,14 @@ class Calls:
         return open_channel(self.address, self._security)
 
     async def close(self) -> None:
-        """Closes the channel; calls in flight are cancelled."""
+        """Closes the channel. Calls in flight are cancelled."""
         if "_channel" in self.__dict__:
             await self._channel.close()
 
     async def get_server_info(
         self, *, wait_for_ready: bool = False
     ) -> rollout.GetServerInfoResponse:
-        """Describes the server; with `wait_for_ready` it waits for it as long as it takes."""
+        """Describes the server. With `wait_for_ready`, waits for the server without a limit."""
         request = codec.twin(rollout.GetServerInfoRequest)()
         response = rollout.GetServerInfoResponse
         if wait_for_ready:
@@ -109,40 +110,38 @@ class Calls:
     async def get_trajectory(
         self, request: rollout.GetTrajectoryRequest, *, patient: bool = False
     ) -> rollout.GetTrajectoryResponse:
-        """A trajectory as the server holds it."""
+        """Returns a trajectory as the server holds it."""
         response = rollout.GetTrajectoryResponse
         return await self._unary(_ROLLOUT, "GetTrajectory", request, response, patient=patient)
 
     async def abort(
         self, request: rollout.AbortRequest, *, patient: bool = False
     ) -> rollout.AbortResponse:
-        """Stops turns; answered once the engine is done with them."""
+        """Stops turns. Returns once the engine has stopped them."""
         return await self._unary(_ROLLOUT, "Abort", request, rollout.AbortResponse, patient=patient)
 
     async def submit_tasks(self, request: tasks.SubmitTasksRequest) -> tasks.SubmitTasksResponse:
-        """Adds tasks."""
         return await self._unary(_TASKS, "SubmitTasks", request, tasks.SubmitTasksResponse)
 
     async def renew_lease(
         self, request: tasks.RenewLeaseRequest, *, patient: bool = False
     ) -> tasks.RenewLeaseResponse:
-        """Extends leases."""
         response = tasks.RenewLeaseResponse
         return await self._unary(_TASKS, "RenewLease", request, response, patient=patient)
 
     async def complete_trajectory(
         self, request: tasks.CompleteTrajectoryRequest
     ) -> tasks.CompleteTrajectoryResponse:
-        """Closes a trajectory; waits for a lost server, since the work is done already."""
+        """Closes a trajectory. Always waits for a lost server, because the work is already done."""
         response = tasks.CompleteTrajectoryResponse
         return await self._unary(_TASKS, "CompleteTrajectory", request, response, patient=True)
 
     async def turn_events(
         self, request: TurnRequest, timeout: float | None, metadata: telemetry.Metadata
     ) -> AsyncGenerator[TurnEvent]:
-        """Opens a turn's stream and yields its events; closing the iterator cancels the call.
+        """Opens a turn's stream and yields its events. Closing the iterator cancels the call.
 
-        Raises PenstockError, ServerUnavailable where the stream was lost.
+        Raises PenstockError; ServerUnavailable if the stream was lost.
         """
         opens = request.DESCRIPTOR.name == "GenerateRequest"
         method = "Generate" if opens else "Continue"
@@ -155,7 +154,8 @@ class Calls:
     async def lease_tasks(
         self, request: tasks.LeaseTasksRequest
     ) -> AsyncGenerator[tasks.LeaseTasksResponse]:
-        """Opens a lease stream; closing the iterator gives it up. Raises as `turn_events` does."""
+        """Opens a lease stream. Closing the iterator gives the leases up. Raises the errors of
+        `turn_events`."""
         response = tasks.LeaseTasksResponse
         metadata = telemetry.outgoing()
         stream = self._stream(_TASKS, "LeaseTasks", request, response, None, metadata)
@@ -172,7 +172,8 @@ class Calls:
         *,
         patient: bool | None = False,
     ) -> M:
-        """One call; `patient` waits for a lost server within the bound, None without one."""
+        """Makes one call. If `patient`, waits for a lost server within the bound; if None, without
+        a limit."""
         call = self._channel.unary_unary(
             f"/{service}/{method}",
             request_serializer=codec.encode,
@@ -203,7 +204,7 @@ class Calls:
                     continue
                 if not await outlasts(overload, failed):
                     raise failed from error
-                # It answers: what is waited for from here on is another loss.
+                # The server answered, so a later loss starts a new wait.
                 give_up_at = clock() + self.patience.reconnect_seconds
                 lost.reset()
 
@@ -232,7 +233,8 @@ class Calls:
 
 
 async def outlasts(overload: Backoff, failed: PenstockError) -> bool:
-    """Waits as a full server asked; False where it did not ask, or where patience has run out."""
+    """Waits as long as a full server asked. Returns False if it named no delay or patience has run
+    out."""
     if not isinstance(failed, Overloaded) or failed.retry_after_seconds is None:
         return False
     return await overload.wait(at_least=failed.retry_after_seconds)

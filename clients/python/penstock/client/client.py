@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """Load of a server now."""
+    """Load of a server at the time of the call."""
 
     running_turn_count: int
     waiting_turn_count: int
@@ -38,17 +38,17 @@ class ServerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself."""
+    """Identity, versions, limits and load of a server."""
 
     server_version: str
     model: str
     active_weight_version: int
-    """Version now sampling."""
+    """The version that samples now."""
     staged_weight_versions: tuple[int, ...]
     max_context_length: int
     vocab_size: int
     weight_dtype: str
-    """Torch dtype name an uploaded tensor must have."""
+    """Name of the torch dtype that uploaded tensors must have."""
     load: ServerLoad
     replicas: tuple[Replica, ...]
     """One per engine behind the server."""
@@ -59,20 +59,20 @@ class Replica:
     """One engine behind a server."""
 
     address: str
-    """Where it listens; empty for an engine in the server's own process."""
+    """Address it listens at; empty for an engine in the server's own process."""
     state: str
     """"serving", "paused", "draining", "joining" or "unavailable"."""
     active_weight_version: int | None
-    """Version it samples, or did when it was heard of last; None where that is not known."""
+    """Version it samples with, as last reported. None if the server does not know."""
     problem: str
-    """Why it takes no turns, where it does not."""
+    """Why it takes no turns; empty if it takes turns."""
 
 
 def version_of(replica: rollout_service_pb2.ReplicaInfo) -> int | None:
-    """Version that an engine samples; None where its server does not know.
+    """Returns the version that an engine samples with, or None if its server does not know.
 
-    On the wire that is 0, as is the base model: which it is, is sure where the engine takes turns or is the
-    server's own.
+    On the wire, 0 stands for both "unknown" and the base model. It means the base model if the
+    engine takes turns or is the server's own.
     """
     serving, paused = (
         rollout_service_pb2.REPLICA_STATE_SERVING,
@@ -85,17 +85,18 @@ def version_of(replica: rollout_service_pb2.ReplicaInfo) -> int | None:
 def connect(
     address: str, *, patience: Patience | None = None, security: Security | None = None
 ) -> Client:
-    """A client of the server at `address` ("host:port"); nothing is sent before the first call.
+    """Returns a client of the server at `address` ("host:port"). Sends nothing before the first
+    call.
 
-    `security` says how the connection is encrypted and who calls; without it neither is the case. Use the
-    client as an async context manager, or close it yourself. Raises CredentialsUnusable, and ValueError
-    where that is no address.
+    `security` holds the TLS settings and credentials. Without it, the connection is plaintext and
+    carries no token. Use the client as an async context manager, or close it yourself. Raises
+    CredentialsUnusable, and ValueError if `address` is not an address.
     """
     return Client(address, patience or Patience(), security)
 
 
 class Client:
-    """Everything an agent's process asks of one server. Made by `connect`."""
+    """An agent's connection to one server. Made by `connect`."""
 
     def __init__(self, address: str, patience: Patience, security: Security | None = None) -> None:
         self.address = address
@@ -128,8 +129,9 @@ class Client:
     ) -> Statistics:
         """Leases attempts and runs `agent(task, trajectory)` on each, `concurrency` at a time.
 
-        The agent returns the reward: a number or an Outcome. One that raises fails its attempt,
-        which the server has made again; the work goes on. Returns after `attempts`, or never.
+        The agent returns the reward: a number or an Outcome. If it raises, its attempt fails and
+        the server schedules it again; the work continues. Returns after `attempts` attempts, or
+        never if that is None.
         """
         settings = WorkerSettings(
             concurrency=concurrency,
@@ -141,7 +143,7 @@ class Client:
         return await Worker(self._calls, agent, None, settings).run()
 
     def worker(self, settings: WorkerSettings, generate: Agent, reward: Agent | None) -> Worker:
-        """The worker behind `work` and `penstock rollout`, to be stopped by its `stop`."""
+        """Makes the worker behind `work` and `penstock rollout`. End it with its `stop`."""
         return Worker(self._calls, generate, reward, settings)
 
     def lease_tasks(
@@ -153,10 +155,11 @@ class Client:
         whole_groups: bool = False,
         resume_aborted: bool = False,
     ) -> Leases:
-        """Attempts as they are leased, at most `concurrency` at a time, to be closed by the caller.
+        """Yields leased attempts, at most `concurrency` at a time. The caller closes them.
 
-        With `whole_groups` every attempt of a group comes here; a group larger than `concurrency`
-        never does. With `resume_aborted` a turn that a weight update ended goes on by itself.
+        With `whole_groups`, this client receives every attempt of a group. It never receives a
+        group larger than `concurrency`. With `resume_aborted`, a turn that a weight update aborted
+        resumes automatically.
         """
         return Leases(
             self._calls,
@@ -178,11 +181,11 @@ class Client:
         required_weight_version: int = 0,
         resume_aborted: bool = False,
     ) -> Trajectory:
-        """A trajectory without a lease; the first turn opens it.
+        """Makes a trajectory without a lease. The first turn opens it.
 
-        Without a group it is one of its own, which is never delivered to a trainer. Of turns that wait,
-        those of lower `priority` run first. With `required_weight_version` a turn under another version
-        is refused; zero takes any.
+        Without `group_id` it forms its own group, which is never delivered to a trainer. Waiting
+        turns with a lower `priority` run first. With `required_weight_version`, the server refuses
+        turns under another version; zero accepts any version.
         """
         return Trajectory(
             self._calls,
@@ -196,7 +199,8 @@ class Client:
         )
 
     async def submit_tasks(self, tasks: Iterable[Task]) -> Submission:
-        """Adds tasks; a known id changes nothing. Waits, within a bound, for a full queue."""
+        """Submits tasks. A task whose id is known changes nothing. Waits, within a bound, if the
+        queue is full."""
         request = codec.twin(task_service_pb2.SubmitTasksRequest)(
             tasks=[write_task(task) for task in tasks]
         )
@@ -204,7 +208,6 @@ class Client:
         return Submission(response.accepted_count, response.duplicate_count, response.pending_count)
 
     async def server_info(self) -> ServerInfo:
-        """Model, versions, limits and load."""
         info = await self._calls.get_server_info()
         load = ServerLoad(
             info.load.running_turn_count,
@@ -236,7 +239,7 @@ class Client:
         )
 
     async def get_trajectory(self, trajectory_id: str) -> TrajectoryRecord:
-        """A trajectory as the server holds it, open or closed. Raises NotFound."""
+        """Returns a trajectory as the server holds it, open or closed. Raises NotFound."""
         return await get_trajectory(self._calls, trajectory_id)
 
     async def abort(
@@ -247,9 +250,9 @@ class Client:
         everything: bool = False,
         reason: str = "",
     ) -> dict[str, int]:
-        """Stops turns in flight: of these trajectories, of these groups, or every one.
+        """Stops turns in flight: those of the given trajectories or groups, or all of them.
 
-        Returns once the engine is done with them: trajectory id -> tokens of the turn that are kept.
+        Returns once the engine has stopped them, with the number of kept tokens per trajectory id.
         Raises ValueError unless exactly one of the three is given.
         """
         if bool(trajectory_ids) + bool(group_ids) + everything != 1:

@@ -1,4 +1,4 @@
-"""What a policy is shown: text, messages or tokens, and how each is written on the wire."""
+"""Prompts and observations: text, messages or tokens, and their form on the wire."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call the policy made."""
+    """A tool call by the policy."""
 
     tool_call_id: str
     name: str
     arguments_json: str
-    """As the policy wrote them; it may err."""
+    """As the policy wrote them; may be invalid JSON."""
 
     @property
     def arguments(self) -> dict[str, Json]:
-        """The arguments read. Raises ValueError where the policy wrote no JSON object."""
+        """The parsed arguments. Raises ValueError if the policy did not write a JSON object."""
         arguments: object = json.loads(self.arguments_json)
         if not isinstance(arguments, dict):
-            raise ValueError(f"the arguments of {self.name} are no JSON object")
+            raise ValueError(f"the arguments of {self.name} are not a JSON object")
         return cast("dict[str, Json]", arguments)
 
 
@@ -57,11 +57,11 @@ class Message:
     role: Role
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls the assistant made."""
+    """Tool calls in an assistant's message."""
     tool_call_id: str = ""
-    """The call a tool's message answers."""
+    """Id of the call that a tool's message answers."""
     reasoning: str = ""
-    """The assistant's reasoning, where the model separates it."""
+    """The assistant's reasoning, if the model separates it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ Observation: TypeAlias = (
 
 
 class PromptKind(Enum):
-    """What a trajectory was opened with, and so in what form its turns come back."""
+    """The form in which a trajectory was opened. Its turns are returned in the same form."""
 
     TEXT = "text"
     MESSAGES = "messages"
@@ -93,7 +93,7 @@ class PromptKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WirePrompt:
-    """A prompt or an observation as the wire's oneof takes it: at most one of the three is set."""
+    """A prompt or an observation as the wire's oneof: at most one of the three is set."""
 
     tokens: trajectory_pb2.TokenSequence | None = None
     text: str | None = None
@@ -101,7 +101,7 @@ class WirePrompt:
 
     @property
     def kind(self) -> PromptKind | None:
-        """Which one is set."""
+        """The form that is set, if any."""
         if self.tokens is not None:
             return PromptKind.TOKENS
         if self.conversation is not None:
@@ -110,7 +110,7 @@ class WirePrompt:
 
 
 def prompt_kind(shown: Observation | None) -> PromptKind | None:
-    """What a prompt is; None where there is none, or an empty list."""
+    """Returns the form of a prompt; None if it is missing or an empty list."""
     if isinstance(shown, str):
         return PromptKind.TEXT
     if isinstance(shown, Message | Mapping):
@@ -125,10 +125,10 @@ def prompt_kind(shown: Observation | None) -> PromptKind | None:
 def write_prompt(
     shown: Observation | None, tools: Sequence[Tool] = (), *, chat: bool = False
 ) -> WirePrompt:
-    """Writes what the policy is shown.
+    """Converts a prompt or observation to its wire form.
 
-    With `chat` a plain str is a user's message, since raw text would break the chat template of a
-    conversation. Raises TypeError for what is neither text, messages nor tokens.
+    With `chat`, a plain str becomes a user's message, because raw text would break the chat
+    template of a conversation. Raises TypeError for anything but text, messages or tokens.
     """
     if isinstance(shown, str):
         if not chat and not tools:
@@ -138,10 +138,12 @@ def write_prompt(
         shown = [shown]
     if prompt_kind(shown) is PromptKind.TOKENS:
         if tools:
-            raise TypeError("tools are shown with messages, not with tokens")
+            raise TypeError("tools require messages and cannot be combined with tokens")
         ids = np.asarray(shown)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TypeError(f"tokens are integers in one dimension, not {ids.dtype} {ids.shape}")
+            raise TypeError(
+                f"tokens must be a one-dimensional array of integers, not {ids.dtype} {ids.shape}"
+            )
         return WirePrompt(tokens=_TokenSequence(token_ids=codec.array_bytes(ids)))
     if shown is None and not tools:
         return WirePrompt()
@@ -150,7 +152,7 @@ def write_prompt(
 
 
 def read_message(message: conversation_pb2.ChatMessage) -> Message:
-    """A message of the wire."""
+    """Reads a message from the wire."""
     calls = tuple(ToolCall(c.tool_call_id, c.name, c.arguments_json) for c in message.tool_calls)
     return Message(
         _ROLE_NAMES.get(message.role, "assistant"),
@@ -162,7 +164,7 @@ def read_message(message: conversation_pb2.ChatMessage) -> Message:
 
 
 def read_tool(tool: conversation_pb2.Tool) -> Tool:
-    """A tool of the wire."""
+    """Reads a tool from the wire."""
     return Tool(tool.name, tool.description, from_struct(tool.parameters))
 
 
@@ -173,17 +175,19 @@ def _as_message(message: object) -> Message:
         given = cast("Mapping[str, str]", message)
         role = given.get("role", "user")
         if role not in _ROLES:
-            raise TypeError(f"role {role!r} is none of {', '.join(_ROLES)}")
+            raise TypeError(f"role must be one of {', '.join(_ROLES)}, got {role!r}")
         unknown = set(given) - {"role", "content", "tool_call_id", "reasoning"}
         if unknown:
-            raise TypeError(f"a message mapping has no {', '.join(sorted(unknown))}: use Message")
+            raise TypeError(
+                f"a message mapping cannot have {', '.join(sorted(unknown))}: use Message"
+            )
         return Message(
             role,
             given.get("content", ""),
             tool_call_id=given.get("tool_call_id", ""),
             reasoning=given.get("reasoning", ""),
         )
-    raise TypeError(f"neither text, messages nor tokens: {type(message).__name__}")
+    raise TypeError(f"expected text, messages or tokens, got {type(message).__name__}")
 
 
 def _write_conversation(
@@ -199,7 +203,7 @@ def _write_conversation(
 
 
 def write_chat_message(message: Message) -> dict[str, Any]:
-    """A message as OpenAI's chat completions write it; its reasoning is no part of that."""
+    """Converts a message to the format of OpenAI's chat completions, without its reasoning."""
     written: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         written["tool_calls"] = [

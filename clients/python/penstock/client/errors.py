@@ -1,4 +1,4 @@
-"""What a call can fail with: one root and a leaf per kind of answer to it."""
+"""Errors of a call: one root class, and a subclass per kind of answer."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ if TYPE_CHECKING:
 
 
 class PenstockError(Exception):
-    """A refused or failed call; the root of everything this package raises about the server."""
+    """A refused or failed call. Root of every error that this package raises about the server."""
 
     code: grpc.StatusCode
-    """Status of the call."""
+    """gRPC status of the call."""
     reason: str
-    """Machine-readable, of `penstock.wire.reasons`; empty where the server named none."""
+    """Machine-readable reason from `penstock.wire.reasons`; empty if the server gave none."""
     message: str
-    """For a person."""
+    """Message for people."""
     metadata: dict[str, str]
-    """The values the message speaks of."""
+    """The values that the message mentions."""
     retry_after_seconds: float | None
-    """When the server expects that asking again helps; zero where that is likely, and it does not say."""
+    """Delay after which a retry is likely to help. Zero if a retry can help but the server named none.
+    None if the server gave no hint."""
 
     def __init__(
         self,
@@ -44,11 +45,11 @@ class PenstockError(Exception):
 
 
 class ServerUnavailable(PenstockError):
-    """The server cannot be reached, was lost, or does not serve now (UNAVAILABLE)."""
+    """The server is unreachable, was lost, or does not serve now (UNAVAILABLE)."""
 
 
 class InvalidRequest(PenstockError):
-    """The request itself is wrong; asking again does not help (INVALID_ARGUMENT)."""
+    """The request itself is invalid, so retrying does not help (INVALID_ARGUMENT)."""
 
 
 class NotFound(PenstockError):
@@ -56,20 +57,20 @@ class NotFound(PenstockError):
 
 
 class NotAllowedNow(PenstockError):
-    """The state of the trajectory, the lease or the weights forbids it (FAILED_PRECONDITION,
+    """The state of the trajectory, the lease or the weights forbids the call (FAILED_PRECONDITION,
     ALREADY_EXISTS, ABORTED)."""
 
 
 class Overloaded(PenstockError):
-    """A bound of the server is reached, and waiting did not help (RESOURCE_EXHAUSTED)."""
+    """A limit of the server is reached, and waiting did not help (RESOURCE_EXHAUSTED)."""
 
 
 class DeadlineExceeded(PenstockError):
-    """The caller's own deadline ran out (DEADLINE_EXCEEDED)."""
+    """The caller's own deadline expired (DEADLINE_EXCEEDED)."""
 
 
 class AccessDenied(PenstockError):
-    """The caller is not known or may not do this (UNAUTHENTICATED, PERMISSION_DENIED)."""
+    """The caller is unknown or lacks permission (UNAUTHENTICATED, PERMISSION_DENIED)."""
 
 
 _LEAVES: dict[grpc.StatusCode, type[PenstockError]] = {
@@ -88,7 +89,7 @@ _LEAVES: dict[grpc.StatusCode, type[PenstockError]] = {
 
 
 def from_failure(failure: Failure) -> PenstockError:
-    """The leaf for a failure that was read from a status."""
+    """Returns the error for a failure that was read from a status."""
     leaf = _LEAVES.get(failure.code, PenstockError)
     retry_after = failure.retry_after_seconds
     if retry_after is None and failure.is_full:
@@ -103,5 +104,5 @@ def from_failure(failure: Failure) -> PenstockError:
 
 
 def from_rpc(error: grpc.RpcError) -> PenstockError:
-    """The leaf for an error that gRPC raised."""
+    """Returns the error for an exception that gRPC raised."""
     return from_failure(read_failure(error))

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class BadFunction(Exception):
-    """A name on the command line that leads to no function of (task, trajectory)."""
+    """A name on the command line does not lead to a function of (task, trajectory)."""
 
 
 def load_function(name: str, option: str) -> Agent:
-    """The function that `name` leads to; modules of the working directory are found too.
+    """Loads the function `name`. Modules in the working directory are importable.
 
-    Raises BadFunction, with the option and the name it got.
+    Raises BadFunction with the option and the name.
     """
     try:
         return cast("Agent", find_function(name, ("task", "trajectory")))

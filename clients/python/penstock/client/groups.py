@@ -1,4 +1,4 @@
-"""Groups under a group reward: how far each sibling is, and when they can be scored."""
+"""Tracks groups under a group reward: the state of each sibling, and when a group can be scored."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
 class _State(Enum):
     RUNNING = auto()
     ENDED = auto()
-    """Waits for its siblings."""
+    """Ended and waiting for its siblings."""
     SCORING = auto()
     SCORED = auto()
-    """Closed with its score."""
     FAILED = auto()
-    """Closed as failed, and not made again."""
+    """Closed as failed and not made again."""
 
 
 _LIVE = {_State.RUNNING, _State.ENDED, _State.SCORING}
@@ -35,49 +34,51 @@ class _Place:
 class _Group:
     size: int
     places: dict[int, _Place] = field(default_factory=dict[int, _Place])
-    """sample_index -> its newest attempt; none while one is awaited."""
+    """sample_index -> its newest attempt. A place without an entry awaits an attempt."""
 
     def in_state(self, *states: _State) -> list[Attempt]:
-        """The attempts in these states, by sample_index."""
+        """Returns the attempts in these states, ordered by sample_index."""
         places = (self.places[index] for index in sorted(self.places))
         return [place.attempt for place in places if place.state in states]
 
 
 @dataclass(frozen=True)
 class ReadyGroup:
-    """A group all of whose siblings have ended."""
+    """A group whose siblings have all ended."""
 
     siblings: list[Attempt]
-    """Those that did not fail, by sample_index."""
+    """The siblings that did not fail, ordered by sample_index."""
     unscored: list[Attempt]
-    """Those of them to be scored and closed now: all, unless one is made again after its siblings
-    were closed, because its own close failed; their scores stand."""
+    """The siblings to score and close now, usually all. If one was made again because its own close
+    failed after the others were closed, only that one; the scores of the others stand."""
 
 
 class GroupBook:
-    """Siblings by group. Pure: it decides, and others call and close."""
+    """Keeps siblings by group. Pure: it only decides; the worker runs functions and closes
+    attempts."""
 
     def __init__(self, concurrency: int) -> None:
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._concurrency = concurrency
 
     def begin(self, attempt: Attempt) -> None:
-        """An attempt was taken; it replaces an earlier one of its place."""
+        """Records a leased attempt. It replaces an earlier attempt of its place."""
         if attempt.group_id not in self._groups:
             self._forget_abandoned()
             self._groups[attempt.group_id] = _Group(attempt.task.group_size)
         self._groups[attempt.group_id].places[attempt.sample_index] = _Place(attempt)
 
     def end(self, attempt: Attempt) -> ReadyGroup | None:
-        """An attempt is ready to be scored; the group, where no sibling is awaited any more."""
+        """Records that an attempt can be scored. Returns its group if no sibling is awaited any
+        more."""
         return self._move(attempt, _State.ENDED)
 
     def close(self, attempt: Attempt, *, failed: bool) -> ReadyGroup | None:
-        """An attempt was closed for good; the group, where no sibling is awaited any more."""
+        """Records a final close. Returns the attempt's group if no sibling is awaited any more."""
         return self._move(attempt, _State.FAILED if failed else _State.SCORED)
 
     def lose(self, attempt: Attempt) -> None:
-        """An attempt will be made again, here or by another agent."""
+        """Records that the server will make an attempt again, here or with another agent."""
         if self.holds(attempt):
             group = self._groups[attempt.group_id]
             del group.places[attempt.sample_index]
@@ -85,22 +86,23 @@ class GroupBook:
                 del self._groups[attempt.group_id]
 
     def holds(self, attempt: Attempt) -> bool:
-        """Whether an attempt is the newest of its place, in a group that was not given up."""
+        """Returns whether an attempt is the newest of its place, in a group that is still
+        tracked."""
         group = self._groups.get(attempt.group_id)
         place = group.places.get(attempt.sample_index) if group is not None else None
         return place is not None and place.attempt is attempt
 
     def waiting(self) -> list[Attempt]:
-        """Attempts that have ended and wait for their siblings."""
+        """Returns the attempts that have ended and wait for their siblings."""
         return [a for group in self._groups.values() for a in group.in_state(_State.ENDED)]
 
     def clear(self) -> None:
-        """Gives every group up."""
+        """Drops every group, for example after the server was lost."""
         self._groups.clear()
 
     def _move(self, attempt: Attempt, state: _State) -> ReadyGroup | None:
         if not self.holds(attempt):
-            # Its next attempt has begun already, or the group was given up.
+            # A newer attempt has its place, or the group was dropped.
             return None
         group = self._groups[attempt.group_id]
         group.places[attempt.sample_index].state = state
@@ -116,8 +118,11 @@ class GroupBook:
         return ReadyGroup(group.in_state(_State.SCORING, _State.SCORED), unscored)
 
     def _forget_abandoned(self) -> None:
-        """A server that dropped a group does not say so. Of groups that only await attempts to be made
-        again it holds at most `concurrency`: each took a place, and takes the next one free."""
+        """Drops the oldest groups that only await attempts, beyond `concurrency`.
+
+        A server that drops a group does not report it. It holds at most `concurrency` groups that
+        only await attempts to be made again: each took a slot, and takes the next free one.
+        """
         idle = [key for key, group in self._groups.items() if not group.in_state(*_LIVE)]
         for key in idle[: -self._concurrency]:
             del self._groups[key]

@@ -1,10 +1,10 @@
-"""Leases: attempts handed to this agent, kept while it works on them.
+"""Leases attempts for this agent and renews them while it works on them.
 
-Two coroutines share the trajectories that are held:
+Two coroutines share the held trajectories:
 
-- `_receive` consumes lease streams, one after another; waits for the server and for room; produces
-  attempts; is unblocked by `__anext__` taking one, and by the server coming back.
-- `_renew_held` consumes nothing; waits for a third of the lease; produces renewals.
+- `_receive` consumes one lease stream after another and produces attempts. It waits for the server
+  and for room; `__anext__` makes room by taking an attempt.
+- `_renew_held` renews all leases whenever a third of the lease time has passed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.client")
 
-# A server takes the leases of a lost stream back after a grace of some ten seconds, and may notice the
-# loss later than this side did; so even a long lease is renewed this often.
+# A server takes back the leases of a lost stream after a grace of about ten seconds. It may notice
+# the loss later than the client, so even long leases are renewed this often.
 _LONGEST_RENEWAL_SECONDS = 3.0
 _UNREACHABLE = (ServerUnavailable, Overloaded, DeadlineExceeded)
-# After which a server that does not answer is spoken of.
+# A server that does not answer for longer than this is reported.
 _SILENCE_SECONDS = 2.0
-# By how much a lease is outwaited: the server may have begun it a little after this side did.
+# Extra wait before a lease counts as expired: the server may have started it slightly later.
 _OUTWAIT_SECONDS = 0.5
 
 
@@ -55,62 +55,62 @@ class Attempt:
 
     task: Task
     trajectory: Trajectory
-    """To be opened by its first turn and closed by `complete` or `fail`."""
+    """The first turn opens it; `complete` or `fail` closes it."""
     group_id: str
     sample_index: int
     """Position in the group, from zero."""
     retry_count: int
-    """Attempts made before this one."""
+    """Number of earlier attempts in this place."""
 
 
 class LeaseListener(Protocol):
-    """What is told when leases are in danger."""
+    """Receives events that endanger leases."""
 
     def server_lost(self, error: PenstockError) -> None:
-        """The server cannot be reached or does not lease now; it is asked again until it does."""
+        """The server is unreachable or does not lease now. The client keeps trying."""
         ...
 
     def server_back(self, seconds: float) -> None:
-        """The server leases again, after so long."""
+        """The server leases again, after `seconds`."""
         ...
 
     def leases_expired(self, trajectory_ids: Sequence[str], retried_ids: Collection[str]) -> None:
-        """The leases of these attempts ran out, or their server forgot them.
+        """The leases of these attempts expired, or their server forgot them.
 
-        Those of them in `retried_ids` are made again, under another trajectory id; the others count
+        The server makes those in `retried_ids` again, under another trajectory id. The others count
         as failed.
         """
         ...
 
 
 class LoggedLeases:
-    """The listener of a caller that brings none: it logs."""
+    """The default listener, which logs each event."""
 
     def server_lost(self, error: PenstockError) -> None:
-        """Logs a loss."""
         logger.warning("lost the server: %s", error)
 
     def server_back(self, seconds: float) -> None:
-        """Logs the return."""
         logger.warning("the server is back after %.1f s", seconds)
 
     def leases_expired(self, trajectory_ids: Sequence[str], retried_ids: Collection[str]) -> None:
-        """Logs lost attempts."""
-        logger.warning("leases ran out: %s", ", ".join(trajectory_ids))
+        logger.warning("leases expired: %s", ", ".join(trajectory_ids))
 
 
 def default_agent_id() -> str:
-    """Names this process."""
+    """Returns HOST-PID, a name for this process."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 class Leases:
-    """Attempts as they are leased: `async for attempt in client.lease_tasks(concurrency=8)`.
+    """Yields attempts as they are leased: `async for attempt in client.lease_tasks(concurrency=8)`.
 
-    The server leases another when one is closed. An attempt whose trajectory is closed, released or
-    no longer referenced is not renewed. Iteration raises PenstockError where the server refuses. With
-    `whole_groups` it also yields an attempt whose lease ran out for the last time before it was taken,
-    for its siblings' sake: `leases_expired` named it, and the server refuses every call on it.
+    When an attempt is closed, the server leases another. An attempt is not renewed once its
+    trajectory is closed, released or no longer referenced. Iteration raises PenstockError if the
+    server refuses.
+
+    With `whole_groups`, it also yields an attempt whose last lease expired before the caller took
+    it, because its siblings need it. `leases_expired` reported it, and the server refuses every
+    call on it.
     """
 
     def __init__(
@@ -139,11 +139,10 @@ class Leases:
         self._held: weakref.WeakValueDictionary[str, Trajectory] = weakref.WeakValueDictionary()
         self._ready: deque[Attempt] = deque()
         self._news = asyncio.Event()
-        """Set when an attempt is ready, and when receiving or renewing has ended."""
+        """Set when an attempt is ready, or when receiving or renewing has ended."""
         self._room = asyncio.Event()
-        """Set when a ready attempt was taken."""
+        """Set when the caller took a ready attempt."""
         self._lease_seconds = 0.0
-        """Length of the last lease."""
         self._renew_seconds = _LONGEST_RENEWAL_SECONDS
         self._renew_sooner = asyncio.Event()
         self._down_since: float | None = None
@@ -180,17 +179,20 @@ class Leases:
         raise StopAsyncIteration
 
     def release(self, trajectory_id: str) -> None:
-        """Stops renewing an attempt: it goes to another agent when its lease has run out."""
+        """Stops renewing an attempt. It goes to another agent when its lease has expired."""
         self._held.pop(trajectory_id, None)
 
     def release_all(self) -> None:
-        """Stops renewing everything, and forgets what nobody has taken yet."""
+        """Stops renewing all attempts, and forgets those that the caller has not taken yet."""
         self._held.clear()
         self._ready.clear()
 
     async def run_out(self, trajectory_id: str) -> bool:
-        """Stops renewing an attempt, and waits until its lease has run out, however long a call on it
-        lasts; returns whether the attempt is made again. It must not be closed."""
+        """Stops renewing an attempt and waits until its lease has expired, even if a call on it
+        takes long.
+
+        Returns whether the server makes the attempt again. The attempt must not be closed.
+        """
         self.release(trajectory_id)
         request = codec.twin(task_service_pb2.RenewLeaseRequest)(trajectory_ids=[trajectory_id])
         while True:
@@ -198,11 +200,12 @@ class Leases:
                 response = await self._calls.renew_lease(request)
                 if trajectory_id in response.expired_trajectory_ids:
                     return trajectory_id in response.retried_trajectory_ids
-            # Asking has renewed it: not before its whole length does another question help.
+            # The question itself renewed the lease, so asking again helps only after its whole
+            # length.
             await asyncio.sleep(self._lease_seconds + _OUTWAIT_SECONDS)
 
     async def stop_leasing(self) -> None:
-        """Takes no more attempts; iteration ends; those taken are renewed until `aclose`."""
+        """Stops leasing and ends iteration. Attempts already taken are renewed until `aclose`."""
         tasks = self._start()
         await _cancel(tasks[0])
         for attempt in self._ready:
@@ -210,7 +213,7 @@ class Leases:
         self._ready.clear()
 
     async def aclose(self) -> None:
-        """Gives the stream up; what is still held goes back when its lease has run out."""
+        """Closes the stream. Attempts still held return to the server when their leases expire."""
         for task in (self._receiver, self._renewer):
             if task is not None:
                 await _cancel(task)
@@ -241,7 +244,8 @@ class Leases:
             await backoff.wait()
 
     async def _reach(self) -> None:
-        """Waits for the server as long as it takes, and renews what is held first of all."""
+        """Waits for the server without a limit, then renews the held leases before anything
+        else."""
         silence = ServerUnavailable(f"no answer from {self._calls.address} yet")
         loop = asyncio.get_running_loop()
         handle = loop.call_later(_SILENCE_SECONDS, self._say_lost, silence)
@@ -274,7 +278,8 @@ class Leases:
         self._held[lease.trajectory_id] = trajectory
         self._ready.append(attempt)
         self._news.set()
-        # Bounded: after a loss the new stream leases while attempts of the old are still held.
+        # Bounded, because after a loss the new stream leases while attempts of the old one are
+        # still held.
         while len(self._ready) > self._concurrency:
             self._room.clear()
             await self._room.wait()
@@ -296,7 +301,7 @@ class Leases:
         try:
             response = await self._calls.renew_lease(request)
         except _UNREACHABLE:
-            # `_receive` notices a lost server by its stream, and renews when it is back.
+            # `_receive` detects a lost server through its stream, and renews when it is back.
             return
         expired = [
             trajectory_id
@@ -307,7 +312,8 @@ class Leases:
             self.release(trajectory_id)
         if expired:
             retried = frozenset(response.retried_trajectory_ids)
-            # The siblings of one that is not made again must learn of it from whoever takes it.
+            # If an attempt is not made again, the caller must take it, so that its siblings find
+            # out.
             gone = retried if self._request.whole_groups else frozenset(expired)
             kept = [a for a in self._ready if a.trajectory.trajectory_id not in gone]
             self._ready = deque(kept)
@@ -316,7 +322,7 @@ class Leases:
 
     def _runs_out(self, trajectory_id: str) -> bool:
         trajectory = self._held.get(trajectory_id)
-        # One that is being closed has no lease any more, because its close was accepted.
+        # An attempt whose close was accepted has no lease any more.
         return trajectory is not None and trajectory.outcome is None
 
     def _say_lost(self, error: PenstockError) -> None:
@@ -332,7 +338,7 @@ class Leases:
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
-    """Cancels a task and waits for its end; an error it ended with is its iterator's to raise."""
+    """Cancels a task and waits for its end. Its iterator raises any error it ended with."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():

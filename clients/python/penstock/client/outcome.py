@@ -1,4 +1,4 @@
-"""How an episode ended, as its agent judged it."""
+"""The outcome of an episode, as judged by its agent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.wire import codec
 
 _Outcome = codec.twin(trajectory_pb2.Outcome)
 _Failure = codec.twin(trajectory_pb2.Failure)
-# Longest reason of a failure that a server takes.
+# Maximum length of a failure reason that a server accepts.
 _REASON_LENGTH = 256
 
 
@@ -26,11 +26,11 @@ class Outcome:
     reward: float
     """The scalar return; finite."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Named parts of the reward, and any other number worth logging."""
+    """Named parts of the reward, and other numbers to log."""
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """JSON values a later reader needs."""
+    """JSON values for later readers."""
     turn_rewards: tuple[float, ...] = ()
-    """Rewards of single turns, by index; empty where only the whole is scored."""
+    """Rewards per turn, by index; empty if only the whole episode is scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,13 @@ class Failed:
     """An episode that could not be scored: `Failed("TOOL_TIMEOUT", "the sandbox was silent")`."""
 
     reason: str
-    """Machine-readable, UPPER_SNAKE_CASE; a server is told at most 256 characters of it."""
+    """Machine-readable, UPPER_SNAKE_CASE. The server receives at most 256 characters."""
     message: str = ""
-    """For a person."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Answer to a close."""
+    """The server's answer to a close."""
 
     group_completed: bool
     """Whether this close completed its group."""
@@ -83,17 +82,21 @@ class ProcessRecord:
 
 
 def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
-    """An outcome as a message. Raises ValueError for a reward that is not finite, and for whatever else
-    cannot be sent."""
+    """Converts an outcome to a message.
+
+    Raises ValueError for a reward that is not finite, and for any other value that cannot be sent.
+    """
     try:
         return _write_failed(outcome) if isinstance(outcome, Failed) else _write_scored(outcome)
     except Exception as error:
-        # The values are the agent's own: of any type, nested without end, or beyond any float.
+        # The values come from the agent. They can have any type, nest without end, or exceed any
+        # float.
         raise ValueError(f"the outcome cannot be sent: {error}") from error
 
 
 def as_utf8(text: str) -> str:
-    """A text with each lone surrogate replaced, such as a file name may hold: they are no UTF-8."""
+    """Replaces each lone surrogate in a text, because UTF-8 has none. File names can contain
+    them."""
     return text.encode(errors="replace").decode()
 
 
@@ -115,7 +118,7 @@ def _write_scored(outcome: Outcome) -> trajectory_pb2.Outcome:
 
 
 def read_outcome(outcome: trajectory_pb2.Outcome) -> Outcome | Failed | None:
-    """An outcome of the wire; None where there is none yet."""
+    """Reads an outcome from the wire; None if there is none yet."""
     match outcome.WhichOneof("result"):
         case "reward":
             return Outcome(
@@ -131,5 +134,4 @@ def read_outcome(outcome: trajectory_pb2.Outcome) -> Outcome | Failed | None:
 
 
 def read_closed(response: task_service_pb2.CompleteTrajectoryResponse) -> Closed:
-    """The answer to a close."""
     return Closed(response.group_completed, response.retried)

@@ -1,5 +1,3 @@
-"""How a turn is sampled."""
-
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +10,7 @@ _SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The keywords of `Trajectory.turn`; each replaces one field of the parameters in force."""
+    """The keywords of `Trajectory.turn`. Each replaces one field of the current parameters."""
 
     temperature: float
     top_p: float
@@ -35,30 +33,28 @@ class SamplingParams:
     top_k: int = 0
     """Zero means no limit."""
     max_tokens: int = 0
-    """Bound on the policy's tokens in one turn, over all its attempts; zero is the server's own."""
+    """Bound on the policy's tokens in one turn, across retries; zero uses the server's bound."""
     stop_token_ids: tuple[int, ...] = ()
     """Stop after any of these tokens."""
     stop: tuple[str, ...] = ()
-    """Stop after any of these texts."""
+    """Stop after any of these strings."""
     seed: int | None = None
-    """Unset draws a fresh seed."""
+    """None draws a new seed."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
 
     def with_options(self, options: SamplingOptions) -> SamplingParams:
-        """These parameters with some replaced. Raises TypeError for an unknown one."""
+        """Returns these parameters with some replaced. Raises TypeError for an unknown option."""
         stop = options.get("stop")
         if isinstance(stop, str):
             options = {**options, "stop": (stop,)}
         return replace(self, **options)
 
     def to_wire(self) -> rollout_service_pb2.SamplingParams:
-        """The parameters as a message."""
         return _SamplingParams(**asdict(self))
 
 
 def read_sampling(params: rollout_service_pb2.SamplingParams) -> SamplingParams:
-    """Parameters of the wire."""
     return SamplingParams(
         temperature=params.temperature if params.HasField("temperature") else None,
         top_p=params.top_p if params.HasField("top_p") else None,

@@ -1,4 +1,5 @@
-"""The caller's functions: what an attempt is run and scored with, and what comes of it."""
+"""Calls the user's functions that run and score attempts, and converts their results to
+outcomes."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
     from penstock.client.trajectory import Trajectory
 
 Score: TypeAlias = SupportsFloat | Outcome | Failed
-"""A number (also of numpy or torch), an Outcome with metrics, or a failure in so many words."""
+"""A number (including numpy's and torch's), an Outcome with metrics, or a Failed."""
 
 Agent: TypeAlias = Callable[..., Any]
 """`async def generate(task, trajectory)`, or `async def reward(task, trajectory)`.
 
-A plain `def` runs in a thread of its own and is given a BlockingTrajectory. A group reward is given a
+A plain `def` runs in its own thread and receives a BlockingTrajectory. A group reward receives a
 list of trajectories and returns a list of scores.
 """
 
@@ -35,11 +36,11 @@ _WORD_BOUNDARY = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
 
 
 class AttemptFailed(Exception):
-    """An attempt failed, and no function is to be blamed: the message alone says why."""
+    """An attempt failed through no fault of a function. The message alone explains why."""
 
 
 class RewardInvalid(Exception):
-    """A function returned what is no finite number, or not one per trajectory."""
+    """A function returned a value that is not a finite number, or not one score per trajectory."""
 
 
 def group_reward(reward: F) -> F:
@@ -57,14 +58,14 @@ def is_group_reward(reward: Agent | None) -> bool:
 
 
 async def single_turn(task: Task, trajectory: Trajectory) -> None:
-    """The default `generate`: one turn on the task's prompt."""
+    """The default `generate`: takes one turn on the task's prompt."""
     await trajectory.turn()
 
 
 async def call(
     function: Agent, task: Task, trajectory: Trajectory | Sequence[Trajectory]
 ) -> object:
-    """Calls a function of the caller's, on the loop or in a thread."""
+    """Calls a user's function, on the event loop or in a thread."""
     if is_async(function):
         return await cast("Awaitable[object]", function(task, trajectory))
     loop = asyncio.get_running_loop()
@@ -74,19 +75,19 @@ async def call(
     else:
         result = await run_in_thread(function, task, BlockingTrajectory(trajectory, loop))
     if inspect.iscoroutine(result):
-        # It was made for a plain function's trajectory, whose calls would hold up the loop.
+        # The coroutine expects a blocking trajectory, whose calls would block the event loop.
         result.close()
-        raise TypeError("the function is plain and returned a coroutine: declare it with async def")
+        raise TypeError("the plain function returned a coroutine: declare it with async def")
     return result
 
 
 def as_outcome(score: object) -> Outcome | Failed:
-    """A score as an outcome. Raises RewardInvalid where it is no finite number."""
+    """Converts a score to an outcome. Raises RewardInvalid if it is not a finite number."""
     if isinstance(score, Failed):
         return score
     if not isinstance(score, Outcome):
         if isinstance(score, str) or not isinstance(score, SupportsFloat):
-            raise RewardInvalid(f"a reward is a number, not {type(score).__name__}")
+            raise RewardInvalid(f"a reward must be a number, not {type(score).__name__}")
         score = Outcome(float(score))
     if not all(math.isfinite(number) for number in (score.reward, *score.turn_rewards)):
         raise RewardInvalid(f"a reward must be finite, not {score.reward}")
@@ -94,10 +95,10 @@ def as_outcome(score: object) -> Outcome | Failed:
 
 
 def as_outcomes(scores: object, count: int) -> list[Outcome | Failed]:
-    """The scores of a group. Raises RewardInvalid unless there is one per trajectory."""
-    # Also of numpy: anything that can be iterated and has a length.
+    """Converts the scores of a group. Raises RewardInvalid unless there is one per trajectory."""
+    # Accepts any iterable with a length, including numpy arrays.
     if isinstance(scores, str) or not hasattr(scores, "__len__"):
-        raise RewardInvalid(f"a group reward returns a list, not {type(scores).__name__}")
+        raise RewardInvalid(f"a group reward must return a list, not {type(scores).__name__}")
     given = list(cast("Sequence[object]", scores))
     if len(given) != count:
         raise RewardInvalid(f"a group reward returned {len(given)} numbers for {count} siblings")
@@ -105,7 +106,7 @@ def as_outcomes(scores: object, count: int) -> list[Outcome | Failed]:
 
 
 def as_failed(error: BaseException) -> Failed:
-    """An exception as data: its reason in UPPER_SNAKE_CASE, and its message."""
+    """Converts an exception to a failure: a reason in UPPER_SNAKE_CASE, and its message."""
     named = error.reason if isinstance(error, PenstockError) else ""
     reason = named or re.sub(_WORD_BOUNDARY, "_", type(error).__name__).upper()
     return Failed(reason, as_utf8(str(error)[:_MESSAGE_LENGTH]))

@@ -1,4 +1,4 @@
-"""What a worker has done, and the line that says so every so often."""
+"""Statistics of a worker, and the log line that reports them periodically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("penstock.rollout")
 
 @dataclass
 class Statistics:
-    """Counts since the worker began."""
+    """Counts since the worker started."""
 
     scored_count: int = 0
     failed_count: int = 0
@@ -33,7 +33,7 @@ class Statistics:
         return self.scored_count + self.failed_count + self.lost_count
 
     def add(self, outcome: Outcome | Failed | None, token_count: int) -> None:
-        """Counts an ended attempt; None where it was lost."""
+        """Counts an ended attempt; `outcome` is None if it was lost."""
         self.token_count += token_count
         if outcome is None:
             self.lost_count += 1
@@ -46,7 +46,7 @@ class Statistics:
 
 
 class Reporter:
-    """Logs a line on what was done since the last, when asked and not more often than it may."""
+    """Logs a line on progress since the previous one, at most once per `shortest_seconds`."""
 
     def __init__(self, statistics: Statistics, shortest_seconds: float) -> None:
         self._statistics = statistics
@@ -55,7 +55,7 @@ class Reporter:
         self._reported_at = time.monotonic()
 
     def report(self, running_count: int, *, last: bool = False) -> None:
-        """Logs the line, unless the last one is recent or there is nothing to say."""
+        """Logs the line, unless the previous one is recent or no attempt has ended since."""
         now, done, before = time.monotonic(), self._statistics, self._before
         seconds = max(now - self._reported_at, 1e-9)
         ended = done.ended_count - before.ended_count

@@ -1,4 +1,4 @@
-"""Tasks: what is to be done, several times over."""
+"""Tasks, the work that agents attempt in groups."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _Task = codec.twin(task_service_pb2.Task)
 
 
 class Purpose(StrEnum):
-    """What a task, and the group that answers it, is for."""
+    """What a task and its group are used for."""
 
     TRAIN = "train"
-    """Feeds the optimizer."""
+    """Its trajectories feed the optimizer."""
     EVAL = "eval"
-    """Measures one weight version."""
+    """Its trajectories measure one weight version."""
 
 
 _PURPOSES = {
@@ -41,37 +41,38 @@ _PURPOSES = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to do: `Task("sum-1", prompt="What is 2 + 3?", metadata={"answer": "5"})`."""
+    """A task: `Task("sum-1", prompt="What is 2 + 3?", metadata={"answer": "5"})`."""
 
     task_id: str
-    """Chosen by the submitter, unique in the run; makes submission idempotent."""
+    """Chosen by the submitter and unique in the run, which makes submission idempotent."""
     prompt: Observation | None = None
-    """Text (encoded without a chat template), messages or tokens; None: the agent builds it."""
+    """Text (encoded without a chat template), messages or tokens. None: the agent builds the
+    prompt."""
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """JSON values to act and to score with; a number without a fraction arrives as an int."""
+    """JSON values for acting and scoring. A number without a fraction arrives as an int."""
     group_size: int = 1
-    """Trajectories to sample, which form one group."""
+    """Number of trajectories to sample, which form one group."""
     finish_count: int = 0
-    """Trajectories that complete the group: the first so many to end with a reward. Zero: all of them."""
+    """Number of rewarded trajectories that complete the group, in order of their end. Zero: all."""
     purpose: Purpose = Purpose.TRAIN
     tools: tuple[Tool, ...] = ()
-    """Tools the policy may call; only with messages."""
+    """Tools the policy may call; requires messages."""
     data_source: str = ""
-    """Names the data source, for metrics."""
+    """Name of the data source, for metrics."""
     index: int = 0
-    """Order in the data."""
+    """Position in the data."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How to sample where the agent's own call leaves it unset."""
+    """Sampling parameters for those that the agent's call leaves unset."""
 
     @property
     def prompt_kind(self) -> PromptKind | None:
-        """Text, messages or tokens; None where the agent builds the prompt."""
+        """Form of the prompt; None if the agent builds it."""
         return PromptKind.MESSAGES if self.tools else prompt_kind(self.prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What became of submitted tasks."""
+    """Result of submitting tasks."""
 
     accepted_count: int
     duplicate_count: int
@@ -80,12 +81,11 @@ class Submission:
 
 
 def write_purpose(purpose: Purpose | None) -> trajectory_pb2.Purpose.ValueType:
-    """A purpose on the wire; None is unspecified."""
+    """Converts a purpose to the wire; None becomes unspecified."""
     return trajectory_pb2.PURPOSE_UNSPECIFIED if purpose is None else _PURPOSES[purpose]
 
 
 def write_task(task: Task) -> task_service_pb2.Task:
-    """A task as a message."""
     prompt = write_prompt(task.prompt, task.tools)
     message = _Task(
         task_id=task.task_id,
@@ -105,7 +105,7 @@ def write_task(task: Task) -> task_service_pb2.Task:
 
 
 def read_task(task: task_service_pb2.Task) -> Task:
-    """A task of the wire, read as a twin."""
+    """Reads a task from a twin message (`penstock.wire.codec`)."""
     prompt: Observation | None = None
     tools: tuple[Tool, ...] = ()
     match task.WhichOneof("prompt"):

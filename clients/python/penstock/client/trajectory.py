@@ -1,4 +1,4 @@
-"""A trajectory: turns with text, messages or tokens; abort, resume, outcome."""
+"""A trajectory: turns with text, messages or tokens; abort, resume and close."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
 ContinueRequest = codec.twin(rollout_service_pb2.ContinueRequest)
 StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
 
-# Aborts of one trajectory's turns, after which its close is refused: somebody goes on taking turns.
+# Aborts of one trajectory's turns after which closing fails, because some process keeps taking
+# turns.
 _CLOSING_ABORTS = 8
 
 
 class Trajectory:
-    """One episode, made by `Client.trajectory` or by a lease; the first turn opens it.
+    """One episode, made by `Client.trajectory` or by a lease. The first turn opens it.
 
-    `turn` begins with the task's prompt, or with what it is given, and extends it afterwards. In a
-    conversation a plain str is a user's message; otherwise it is text, encoded without a template.
+    The first `turn` starts with the task's prompt or its own observation; later turns extend the
+    trajectory. In a conversation, a plain str is a user's message. Otherwise it is text, encoded
+    without a chat template.
     """
 
     def __init__(
@@ -58,22 +60,24 @@ class Trajectory:
         self.sample_index = sample_index
         self.parent_trajectory_id = parent_trajectory_id
         self.resume_aborted = resume_aborted
-        """Whether an aborted turn is resumed before it is given to the caller; a close ends that."""
+        """Whether an aborted turn is resumed before the caller receives it. Closing sets it to
+        False."""
         self.turns: list[Turn] = []
-        """Turns so far; an aborted one is the last until it is resumed."""
+        """Turns so far. An aborted turn is the last one until it is resumed."""
         self.outcome: Outcome | Failed | None = None
-        """Set when its close begins."""
+        """Set when closing starts."""
         self.closed = False
-        """Set when its close was confirmed."""
+        """Set when the server has confirmed the close."""
         self.on_opened: Callable[[], None] | None = None
-        """Called when the server is known to have opened it; before that it refuses branches."""
+        """Called once the server is known to have opened the trajectory. Until then it refuses
+        branches."""
         self.attached: object = None
-        """What whoever drives it keeps with it."""
+        """State that the agent keeps with the trajectory."""
         self.driven_elsewhere = False
-        """Whether its turns are taken by another process, as an external one: then `turns` is what `load`
-        read, and a close ends whatever turn of it is in flight."""
+        """Whether another process takes the turns, such as an external command. Then `turns` holds
+        what `load` read, and closing aborts any turn in flight."""
         self.process: ProcessRecord | None = None
-        """The external process that answered, once it has ended."""
+        """Record of the external process, once it has ended."""
         self._calls = calls
         self._leased = task is not None
         self._group_size = group_size
@@ -92,12 +96,12 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """What the policy wrote in its last turn; empty before the first."""
+        """The policy's text in its last turn; empty before the first."""
         return self.turns[-1].text if self.turns else ""
 
     @property
     def branches(self) -> Sequence[Trajectory]:
-        """Those that branch from it, as far as they were made here."""
+        """Branches of this trajectory that this object made."""
         return tuple(self._branches)
 
     async def turn(
@@ -111,9 +115,9 @@ class Trajectory:
     ) -> Turn:
         """Takes one turn: `await trajectory.turn("What is 2 + 3?", max_tokens=16)`.
 
-        `timeout` is in seconds, for the turn as a whole; `detach` lets the server go on with it
-        when the connection is lost. Sampling keywords hold for this turn and those after it. Raises
-        PenstockError; after DeadlineExceeded the turn can be resumed.
+        `timeout` bounds the whole turn, in seconds. With `detach`, the server continues the turn if
+        the connection is lost. Sampling keywords apply to this turn and later ones. Raises
+        PenstockError. After DeadlineExceeded the turn can be resumed.
         """
         stream = self.stream(
             observation, tools=tools, timeout=timeout, detach=detach, final_only=True, **sampling
@@ -131,12 +135,12 @@ class Trajectory:
         flush_seconds: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerator[SegmentView]:
-        """Takes one turn and yields its tokens as they come; `last_turn` is the turn afterwards.
+        """Takes one turn and yields its tokens as they arrive. Afterwards `last_turn` is the turn.
 
-        Until then they are provisional: where the server was lost and came back with less than it had
-        streamed, a segment whose `position` is before the end of the last one takes the place of what
-        followed there. `flush_seconds` bounds how long tokens wait on the server. Leaving the loop early
-        aborts the turn once the iterator is closed.
+        Until then the tokens are provisional. A restarted server may hold fewer tokens than it
+        streamed. Then the next segment's `position` lies before the end of the last one, and it
+        replaces what followed there. `flush_seconds` bounds how long tokens wait on the server.
+        Leaving the loop early aborts the turn once the iterator is closed.
         """
         if self._progress is not None:
             raise RuntimeError(
@@ -152,22 +156,23 @@ class Trajectory:
                 yield segment
 
     async def resume(self, timeout: float | None = None) -> Turn:
-        """Goes on with an aborted or broken-off turn, at the exact token; returns the whole turn.
+        """Continues an aborted or interrupted turn at the exact token. Returns the whole turn.
 
-        Raises RuntimeError where there is nothing to resume.
+        Raises RuntimeError if there is nothing to resume.
         """
         options = StreamOptions(final_only=True)
         progress, known = self._progress, False
         if progress is None:
             if not self.turns or not self.turns[-1].aborted:
-                raise RuntimeError(f"no turn of {self.trajectory_id} is aborted")
+                raise RuntimeError(f"trajectory {self.trajectory_id} has no aborted turn to resume")
             resume = ContinueRequest(trajectory_id=self.trajectory_id, stream_options=options)
             progress, known = TurnProgress.of(self.turns.pop(), resume), True
             self._progress = progress
         return await self._run(self._take(progress, known, options, timeout))
 
     async def abort(self, reason: str = "") -> int:
-        """Stops the turn in flight; returns the tokens it keeps. Nothing in flight: zero."""
+        """Stops the turn in flight. Returns the number of its tokens that are kept; zero without a
+        turn."""
         return await abort_turn(self._calls, self.trajectory_id, reason)
 
     async def complete(
@@ -177,20 +182,21 @@ class Trajectory:
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Closed:
-        """Closes it with a reward; durable when answered.
+        """Closes it with a reward. The outcome is durable once the call returns.
 
-        Raises ValueError for what cannot be sent, such as a reward that is not finite.
+        Raises ValueError for an outcome that cannot be sent, for example a reward that is not
+        finite.
         """
         if not isinstance(reward, Outcome):
             reward = Outcome(float(reward), metrics or {}, metadata or {})
         return await self.close(reward)
 
     async def fail(self, reason: str, message: str = "") -> Closed:
-        """Closes it as failed: the server has the attempt made again, up to a bound."""
+        """Closes it as failed. The server makes the attempt again, up to a bound."""
         return await self.close(Failed(reason, message))
 
     async def close(self, outcome: Outcome | Failed) -> Closed:
-        """Closes it, and its branches. Their turns that are still in flight are aborted first."""
+        """Closes it and its branches, after aborting their turns in flight."""
         message = write_outcome(outcome)
         self.outcome = outcome
         await self._abort_unfinished()
@@ -204,20 +210,20 @@ class Trajectory:
         return read_closed(response)
 
     async def get(self) -> TrajectoryRecord:
-        """The trajectory as the server holds it, context included."""
+        """Returns the trajectory as the server holds it, context included."""
         return await get_trajectory(self._calls, self.trajectory_id, patient=True)
 
     async def load(self) -> None:
-        """Reads the turns that another process took. The text is known of the last one alone."""
+        """Reads the turns that another process took. Only the last turn includes its text."""
         self.turns = await get_turns(self._calls, self.trajectory_id)
 
     def branch(self, trajectory_id: str) -> Trajectory:
-        """A trajectory of the same attempt, such as a sub-agent's, or a conversation rewritten; it is
-        closed with this one.
+        """Makes a branch: another trajectory of the same attempt, closed with this one.
 
-        Its first turn is shown all of its context. What that has in common with this trajectory from the
-        beginning on, the policy's own turns of the same messages among it, is not encoded again, and is
-        kept, delivered and trained with this one alone.
+        Examples are a sub-agent's conversation, or a rewritten one. Its first turn receives its
+        full context. The prefix it shares with this trajectory, including the policy's own turns,
+        is not encoded again. That prefix is stored, delivered and trained with this trajectory
+        only.
         """
         branch = Trajectory(
             self._calls,
@@ -233,8 +239,11 @@ class Trajectory:
     async def _complete(
         self, request: task_service_pb2.CompleteTrajectoryRequest
     ) -> task_service_pb2.CompleteTrajectoryResponse:
-        """Aborts each turn that the server says is in flight: of branches that another process made only it
-        knows, and a request for a turn may have been on its way when its abort overtook it."""
+        """Closes the trajectory, aborting each turn that the server reports as in flight.
+
+        Only the server knows branches that another process made. A request for a turn can also
+        arrive after the abort that was meant for it.
+        """
         aborted = Counter[str]()
         while True:
             try:
@@ -247,7 +256,8 @@ class Trajectory:
                 await self._abort_closing(busy)
 
     async def _abort_unfinished(self) -> None:
-        """The server closes nothing of which a turn is in flight."""
+        """Aborts unfinished turns, because the server closes no trajectory with a turn in
+        flight."""
         self.resume_aborted = False
         for branch in self._branches:
             await branch._abort_unfinished()
@@ -271,7 +281,7 @@ class Trajectory:
         options: rollout_service_pb2.StreamOptions,
         timeout: float | None,
     ) -> AsyncGenerator[SegmentView]:
-        """Runs a turn and notes what became of it, however it ends."""
+        """Runs a turn and records its result, however it ends."""
         resume = ContinueRequest(trajectory_id=self.trajectory_id, stream_options=options)
         stream = TurnStream(
             self._calls,
@@ -305,7 +315,9 @@ class Trajectory:
     ) -> TurnRequest:
         first = not self.turns
         if observation is None and not first:
-            raise TypeError("a later turn needs an observation; an aborted one is resumed")
+            raise TypeError(
+                "a later turn needs an observation; call resume() to continue an aborted turn"
+            )
         chat = self._kind is PromptKind.MESSAGES and not first
         prompt = write_prompt(observation, tools, chat=chat)
         if first:
@@ -323,7 +335,7 @@ class Trajectory:
                 parent_trajectory_id=self.parent_trajectory_id,
             )
             if self.task is None and not self.parent_trajectory_id:
-                # A lease and a parent each say themselves which group it is.
+                # For leases and branches, the server knows the group.
                 request.group_id, request.group_size = self.group_id, self._group_size
                 request.sample_index = self.sample_index
         else:

@@ -1,29 +1,30 @@
-"""One turn over as many streams, and servers, as it takes.
+"""One turn across as many streams and server restarts as needed.
 
-    asked for ──► streaming ──► finished
-        ▲             │ stream lost, server away or gone
+    requested ──► streaming ──► finished
+        ▲             │ stream lost, or server away
         │             ▼
-        └── where does it stand? ──► finished, while nobody heard it
+        └── ask where it stands ──► finished while the stream was lost
 
-A stream that is lost is taken up again. The order: wait for the server, longer each time and within a
-bound -> abort, because it may still be sampling for the lost caller -> GetTrajectory -> by what it holds:
+After a lost stream, the client waits for the server, with growing delays up to a bound. It then
+aborts the turn, because the server may still be sampling for the lost stream. It then calls
+GetTrajectory and acts on what the server holds:
 
-| the server has | then |
-|---|---|
-| the turn, ended otherwise than ABORTED | it is finished |
-| the turn, ABORTED | `Continue` without an observation: on at the exact token |
-| the trajectory without the turn | it never arrived: the same request again |
-| no trajectory, and nothing of it had come | the same, unless its lease is gone: LEASE_EXPIRED |
-| no trajectory, and something of it had come | TRAJECTORY_UNKNOWN |
-| fewer tokens of earlier turns than it had finished | DATA_LOSS |
-| the trajectory, closed | TRAJECTORY_CLOSED |
+- The turn, ended other than ABORTED: it is finished.
+- The turn, ABORTED: `Continue` without an observation resumes it at the exact token.
+- The trajectory without the turn: the request never arrived and is sent again.
+- No trajectory, and no tokens had arrived: the same, unless its lease is gone (LEASE_EXPIRED).
+- No trajectory, but tokens had arrived: TRAJECTORY_UNKNOWN.
+- Fewer tokens of earlier turns than it had finished: DATA_LOSS.
+- The closed trajectory: TRAJECTORY_CLOSED.
 
-What the server holds is the turn. A server that was killed and started again over its journal may hold
-fewer tokens than it had streamed, for only a turn that is `finished` is durable as a whole: what was
-streamed beyond that is discarded here, and sampled again. A request that is sent again may meet its own
-first copy, which had arrived after all; then the server is asked anew. So it is where a turn ends with
-another number of tokens than arrived: between the answer to GetTrajectory and the `Continue` that follows
-from it the server may be killed, too, and go on from fewer tokens than it had told.
+The server's record is authoritative. A server that was killed and recovered from its journal may
+hold fewer tokens than it streamed, because only a `finished` turn is durable as a whole. The client
+discards streamed tokens beyond the record, and they are sampled again.
+
+A repeated request may find that its first copy arrived after all. Then the client asks the server
+again. It also asks again if a turn ends with a different number of tokens than arrived. The server
+may have been killed between the answer to GetTrajectory and the following `Continue`, and then
+resume from fewer tokens than it had reported.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ from penstock.v1 import rollout_service_pb2, task_service_pb2
 from penstock.wire import codec
 from penstock.wire.reasons import Reason
 
-# Resumes in a row that brought no token, after which an aborted turn is given to the caller.
+# Consecutive resumes without a new token, after which the caller receives the aborted turn.
 _FRUITLESS_RESUMES = 8
-# What a request is refused with whose first copy, though its stream was lost, did arrive.
+# Reasons that refuse a repeated request if its first copy did arrive.
 _ARRIVED_AFTER_ALL = (Reason.TRAJECTORY_EXISTS, Reason.TURN_IN_FLIGHT, Reason.NOTHING_TO_RESUME)
 
 tracer = trace.get_tracer("penstock.client")
@@ -84,8 +85,9 @@ class TurnStream:
         leased: bool,
         policy_count_before: int,
     ) -> None:
-        """`resume_aborted` is asked whenever the turn was aborted; `leased` is whether the trajectory is a
-        lease's own; `policy_count_before` counts the tokens of the turns before this one."""
+        """`resume_aborted` is called whenever the turn was aborted. `leased` is whether the
+        trajectory belongs to a lease. `policy_count_before` counts the policy's tokens in earlier
+        turns."""
         self._calls = calls
         self._trajectory_id = trajectory_id
         self._progress = progress
@@ -96,10 +98,10 @@ class TurnStream:
         self._policy_count_before = policy_count_before
 
     async def segments(self, known: bool, timeout: float | None) -> AsyncGenerator[SegmentView]:
-        """Runs the turn to its end, over lost streams, full servers and, where asked to, aborts.
+        """Runs the turn to its end, across lost streams, full servers and, if wanted, aborts.
 
-        Unless it is `known` where the turn stands, the server is asked first. `timeout` is for the
-        turn as a whole.
+        Unless the state of the turn is `known`, it asks the server first. `timeout` bounds the
+        whole turn.
         """
         progress = self._progress
         clock = asyncio.get_running_loop().time
@@ -154,7 +156,8 @@ class TurnStream:
         return aborted and self._resume_aborted() and fruitless < _FRUITLESS_RESUMES
 
     async def _stand(self, timeout: float | None) -> _Stand:
-        """Where a turn stands whose stream was lost; the module says what follows."""
+        """Determines the state of a turn whose stream was lost. The module docstring lists the
+        cases."""
         progress = self._progress
         try:
             async with asyncio.timeout(timeout):
@@ -168,7 +171,7 @@ class TurnStream:
             return _Stand([], progress.request)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"no answer from {self._calls.address} within the turn's time",
+                f"no answer from {self._calls.address} within the turn's timeout",
                 code=grpc.StatusCode.DEADLINE_EXCEEDED,
             ) from error
         record = read_trajectory(held.trajectory, is_open=held.open)
@@ -188,8 +191,10 @@ class TurnStream:
         return _Stand(missing, None, held.last_turn)
 
     async def _check_lease(self) -> None:
-        """Raises NotAllowedNow where the server that is there now never leased this attempt, or no longer
-        does: it would take the request for a trajectory of its own."""
+        """Raises NotAllowedNow if this server does not hold a lease of the attempt.
+
+        Without a lease, the server would treat the request as an unleased trajectory.
+        """
         if not self._leased:
             return
         request = codec.twin(task_service_pb2.RenewLeaseRequest)(
@@ -205,7 +210,7 @@ class TurnStream:
             )
 
     def _check_extensible(self, record: TrajectoryRecord) -> None:
-        """Raises where the record cannot be gone on with."""
+        """Raises an error if the record cannot be extended."""
         if not record.open:
             raise NotAllowedNow(
                 f"trajectory {self._trajectory_id} is closed",
@@ -216,18 +221,19 @@ class TurnStream:
         held = record.policy_count_before(self._progress.index)
         if held < self._policy_count_before:
             raise PenstockError(
-                f"the server came back with {held} of {self._policy_count_before} tokens of the turns of "
-                f"{self._trajectory_id} that were finished: it keeps no journal, or lost part of it",
+                f"the server came back with {held} of {self._policy_count_before} tokens of the finished "
+                f"turns of {self._trajectory_id}: it keeps no journal, or lost part of it",
                 code=grpc.StatusCode.DATA_LOSS,
                 metadata={"trajectory_id": self._trajectory_id},
             )
 
     @contextlib.contextmanager
     def _span(self) -> Generator[telemetry.Metadata]:
-        """A span for one turn, and the metadata that makes it the parent of the server's.
+        """Opens a span for one turn. Yields the metadata that makes it the parent of the server's
+        span.
 
-        It is not made the current span: the turn is a generator, and the code between two of its
-        segments is the caller's.
+        It is not the current span: the turn is a generator, and the code between two of its
+        segments belongs to the caller.
         """
         progress = self._progress
         chat = self._kind is PromptKind.MESSAGES
@@ -256,21 +262,24 @@ class TurnStream:
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
-    """Where the server stands with a turn."""
+    """The state of a turn on the server."""
 
     missing: list[SegmentView]
-    """Tokens that it holds and that did not arrive."""
+    """Tokens that the server holds but the client has not received."""
     request: TurnRequest | None
-    """What to ask next; None where the turn has ended."""
+    """The next request; None if the turn has ended."""
     ended: rollout_service_pb2.TurnFinished | None = None
-    """How the turn ended, where it did while nobody heard it."""
+    """How the turn ended, if it ended while the stream was lost."""
 
 
 async def _tokens(
     events: AsyncGenerator[TurnEvent], progress: TurnProgress
 ) -> AsyncGenerator[SegmentView]:
-    """The tokens of one stream. Raises ServerUnavailable where it ends before its turn, or another one than
-    what arrived is the beginning of."""
+    """Yields the tokens of one stream.
+
+    Raises ServerUnavailable if the stream ends before its turn, or if the turn that ends does not
+    match the tokens that arrived.
+    """
     async with contextlib.aclosing(events) as stream:
         async for event in stream:
             match event.WhichOneof("event"):
@@ -281,7 +290,7 @@ async def _tokens(
                 case "finished":
                     if not progress.is_all_of(event.finished):
                         raise ServerUnavailable(
-                            f"{progress.said_of(event.finished)}: where it stands is asked anew",
+                            f"{progress.said_of(event.finished)}: asking the server again",
                             code=grpc.StatusCode.UNAVAILABLE,
                         )
                     progress.finish(event.finished)
@@ -289,14 +298,14 @@ async def _tokens(
                     pass
     if progress.finished is None:
         raise ServerUnavailable(
-            "the stream ended before its turn", code=grpc.StatusCode.UNAVAILABLE
+            "the stream ended before its turn did", code=grpc.StatusCode.UNAVAILABLE
         )
 
 
 async def abort_turn(
     calls: Calls, trajectory_id: str, reason: str, *, patient: bool = False
 ) -> int:
-    """Stops a trajectory's turn; returns the tokens it keeps."""
+    """Stops a trajectory's turn. Returns the number of its tokens that are kept."""
     selector = codec.twin(rollout_service_pb2.TrajectorySelector)(trajectory_ids=[trajectory_id])
     request = codec.twin(rollout_service_pb2.AbortRequest)(trajectories=selector, reason=reason)
     response = await calls.abort(request, patient=patient)
@@ -306,15 +315,16 @@ async def abort_turn(
 async def get_trajectory(
     calls: Calls, trajectory_id: str, *, patient: bool = False
 ) -> TrajectoryRecord:
-    """A trajectory as the server holds it; `patient` waits for a lost server."""
+    """Returns a trajectory as the server holds it. `patient` waits for a lost server."""
     response = await _ask_trajectory(calls, trajectory_id, patient=patient)
     return read_trajectory(response.trajectory, is_open=response.open)
 
 
 async def get_turns(calls: Calls, trajectory_id: str) -> list[Turn]:
-    """The turns of an open trajectory that were taken elsewhere; none where it was never opened.
+    """Returns the turns of an open trajectory that another process took; none if it was never
+    opened.
 
-    The server holds the text of the last one alone, and how it ended.
+    Only the last turn includes its text and finish reason, because the server holds no others.
     """
     try:
         held = await _ask_trajectory(calls, trajectory_id, patient=True)
@@ -328,7 +338,7 @@ async def get_turns(calls: Calls, trajectory_id: str) -> list[Turn]:
     if turns and held.HasField("last_turn"):
         turns[-1] = replace(turns[-1], finish_reason=record.finish_reason or FinishReason.STOP)
         last = held.last_turn
-        # It may be one after it, which found the context full.
+        # The last turn may be a later one that found the context full.
         if last.policy_token_count == len(turns[-1].token_ids):
             message = read_message(last.message) if last.HasField("message") else None
             text = message.content if message else last.text

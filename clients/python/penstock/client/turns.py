@@ -28,14 +28,12 @@ N = TypeVar("N", bound=np.generic)
 
 
 class FinishReason(StrEnum):
-    """Why generation stopped."""
-
     STOP = "stop"
-    """A stop token or stop text."""
+    """The policy wrote a stop token or stop text."""
     LENGTH = "length"
-    """The budget or the context ran out."""
+    """The token budget or the context was used up."""
     ABORTED = "aborted"
-    """Stopped from outside; `resume` goes on at the exact token."""
+    """Stopped from outside. `resume` continues at the exact token."""
 
 
 _FINISH_REASONS: dict[int, FinishReason] = {
@@ -52,20 +50,21 @@ class SegmentView:
     token_ids: NDArray[np.int32]
     """Shape [n], read-only."""
     logprobs: NDArray[np.float32]
-    """Of each token under the distribution it was sampled from, shape [n]; [0] for context."""
+    """Log-probability of each token under the distribution it was sampled from, shape [n]; [0] for
+    context."""
     weight_version: int
-    """Weights that sampled the tokens; zero for context."""
+    """Version of the weights that sampled the tokens; zero for context."""
     turn_index: int
-    """From zero."""
+    """Index of the turn, from zero."""
     temperature: float = 1.0
     """Temperature the tokens were sampled at; zero for context."""
     from_policy: bool = True
-    """Whether the policy wrote them, or the environment did."""
+    """Whether the policy wrote the tokens, rather than the environment."""
     position: int = 0
-    """Of one that `stream` yields: tokens of the turn before it."""
+    """For segments that `stream` yields: number of the turn's tokens before this segment."""
 
     def after(self, count: int) -> SegmentView:
-        """The segment without its first `count` tokens."""
+        """Returns the segment without its first `count` tokens."""
         return replace(
             self,
             token_ids=self.token_ids[count:],
@@ -76,28 +75,28 @@ class SegmentView:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One turn of the policy, over all its attempts."""
+    """One turn of the policy, across aborts and resumes."""
 
     index: int
-    """From zero."""
+    """Index in the trajectory, from zero."""
     segments: tuple[SegmentView, ...]
     """The policy's tokens, one segment per weight version."""
     finish_reason: FinishReason
     text: str = ""
-    """What the policy wrote; empty where the trajectory was opened with tokens."""
+    """The policy's text; empty if the trajectory was opened with tokens."""
     message: Message | None = None
-    """The same with tool calls, where the trajectory was opened with messages."""
+    """The same with tool calls, if the trajectory was opened with messages."""
     context_token_count: int = 0
-    """Tokens the policy saw before it wrote."""
+    """Number of tokens the policy saw before it wrote."""
     cached_token_count: int = 0
-    """Those of them that the engine took from its cache."""
+    """Number of context tokens that the engine took from its prefix cache."""
     tool_call_error: str = ""
-    """Why what begins as a tool call is none, for the policy to be told: its text is in the message's
-    content. Empty where there is no such thing."""
+    """Why text that starts like a tool call is not a valid one, to show to the policy. The text
+    itself is in the message's content. Empty if there was no such error."""
 
     @property
     def aborted(self) -> bool:
-        """Whether `resume` can go on with it."""
+        """Whether `resume` can continue it."""
         return self.finish_reason is FinishReason.ABORTED
 
     @cached_property
@@ -122,8 +121,8 @@ class TrajectoryRecord:
 
     trajectory_id: str
     segments: tuple[SegmentView, ...]
-    """Context and policy; their tokens, concatenated, are the sequence the model saw, but for what a
-    branch shares with its parent."""
+    """Context and policy segments. Concatenated, their tokens are the sequence that the model saw,
+    without the prefix that a branch shares with its parent."""
     finish_reason: FinishReason | None
     """Why the last policy segment stopped; None while a turn runs."""
     turn_count: int
@@ -131,45 +130,45 @@ class TrajectoryRecord:
     open: bool
     """Whether it can still be extended."""
     parent_token_count: int = 0
-    """So many tokens before the segments are the first ones of the trajectory it branches from."""
+    """For a branch, the number of tokens it shares with the beginning of its parent."""
 
     def policy_segments(self, turn_index: int) -> list[SegmentView]:
-        """What the policy wrote in one turn."""
+        """Returns the segments that the policy wrote in one turn."""
         return [s for s in self.segments if s.from_policy and s.turn_index == turn_index]
 
     def policy_count_before(self, turn_index: int) -> int:
-        """Tokens the policy wrote in the turns before one."""
+        """Counts the tokens that the policy wrote before a turn."""
         before = (s for s in self.segments if s.from_policy and s.turn_index < turn_index)
         return sum(len(segment.token_ids) for segment in before)
 
 
 @dataclass
 class TurnProgress:
-    """A turn under way: what has arrived of it so far, over streams and attempts."""
+    """A turn in progress: what has arrived so far, across streams and resumes."""
 
     index: int
     request: TurnRequest
-    """What began it."""
+    """The request that started it."""
     started: bool = False
-    """Whether the server is known to have begun it."""
+    """Whether the server is known to have started it."""
     segments: list[SegmentView] = field(default_factory=list[SegmentView])
     token_count: int = 0
     context_token_count: int = 0
     finished: Turn | None = None
     on_start: Callable[[], None] | None = None
-    """Called when the server is known to have begun it."""
+    """Called when the server is known to have started it."""
 
     @classmethod
     def of(cls, turn: Turn, resume: TurnRequest) -> TurnProgress:
-        """An aborted turn that is to go on."""
+        """Makes the progress of an aborted turn that is to be resumed."""
         count = sum(len(segment.token_ids) for segment in turn.segments)
         segments, context = list(turn.segments), turn.context_token_count
         return cls(turn.index, resume, True, segments, count, context)
 
     def start(self, event: rollout_service_pb2.TurnStarted) -> None:
-        """The server has begun it."""
+        """Records that the server has started the turn."""
         self._begin()
-        # A resumed attempt counts what was written before as context; the turn's own is the first.
+        # A resumed turn counts its earlier tokens as context, so the first count is the turn's own.
         self.context_token_count = self.context_token_count or event.context_token_count
 
     def _begin(self) -> None:
@@ -178,22 +177,23 @@ class TurnProgress:
             self.on_start()
 
     def add(self, segment: SegmentView) -> SegmentView:
-        """Appends tokens that arrived; returns them with their position."""
+        """Appends tokens that arrived. Returns them with their position."""
         segment = replace(segment, position=self.token_count)
         self.segments.append(segment)
         self.token_count += len(segment.token_ids)
         return segment
 
     def forget(self) -> None:
-        """The server never began it, or does not know that it did: it begins anew."""
+        """Resets the turn, because the server never started it or does not remember it."""
         self.started = False
         self.segments, self.token_count, self.context_token_count = [], 0, 0
 
     def catch_up(self, record: TrajectoryRecord) -> list[SegmentView]:
-        """The server has begun it, and what the record holds is the turn so far.
+        """Adopts the server's record, which is the authoritative state of the turn.
 
-        Returns what the caller was not given yet. What it was given and the record does not have never
-        became durable; then the first segment, or the next that arrives, has a position before that.
+        Returns the tokens that the caller has not received yet. Tokens that the caller received but
+        the record lacks never became durable. Then the position of the first segment, or of the
+        next to arrive, lies before them.
         """
         self._begin()
         written = record.policy_segments(self.index)
@@ -211,15 +211,15 @@ class TurnProgress:
         return missing
 
     def is_all_of(self, event: rollout_service_pb2.TurnFinished) -> bool:
-        """Whether as many tokens arrived as the turn has."""
+        """Whether all tokens of the turn have arrived."""
         return event.policy_token_count == self.token_count
 
     def said_of(self, event: rollout_service_pb2.TurnFinished) -> str:
-        """How many did."""
+        """Describes how many tokens have arrived."""
         return f"{self.token_count} of {event.policy_token_count} tokens of a turn arrived"
 
     def finish(self, event: rollout_service_pb2.TurnFinished) -> Turn:
-        """Ends the turn. Raises PenstockError where tokens are missing."""
+        """Ends the turn. Raises PenstockError if tokens are missing."""
         if not self.is_all_of(event):
             raise PenstockError(self.said_of(event))
         message = read_message(event.message) if event.HasField("message") else None
@@ -236,20 +236,20 @@ class TurnProgress:
         return self.finished
 
     def refused(self, error: PenstockError) -> bool:
-        """Whether an error means that the server never began it."""
+        """Returns whether an error means that the server never started the turn."""
         unsure = isinstance(error, ServerUnavailable | DeadlineExceeded)
         return not self.started and not unsure
 
 
 def read_finish_reason(reason: int) -> FinishReason | None:
-    """A finish reason of the wire; None while running."""
+    """Reads a finish reason from the wire; None while the turn is running."""
     return _FINISH_REASONS.get(reason)
 
 
 def read_segment(segment: trajectory_pb2.Segment) -> SegmentView:
-    """A segment of the wire, read as a twin, without a copy.
+    """Reads a segment from a twin message (`penstock.wire.codec`), without a copy.
 
-    Raises MalformedMessage where its arrays disagree.
+    Raises MalformedMessage if its arrays differ in length.
     """
     token_ids, logprobs = codec.token_ids(segment), codec.logprobs(segment)
     from_policy = segment.author == trajectory_pb2.AUTHOR_POLICY
@@ -266,7 +266,7 @@ def read_segment(segment: trajectory_pb2.Segment) -> SegmentView:
 
 
 def read_trajectory(trajectory: trajectory_pb2.Trajectory, *, is_open: bool) -> TrajectoryRecord:
-    """A trajectory of the wire, read as a twin."""
+    """Reads a trajectory from a twin message."""
     return TrajectoryRecord(
         trajectory.trajectory_id,
         tuple(read_segment(segment) for segment in trajectory.segments),
@@ -279,7 +279,7 @@ def read_trajectory(trajectory: trajectory_pb2.Trajectory, *, is_open: bool) -> 
 
 
 def _common_count(first: Sequence[SegmentView], second: Sequence[SegmentView]) -> int:
-    """How many tokens two runs begin with in common."""
+    """Returns the number of tokens that two runs share from the beginning."""
     a, b = (_concatenate([s.token_ids for s in x], np.dtype(np.int32)) for x in (first, second))
     length = min(len(a), len(b))
     differing = np.flatnonzero(a[:length] != b[:length])
@@ -287,7 +287,7 @@ def _common_count(first: Sequence[SegmentView], second: Sequence[SegmentView]) -
 
 
 def _merge_runs(segments: Iterable[SegmentView]) -> list[SegmentView]:
-    """One segment per run of equal weight version and temperature."""
+    """Merges segments into one per run of equal weight version and temperature."""
     runs: list[list[SegmentView]] = []
     for segment in segments:
         last = runs[-1][-1] if runs else None

@@ -1,4 +1,4 @@
-"""JSON values and how they travel in a `google.protobuf.Struct`."""
+"""Conversion between JSON values and `google.protobuf.Struct`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 
 
 def to_struct(values: Mapping[str, Json]) -> struct_pb2.Struct:
-    """Raises TypeError for a value that JSON does not have."""
+    """Converts to a Struct. Raises TypeError for a value that JSON cannot hold."""
     struct = struct_pb2.Struct()
     for key, value in values.items():
         struct.fields[key].CopyFrom(_to_value(value, key))
@@ -19,7 +19,7 @@ def to_struct(values: Mapping[str, Json]) -> struct_pb2.Struct:
 
 
 def from_struct(struct: struct_pb2.Struct) -> dict[str, Json]:
-    """The struct as a dict; a number without a fraction comes back as an int."""
+    """Converts to a dict. A number without a fraction becomes an int."""
     return {key: _from_value(value) for key, value in struct.fields.items()}
 
 
@@ -39,7 +39,7 @@ def _to_value(value: Json, key: str) -> struct_pb2.Value:
             items = [_to_value(item, key) for item in value]
             return struct_pb2.Value(list_value=struct_pb2.ListValue(values=items))
         case _:
-            raise TypeError(f"{key!r} holds a {type(value).__name__}, which JSON does not have")
+            raise TypeError(f"{key!r} holds a {type(value).__name__}, which JSON cannot represent")
 
 
 def _from_value(value: struct_pb2.Value) -> Json:

@@ -1,8 +1,10 @@
-"""The rollout worker: a fixed number of attempts in flight, across training steps.
+"""The rollout worker: keeps a fixed number of attempts in flight, across training steps.
 
-`_feed` consumes leased attempts; waits for a free slot; produces a task per attempt; is unblocked by
-an attempt that ends. Order of shutdown: stop leasing, so that nothing new begins; let what runs end, up
-to the drain bound; give back the rest; close the lease stream.
+`_feed` waits for a free slot and a leased attempt, and starts a task per attempt. An attempt that
+ends frees its slot.
+
+Order of shutdown: stop leasing, so that no attempt starts; let running attempts finish, within the
+drain bound; give back the rest; close the lease stream.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ T = TypeVar("T")
 logger = logging.getLogger("penstock.rollout")
 tracer = trace.get_tracer("penstock.client")
 
-# What the give-back of unfinished attempts may take when the worker stops.
+# Time limit for giving back unfinished attempts when the worker stops.
 _GIVE_BACK_SECONDS = 5.0
 
 
@@ -48,29 +50,30 @@ class WorkerSettings:
     """How a worker works."""
 
     concurrency: int = 8
-    """Attempts in flight."""
+    """Number of attempts in flight."""
     agent_id: str = field(default_factory=default_agent_id)
     """Names this process, for metrics and traces."""
     purpose: Purpose | None = None
     """Only tasks of this purpose; None takes any."""
     group_reward: bool = False
-    """Whether `reward` scores all siblings at once, even if it is not declared so itself."""
+    """Whether `reward` scores all siblings at once, even if not declared as a group reward."""
     attempts: int | None = None
-    """Return after so many; None goes on until stopped."""
+    """Number of attempts after which `run` returns; None runs until stopped."""
     attempt_seconds: float | None = None
-    """Bound on one attempt, reward included; after it the attempt fails with ATTEMPT_TIMEOUT."""
+    """Bound on one attempt, reward included. Beyond it the attempt fails with ATTEMPT_TIMEOUT."""
     drain_seconds: float = 20.0
-    """How long attempts in flight may go on after `stop`."""
+    """How long attempts in flight can continue after `stop`."""
     report_seconds: float = 10.0
-    """Shortest time between two lines of statistics."""
+    """Minimum time between two lines of statistics."""
 
 
 class WorkerMisconfigured(Exception):
-    """The worker cannot do what the tasks ask for."""
+    """The worker's settings do not fit the tasks."""
 
 
 class Worker:
-    """Runs `generate` and `reward` on leased attempts. A function that raises fails its attempt only."""
+    """Runs `generate` and `reward` on leased attempts. If a function raises, only its attempt
+    fails."""
 
     def __init__(
         self, calls: Calls, generate: Agent, reward: Agent | None, settings: WorkerSettings
@@ -82,16 +85,16 @@ class Worker:
         self._book = GroupBook(settings.concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._judged: set[str] = set()
-        """Those of them whose outcome is known, and is being sent."""
+        """Running attempts whose outcome is known and is being sent."""
         self._final: set[str] = set()
-        """Under a group reward: attempts whose lease ran out for the last time, until they are lost.
+        """Under a group reward: attempts whose last lease expired, until the book has dropped them.
         The server counts them as failed."""
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._stopped = asyncio.Event()
         self._draining = False
         self._leases: Leases | None = None
         self._shown: set[str] = set()
-        """Reasons of failure that were shown."""
+        """Failure reasons that were already logged in full."""
         self._statistics = Statistics()
         self._reporter = Reporter(self._statistics, settings.report_seconds)
 
@@ -101,14 +104,14 @@ class Worker:
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Asks `run` to return: attempts in flight are finished or given back. May be repeated."""
+        """Asks `run` to return. Attempts in flight are finished or given back. Idempotent."""
         self._stopped.set()
 
     async def run(self) -> Statistics:
-        """Works until stopped, or until the bound of `attempts`.
+        """Works until stopped, or until `attempts` attempts were made.
 
-        Raises PenstockError where the server refuses to lease, WorkerMisconfigured where a group does
-        not fit.
+        Raises PenstockError if the server refuses to lease, and WorkerMisconfigured if a group is
+        larger than the concurrency.
         """
         settings = self._settings
         leases = Leases(
@@ -130,7 +133,8 @@ class Worker:
                 if self._stopped.is_set():
                     await stopper
                 else:
-                    # `attempts` ran out, and what some may wait for is no longer taken here.
+                    # `attempts` is used up. Some attempts may wait for siblings that this worker
+                    # will not take.
                     stopper.cancel()
                     await leases.stop_leasing()
                     await self._give_back_waiting()
@@ -166,8 +170,8 @@ class Worker:
         size, concurrency = attempt.task.group_size, self._settings.concurrency
         if self._per_group and size > concurrency:
             raise WorkerMisconfigured(
-                f"task {attempt.task.task_id} is a group of {size}, and a group reward needs all of "
-                f"them in flight at once: concurrency is {concurrency}, make it at least {size}"
+                f"task {attempt.task.task_id} is a group of {size}, and a group reward needs all of its "
+                f"attempts in flight at once: concurrency is {concurrency}, set it to at least {size}"
             )
 
     async def _stop_when_told(self, leases: Leases) -> None:
@@ -185,7 +189,7 @@ class Worker:
             task.cancel()
 
     async def _give_back_waiting(self) -> None:
-        """Fails the attempts that wait for siblings: the server has whole groups made again."""
+        """Fails the attempts that wait for siblings. The server makes their whole groups again."""
         stopped = Failed("WORKER_STOPPED", "its siblings did not end in time")
         waiting = self._book.waiting()
         self._book.clear()
@@ -201,7 +205,7 @@ class Worker:
             await asyncio.wait(list(self._running.values()), timeout=timeout)
 
     async def _attempt(self, attempt: Attempt) -> None:
-        """One attempt, from its lease to its outcome."""
+        """Processes one attempt, from its lease to its outcome."""
         with tracer.start_as_current_span("penstock.attempt") as span:
             span.set_attribute("penstock.task_id", attempt.task.task_id)
             span.set_attribute("penstock.group_id", attempt.group_id)
@@ -211,15 +215,15 @@ class Worker:
                 await self._close_group(ready)
 
     async def _end_attempt(self, attempt: Attempt, span: trace.Span) -> ReadyGroup | None:
-        """Makes an attempt; returns the group, where it waited for nothing but this."""
+        """Runs an attempt. Returns its group if this was the last attempt the group waited for."""
         trajectory_id = attempt.trajectory.trajectory_id
         if trajectory_id in self._final:
-            # Before it was taken.
+            # Its lease expired before this worker took it.
             return self._lose(attempt)
         try:
             outcome = await self._judge(self._run(attempt))
         except asyncio.CancelledError:
-            # Its lease ran out, its stream was lost, or the worker as a whole is cancelled.
+            # Its lease expired, its stream was lost, or the whole worker is cancelled.
             ready = self._lose(attempt)
             if ready is None or not _goes_on():
                 raise
@@ -227,7 +231,7 @@ class Worker:
             return ready
         self._judged.add(trajectory_id)
         if trajectory_id in self._final:
-            # Its function went on although it was cancelled.
+            # Its function ignored the cancellation and finished.
             return self._lose(attempt)
         if isinstance(outcome, Failed):
             span.set_attribute("error.type", outcome.reason)
@@ -236,12 +240,12 @@ class Worker:
         return await self._close(attempt, outcome)
 
     async def _run(self, attempt: Attempt) -> Outcome | Failed | None:
-        """Runs the functions on an attempt; None where it is scored with its siblings."""
+        """Runs the functions on an attempt. Returns None if its siblings are scored with it."""
         score = await call(self._generate, attempt.task, attempt.trajectory)
         if isinstance(score, Failed):
             return score
         if attempt.trajectory.closed:
-            # By the function itself.
+            # The function itself closed it.
             return attempt.trajectory.outcome
         if self._per_group:
             return None
@@ -256,7 +260,7 @@ class Worker:
         return as_outcomes(scores, len(trajectories))
 
     async def _judge(self, work: Coroutine[Any, Any, T]) -> T | Failed:
-        """Runs the caller's functions within the time limit; what they raise becomes a failure."""
+        """Runs the caller's functions within the time limit. An exception becomes a failure."""
         seconds = self._settings.attempt_seconds
         timeout = asyncio.timeout(seconds)
         try:
@@ -291,22 +295,22 @@ class Worker:
     async def _close(
         self, attempt: Attempt, outcome: Outcome | Failed, *, own_sent: bool = False
     ) -> ReadyGroup | None:
-        """Sends an outcome; returns the group, where it waited for nothing but this."""
+        """Sends an outcome. Returns the group if this was the last attempt it waited for."""
         trajectory, own = attempt.trajectory, attempt.trajectory.outcome
         if trajectory.closed and own is not None:
-            # By the function itself: asked again, the server says again what came of it.
+            # The function closed it. Closing it again returns the server's first answer.
             outcome = own
         try:
             closed = await trajectory.close(outcome)
         except (PenstockError, ValueError) as error:
-            # The outcome itself may be what cannot be sent, such as metadata that JSON does not have.
+            # The outcome itself may be impossible to send, for example if its metadata is not JSON.
             refused = isinstance(error, InvalidRequest | ValueError)
-            # Not where the server was full all the while: the outcome is as good as it was.
+            # A server that is just full names a retry delay; then the outcome is still valid.
             refused |= isinstance(error, Overloaded) and error.retry_after_seconds is None
             if refused and isinstance(outcome, Outcome):
                 return await self._close(attempt, self._failed(error), own_sent=own_sent)
             if own is not None and not own_sent and _reason(error) == Reason.OUTCOME_DIFFERS:
-                # By the function itself, which did not hear the answer.
+                # The function sent its own outcome but did not receive the answer.
                 return await self._close(attempt, own, own_sent=True)
             logger.info("attempt %s is lost: %s", trajectory.trajectory_id, error)
             await self._let_run_out(attempt)
@@ -318,7 +322,8 @@ class Worker:
         return self._book.close(attempt, failed=isinstance(outcome, Failed))
 
     async def _let_run_out(self, attempt: Attempt) -> None:
-        """Learns whether an attempt that cannot be closed is made again, if siblings wait for it."""
+        """Waits until the lease of an attempt that cannot be closed has expired, if siblings wait
+        for it. Records whether the server makes the attempt again."""
         if self._leases is None or not self._book.holds(attempt):
             return
         trajectory_id = attempt.trajectory.trajectory_id
@@ -326,7 +331,7 @@ class Worker:
             self._final.add(trajectory_id)
 
     def _lose(self, attempt: Attempt) -> ReadyGroup | None:
-        """Drops an attempt; returns the group, where it waited for nothing but this."""
+        """Drops an attempt. Returns the group if this was the last attempt it waited for."""
         trajectory_id = attempt.trajectory.trajectory_id
         self._statistics.add(None, _token_count(attempt))
         if self._leases is not None:
@@ -338,7 +343,8 @@ class Worker:
         return self._book.close(attempt, failed=True)
 
     def _failed(self, error: BaseException) -> Failed:
-        """The failure an exception makes; the first of each reason is shown whole."""
+        """Converts an exception to a failure. Logs the first failure of each reason with its
+        traceback."""
         failed = as_failed(error)
         if failed.reason not in self._shown:
             self._shown.add(failed.reason)
@@ -351,8 +357,9 @@ class Worker:
         return failed
 
     def server_lost(self, error: PenstockError) -> None:
-        """Says so. Under a group reward every open group is given up: it belongs to its stream."""
-        logger.warning("no server at %s: %s; trying again", self._calls.address, error)
+        """Logs the loss. Under a group reward, drops every open group, because a group belongs to
+        its stream."""
+        logger.warning("the server at %s is unavailable: %s; retrying", self._calls.address, error)
         if not self._per_group:
             return
         for attempt in self._book.waiting():
@@ -361,16 +368,16 @@ class Worker:
         self._final.clear()
         if self._leases is not None:
             self._leases.release_all()
-        # What is judged already is closed as soon as the server is back.
+        # Attempts whose outcome is known are closed as soon as the server is back.
         self._cancel_unjudged()
 
     def server_back(self, seconds: float) -> None:
-        """Says so."""
         logger.warning("the server is back after %.1f s", seconds)
 
     def leases_expired(self, trajectory_ids: Sequence[str], retried_ids: Collection[str]) -> None:
-        """Stops work that would be lost. What is being scored or closed learns it by its close."""
-        logger.warning("%d leases ran out", len(trajectory_ids))
+        """Cancels attempts whose work would be lost. Attempts being scored or closed find out when
+        they close."""
+        logger.warning("%d leases expired; giving up their attempts", len(trajectory_ids))
         expired = set(trajectory_ids)
         if self._per_group:
             self._final |= expired.difference(retried_ids)
@@ -378,7 +385,7 @@ class Worker:
             self._running[trajectory_id].cancel()
         for attempt in self._book.waiting():
             if attempt.trajectory.trajectory_id in expired:
-                # Its group waits for another too, or it would not wait: it is not ready now.
+                # Its group still waits for another attempt, so it cannot become ready now.
                 self._lose(attempt)
 
 
@@ -391,7 +398,7 @@ def _reason(error: Exception) -> str:
 
 
 def _goes_on() -> bool:
-    """Takes one cancellation of this task back; whether it was the only one."""
+    """Takes back one cancellation of this task. Returns whether it was the only one."""
     task = asyncio.current_task()
     return task is not None and task.uncancel() == 0
 

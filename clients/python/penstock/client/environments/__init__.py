@@ -1,10 +1,10 @@
-"""Environments: tasks of many turns, in which something answers each action of the policy.
+"""Environments: tasks of many turns, in which an environment answers each action of the policy.
 
     reset ─► observation ─► turn ─► action ─► step ─► observation ─► turn ...  ─► done, or a limit
               (environment)  (policy)                  reward of this turn
 
-`penstock rollout --environment NAME` plays one episode per attempt: `textarena:GAME`,
-`reasoning_gym:DATA_SET`, or anything of your own with `reset` and `step`, as `pkg.module:Class`;
+`penstock rollout --environment NAME` plays one episode per attempt. NAME is `textarena:GAME`,
+`reasoning_gym:DATA_SET`, or `pkg.module:Class` for your own class with `reset` and `step`. See
 docs/environments.md.
 """
 

@@ -1,4 +1,4 @@
-"""What an environment is, and what a task says of the episode it asks for."""
+"""The Environment protocol, and the episode that a task's metadata asks for."""
 
 from __future__ import annotations
 
@@ -16,76 +16,79 @@ _ENTRY_FIELDS = ("dataset", "entry_json")
 
 
 class EnvironmentInvalid(Exception):
-    """What was named is no environment, or it answered what none may; the message says which."""
+    """The named object is not an environment, or it returned an invalid value; the message says
+    which."""
 
 
 class TaskUnusable(Exception):
-    """The task asks for what this environment does not have; the message says what."""
+    """The task asks for something this environment does not have; the message says what."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of one action: `Step("higher", reward=0.0)`, `Step(reward=1.0, done=True)`."""
+    """The result of one action: `Step("higher", reward=0.0)`, `Step(reward=1.0, done=True)`."""
 
     observation: Observation = ""
-    """What the policy is shown next: a text, as a user's message, or messages; unused where `done`."""
+    """What the policy sees next: text, sent as a user's message, or messages. Ignored if `done`."""
     reward: float = 0.0
-    """Of this turn; finite. The episode's reward is their sum."""
+    """Reward of this turn; finite. The episode's reward is the sum over turns."""
     done: bool = False
     """Whether the episode has ended."""
     invalid: bool = False
-    """Whether the action was none that could be taken; so many of them end the episode."""
+    """Whether the action was invalid. `EpisodeLimits.invalid_actions` bounds how many an episode
+    allows."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Numbers worth logging: of each name the last of the episode becomes one of `Outcome.metrics`."""
+    """Numbers to log. The episode's last value of each name becomes one of `Outcome.metrics`."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode after another, one at a time.
+    """An environment plays one episode after another, one at a time.
 
-    What blocks may block: each call of a plain method has a thread for as long as it takes, and none
-    while the policy thinks. Methods that are coroutines run on the event loop. A `close` is called at the
-    end, where there is one.
+    Plain methods can block: each call has its own thread while it runs, and none while the policy
+    generates. Coroutine methods run on the event loop. If the environment has a `close`, it is
+    called at the end of the episode.
     """
 
     def reset(
         self, *, seed: int, options: Mapping[str, Any]
     ) -> Observation | Awaitable[Observation | None] | None:
-        """Begins an episode: the same seed and options, the same episode.
+        """Starts an episode. The same seed and options must give the same episode.
 
-        Returns what the policy is shown first; None where the task's own prompt is all of it. Raises
-        TaskUnusable for options that it does not have.
+        Returns the first observation, or None if the task's prompt is complete. Raises TaskUnusable
+        for unsupported options.
         """
         ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """Takes what the policy wrote in its turn, as it wrote it."""
+        """Applies the action: the text of the policy's turn, unmodified."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTask:
-    """What a task's metadata says of its episode."""
+    """The episode that a task's metadata describes."""
 
     name: str
-    """`environment`: which one, as on the command line; empty for whichever the worker has."""
+    """From `environment`: its name, as on the command line. Empty means the worker's only one."""
     seed: int
-    """`seed`; else the task's place in the data."""
+    """From `seed`; defaults to the task's index in the data."""
     options: Mapping[str, Any]
-    """`options`; of a problem that `[data.reasoning_gym]` wrote its `dataset` and `entry_json`."""
+    """From `options`. For a problem written by `[data.reasoning_gym]`, its `dataset` and
+    `entry_json`."""
 
 
 def read_episode(task: Task) -> EpisodeTask:
-    """Reads a task. Raises TaskUnusable, naming the field."""
+    """Reads the episode from a task. Raises TaskUnusable with the field's name."""
     metadata = task.metadata
     name, seed = metadata.get("environment", ""), metadata.get("seed", task.index)
     options = metadata.get("options")
     if options is None:
         options = {key: metadata[key] for key in _ENTRY_FIELDS if key in metadata}
     if not isinstance(name, str):
-        raise TaskUnusable(f"metadata.environment is a name, got {name!r}")
+        raise TaskUnusable(f"metadata.environment must be a name, got {name!r}")
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TaskUnusable(f"metadata.seed is a whole number, got {seed!r}")
+        raise TaskUnusable(f"metadata.seed must be an integer, got {seed!r}")
     if not isinstance(options, Mapping):
-        raise TaskUnusable(f"metadata.options is an object, got {options!r}")
+        raise TaskUnusable(f"metadata.options must be an object, got {options!r}")
     return EpisodeTask(name, seed, cast("Mapping[str, Any]", options))

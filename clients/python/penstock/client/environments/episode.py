@@ -1,19 +1,18 @@
-"""One episode: the environment and the policy take turns until it is done, or at a limit.
+"""One episode: the environment and the policy take turns until it is done or reaches a limit.
 
-States, and what leads on:
+    started ──reset──► shown ──turn──► acted ──step──► shown ... ──► ended
+                         │                                             ▲
+                         └── a limit is reached ───────────────────────┘
 
-    begun ──reset──► shown ──turn──► acted ──step──► shown ... ──► ended
-                       │                                             ▲
-                       └── a limit is reached ───────────────────────┘
+`Outcome.metadata["ended"]` records how it ended. DONE: the environment ended it. TURNS,
+INVALID_ACTIONS, SECONDS: a limit was reached. CONTEXT: the policy had no room left to write. Each
+is an outcome with the rewards so far, not a failure: the policy's actions count, and so does not
+getting further.
 
-How it ends is in `Outcome.metadata["ended"]`: DONE, by the environment; TURNS, INVALID_ACTIONS or SECONDS,
-at a limit; CONTEXT, where the policy had no room left to write. Each is an outcome with the rewards so far,
-not a failure: what the policy did counts, and that it did not get further too.
-
-What a failure does: an environment that raises, or a step that takes longer than it may, fails the attempt,
-which the server has made again, up to its bound. A turn that the server aborts, also for a weight switch,
-is resumed and the environment notices nothing. A lost lease cancels the episode; the environment is
-closed then too.
+Failures: if the environment raises, or a step exceeds its time limit, the attempt fails. The server
+makes it again, up to its bound. If the server aborts a turn, for example for a weight switch, the
+turn is resumed and the environment does not notice. A lost lease cancels the episode and closes the
+environment.
 """
 
 from __future__ import annotations
@@ -44,51 +43,54 @@ if TYPE_CHECKING:
 
 
 class StepTimeout(Exception):
-    """A call of the environment took longer than it may."""
+    """A call of the environment exceeded its time limit."""
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """When an episode ends though its environment has not; `--set episode.turns=8`."""
+    """Limits that end an episode before its environment does; for example `--set
+    episode.turns=8`."""
 
     turns: int = 32
-    """Turns of the policy."""
+    """Maximum number of the policy's turns."""
     invalid_actions: int = 3
-    """Invalid actions, over the whole episode; the one after them ends it. Games have rules of their own
-    for this beside, which may be stricter."""
+    """Invalid actions allowed over the whole episode; the next one ends it. Games have additional
+    rules for this, which may be stricter."""
     invalid_penalty: float = 0.0
-    """Taken off the reward of a turn whose action was invalid."""
+    """Subtracted from the reward of a turn whose action was invalid."""
     seconds: float | None = None
-    """From the reset, looked at between turns: no turn is cut off. None: no limit."""
+    """Time limit from the reset. Checked between turns, so no turn is cut off. None: no limit."""
     step_seconds: float = 60.0
-    """For one call of the environment; more is a failure."""
+    """Time limit for one call of the environment. Exceeding it fails the attempt."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError, naming the value it got."""
+        """Raises ValueError with the value it got."""
         if self.turns < 1 or self.invalid_actions < 0 or self.step_seconds <= 0:
             raise ValueError(
-                f"episode: turns {self.turns}, invalid_actions {self.invalid_actions} and step_seconds "
-                f"{self.step_seconds} have to be at least 1, at least 0 and above 0"
+                "episode: turns must be at least 1, invalid_actions at least 0 and step_seconds above 0, "
+                f"got turns {self.turns}, invalid_actions {self.invalid_actions} and step_seconds "
+                f"{self.step_seconds}"
             )
         if self.seconds is not None and self.seconds <= 0:
-            raise ValueError(f"episode: seconds is {self.seconds}, and has to be above 0")
+            raise ValueError(f"episode: seconds must be above 0, got {self.seconds}")
         if not (math.isfinite(self.invalid_penalty) and self.invalid_penalty >= 0):
-            raise ValueError(f"episode: invalid_penalty is {self.invalid_penalty}, not a loss")
+            raise ValueError(
+                f"episode: invalid_penalty must be finite and at least 0, got {self.invalid_penalty}"
+            )
 
 
 @dataclass
 class _Course:
-    """What has happened so far."""
+    """The course of an episode so far."""
 
     rewards: list[float] = field(default_factory=list[float])
-    """Of each turn."""
     invalid_count: int = 0
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     def add(self, step: Step, penalty: float) -> None:
         reward = float(step.reward) - (penalty if step.invalid else 0.0)
         if not math.isfinite(reward):
-            raise EnvironmentInvalid(f"a reward is a finite number, not {reward}")
+            raise EnvironmentInvalid(f"a reward must be a finite number, got {reward}")
         self.rewards.append(reward)
         self.invalid_count += step.invalid
         self.metrics.update({name: float(value) for name, value in step.metrics.items()})
@@ -108,7 +110,7 @@ class _Course:
 
 
 class _Calls:
-    """The environment's two methods, whatever they are made of, within the limit of one call."""
+    """Calls the environment's methods, plain or async, within the time limit of one call."""
 
     def __init__(self, environment: Environment, threads: CallThreads, seconds: float) -> None:
         self._environment, self._threads, self._seconds = environment, threads, seconds
@@ -125,11 +127,12 @@ class _Calls:
     async def step(self, action: str) -> Step:
         step = await self.call("step", action)
         if not isinstance(step, Step):
-            raise EnvironmentInvalid(f"step returns a Step, not a {type(step).__name__}")
+            raise EnvironmentInvalid(f"step must return a Step, not a {type(step).__name__}")
         return step
 
     async def close(self, *, at_once: bool = False) -> None:
-        """`at_once` waits for no place among the threads, which a call that hangs may hold for ever."""
+        """Closes the environment. With `at_once` it does not wait for a thread slot, because a call
+        that hangs may hold one forever."""
         if at_once:
             self._threads = CallThreads(1)
         if callable(getattr(self._environment, "close", None)):
@@ -145,11 +148,11 @@ async def play(
     threads: CallThreads | None = None,
     name: str = "",
 ) -> Outcome:
-    """Plays one episode and returns its outcome, which is not sent: `return await play(Maze(), task,
-    trajectory)` is an agent.
+    """Plays one episode and returns its outcome without sending it.
 
-    `threads` are shared between episodes: without them the call has its own. Raises EnvironmentInvalid,
-    TaskUnusable, StepTimeout, PenstockError, and what the environment raises.
+    `return await play(Maze(), task, trajectory)` is a complete agent. Episodes can share `threads`;
+    without it, the call makes its own. Raises EnvironmentInvalid, TaskUnusable, StepTimeout,
+    PenstockError, and what the environment raises.
     """
     limits, threads = limits or EpisodeLimits(), threads or CallThreads(1)
     if not isinstance(environment, Environment):
@@ -162,7 +165,7 @@ async def play(
         shown = await calls.call("reset", seed=episode.seed, options=episode.options)
         ended = await _take_turns(calls, _opening(task, shown), trajectory, limits, course, begun)
     except BaseException:
-        # Whatever a close may do now, the attempt failed with what came before.
+        # The attempt has already failed with this error, so an error of the close does not matter.
         with suppress(Exception):
             await calls.close(at_once=True)
         raise
@@ -178,7 +181,7 @@ async def _take_turns(
     course: _Course,
     begun: float,
 ) -> str:
-    """Turns and steps until the end; returns how it ended."""
+    """Takes turns and steps until the end. Returns how the episode ended."""
     while True:
         turn = await _whole_turn(trajectory, shown)
         if turn.finish_reason is FinishReason.LENGTH and not len(turn.token_ids):
@@ -204,25 +207,27 @@ async def _whole_turn(trajectory: Trajectory, shown: Observation | None) -> Turn
 
 
 def _opening(task: Task, shown: Observation | None) -> Observation | None:
-    """What the first turn begins with: the task's prompt, if there is one, and what reset returned.
+    """Returns the start of the first turn: the task's prompt, if any, and what reset returned.
 
-    Raises TaskUnusable where there is neither, or where the two do not go together.
+    Raises TaskUnusable if both are missing or they do not fit together.
     """
     if shown is None:
         if task.prompt is None:
-            raise TaskUnusable("reset returned nothing to show, and the task has no prompt")
+            raise TaskUnusable("reset returned no observation, and the task has no prompt")
         return None
     if task.prompt is None:
         return [Message("user", shown)] if isinstance(shown, str) else shown
     prompt = None if isinstance(task.prompt, str) else _messages(task.prompt)
     first = _messages(shown)
     if prompt is None or first is None:
-        raise TaskUnusable("a prompt of text or tokens has no room for what reset returned")
+        raise TaskUnusable(
+            "a prompt of text or tokens has no room for the observation that reset returned"
+        )
     return [*prompt, *first]
 
 
 def _messages(shown: Observation) -> list[MessageLike] | None:
-    """As messages, a text as a user's; None for tokens."""
+    """Converts to messages; text becomes a user's message. Returns None for tokens."""
     if isinstance(shown, str):
         return [Message("user", shown)]
     if isinstance(shown, Message | Mapping):

@@ -1,8 +1,9 @@
-"""Environments by name, as the command line has them: `textarena:GAME`, `reasoning_gym:DATA_SET`,
-`pkg.module:Class`.
+"""Resolves environments by their name on the command line: `textarena:GAME`,
+`reasoning_gym:DATA_SET`, `pkg.module:Class`.
 
-Code is named by who starts the worker alone. A task may choose among what was named: one of them by its
-name, or, where only `textarena` or `reasoning_gym` was, any game or data set of it.
+Only the command line of the worker can name code. A task can choose among the environments named
+there. If a name is just `textarena` or `reasoning_gym`, a task can choose any of its games or data
+sets.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _SECTIONS = (EPISODE, OWN, *FAMILIES)
 def load_agent(
     environments: EnvironmentSettings,
 ) -> Callable[[Task, Trajectory], Awaitable[Outcome]]:
-    """An agent that plays one episode of what each task asks for. Raises BadFunction, with what it got."""
+    """Returns an agent that plays one episode per task. Raises BadFunction with the value it
+    got."""
     names = environments.names
     sections = _read_settings(environments.settings)
     try:
@@ -61,13 +63,14 @@ def load_agent(
 
 
 def choose(wanted: str, names: Sequence[str]) -> str:
-    """What a task gets that asks for `wanted` of a worker that has `names`. Raises TaskUnusable."""
+    """Returns the environment for a task that asks for `wanted`, from a worker that offers `names`.
+    Raises TaskUnusable."""
     if wanted in names or (wanted and wanted.partition(":")[0] in set(names) & set(FAMILIES)):
         return wanted
     if not wanted and len(names) == 1:
         return names[0]
-    asked = repr(wanted) if wanted else "no environment in particular"
-    raise TaskUnusable(f"the task asks for {asked}, and this worker has {', '.join(names)}")
+    asked = repr(wanted) if wanted else "no particular environment"
+    raise TaskUnusable(f"the task asks for {asked}, but this worker offers {', '.join(names)}")
 
 
 def _read_settings(settings: Sequence[str]) -> dict[str, Table]:
@@ -79,14 +82,13 @@ def _read_settings(settings: Sequence[str]) -> dict[str, Table]:
         raise BadFunction(f"--set: {error}") from error
     for name, section in sections.items():
         if name not in _SECTIONS or not isinstance(section, dict):
-            raise BadFunction(
-                f"--set {name}: a setting begins with {', '.join(_SECTIONS)} and a dot"
-            )
+            raise BadFunction(f"--set {name}: the section must be one of {', '.join(_SECTIONS)}")
     return {name: cast("Table", sections.get(name, {})) for name in _SECTIONS}
 
 
 def _check(name: str, sections: Mapping[str, Table]) -> Factory:
-    """The factory, tried once, so that what cannot be made is said before anything is leased."""
+    """Returns the factory after trying it once, so that errors surface before an attempt is
+    leased."""
     try:
         make = _find(name, sections)
         if name == TEXTARENA:
@@ -104,7 +106,7 @@ def _check(name: str, sections: Mapping[str, Table]) -> Factory:
 
 
 def _find(name: str, sections: Mapping[str, Table]) -> Factory:
-    """What makes an environment. Raises FunctionInvalid, ModuleNotFoundError."""
+    """Returns a factory for an environment. Raises FunctionInvalid, ModuleNotFoundError."""
     family, _, which = name.partition(":")
     if family == TEXTARENA:
         from penstock.client.environments.text_arena import TextArena

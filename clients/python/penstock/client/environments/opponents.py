@@ -1,4 +1,4 @@
-"""Who plays the other seats of a game: at random, or a function of your own."""
+"""Opponents for the other seats of a game: random moves, or your own function."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from penstock.client.environments.environment import EnvironmentInvalid
 from penstock.common.functions import FunctionInvalid, find_function
 
 Opponent = Callable[[str, random.Random], str]
-"""`opponent(observation, rng) -> action`: what it was shown since its last move, and a generator of its
-own, so that the same episode is the same."""
+"""`opponent(observation, rng) -> action`. The observation is what the opponent was shown since its
+last move. Each opponent has its own generator, so that episodes are reproducible."""
 
 RANDOM = "random"
 
-# Moves are written in brackets in all of textarena's games; names of players are too.
+# All of textarena's games write moves in brackets. They write player names in brackets too.
 _BRACKETED = re.compile(r"\[([^\[\]\n]{1,40})\]")
 
 
@@ -25,7 +25,7 @@ class NoMoveFound(Exception):
 
 
 def load_opponent(name: str) -> Opponent | None:
-    """The function that `name` leads to; None for a random opponent. Raises EnvironmentInvalid."""
+    """Loads the function `name`. Returns None for a random opponent. Raises EnvironmentInvalid."""
     if name == RANDOM:
         return None
     try:
@@ -35,19 +35,19 @@ def load_opponent(name: str) -> Opponent | None:
 
 
 def random_move(observation: str, rng: random.Random, is_legal: Callable[[str], bool]) -> str:
-    """One of the legal moves that the observation names in brackets, each as likely as any other.
+    """Picks uniformly one of the legal moves that the observation shows in brackets.
 
-    Where it names the moves that are available, after a word that says so, only those are looked at first.
+    If the observation lists available moves after the word "available", those are tried first.
     Raises NoMoveFound.
     """
     _, _, listed = observation.rpartition("vailable")
     for text in (listed, observation):
-        # In an order that does not depend on hashes.
+        # Sorted, so that the order does not depend on hashes.
         moves = sorted(set(_BRACKETED.findall(text)))
         rng.shuffle(moves)
         for move in moves:
             if is_legal(f"[{move}]"):
                 return f"[{move}]"
     raise NoMoveFound(
-        f"no move in brackets is legal; name an opponent of your own. Shown: {observation[-300:]!r}"
+        f"no move in brackets is legal; use your own opponent function. Observation: {observation[-300:]!r}"
     )

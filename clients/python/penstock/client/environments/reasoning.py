@@ -1,7 +1,8 @@
-"""Problems of reasoning-gym, with another try after a wrong answer.
+"""Problems of reasoning-gym, with further tries after a wrong answer.
 
-A right answer at try k (from zero) is worth `discount ** k`. Of the last try, what the data set gives for
-an answer that is partly right counts, discounted likewise; wrong answers before are worth nothing.
+A correct answer at try k (from zero) is worth `discount ** k`. On the last try, the data set's
+score for a partly correct answer counts, with the same discount. Earlier wrong answers are worth
+nothing.
 """
 
 from __future__ import annotations
@@ -23,27 +24,33 @@ _INTEGER = re.compile(r"-?\d+")
 
 
 class DataSet(Protocol):
-    """What is used of a data set."""
+    """The methods of a data set that are used here."""
 
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
     def score_answer(self, answer: str | None, entry: Mapping[str, Any]) -> float: ...
 
 
 class ReasoningGym:
-    """`reasoning_gym:DATA_SET`. Options of a task are the data set's own, such as `max_digits`; or it has
-    the entry itself, as `[data.reasoning_gym]` writes it."""
+    """`reasoning_gym:DATA_SET`.
+
+    A task's options are the data set's own, such as `max_digits`. Instead, a task can contain the
+    entry itself, as `[data.reasoning_gym]` writes it.
+    """
 
     def __init__(
         self, data_set: str = "", *, tries: int = 3, discount: float = 0.5, feedback: str = FEEDBACK
     ) -> None:
-        """Without `data_set` each task's own says which. Raises EnvironmentInvalid."""
+        """Without `data_set`, each task names its own. Raises EnvironmentInvalid."""
         import reasoning_gym
 
         names = cast("Any", reasoning_gym.factory).DATASETS
         if data_set and data_set not in names:
             raise EnvironmentInvalid(f"reasoning-gym has no data set {data_set!r}")
         if tries < 1 or not 0 <= discount <= 1:
-            raise EnvironmentInvalid(f"tries {tries}, discount {discount}: at least 1, and 0 to 1")
+            raise EnvironmentInvalid(
+                f"tries must be at least 1 and discount from 0 to 1, got tries {tries} "
+                f"and discount {discount}"
+            )
         self._name, self._tries, self._discount, self._feedback = (
             data_set,
             tries,
@@ -54,7 +61,7 @@ class ReasoningGym:
         self._entry: Mapping[str, Any] = {}
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> str | None:
-        """The problem of this seed; nothing to show where the task came with it.
+        """Returns the problem for this seed, or None if the task contains the problem.
 
         Raises TaskUnusable.
         """
@@ -62,18 +69,19 @@ class ReasoningGym:
         if "entry_json" in options:
             name = str(options.get("dataset", ""))
             if self._name and name != self._name:
-                raise TaskUnusable(f"a problem of {name!r}, and this plays {self._name!r}")
+                raise TaskUnusable(
+                    f"the task is a problem of {name!r}, but this environment plays {self._name!r}"
+                )
             try:
-                # As text: a protobuf Struct does not tell 1 from 1.0, and some data sets do.
+                # The entry is text because a protobuf Struct does not distinguish 1 from 1.0, and
+                # some data sets do.
                 self._entry = cast("dict[str, Any]", json.loads(options["entry_json"]))
                 self._data_set = data_set(name)
             except (ValueError, TypeError) as error:
-                raise TaskUnusable(f"an entry of {name!r}: {error}") from error
+                raise TaskUnusable(f"cannot read the entry of {name!r}: {error}") from error
             return None
         if not self._name:
-            raise TaskUnusable(
-                "the task names no data set of reasoning-gym, and has no entry of one"
-            )
+            raise TaskUnusable("the task names no reasoning-gym data set and contains no entry")
         try:
             self._data_set = create(self._name, seed, options)
             self._entry = self._data_set[0]
@@ -82,7 +90,7 @@ class ReasoningGym:
         return str(self._entry["question"])
 
     def step(self, action: str) -> Step:
-        """An answer; read as `extract_answer` says."""
+        """Scores an answer, as extracted by `extract_answer`."""
         answer = extract_answer(action, str(self._entry.get("answer", "")))
         score, readable = self._score(answer)
         worth = self._discount**self._tried
@@ -94,19 +102,21 @@ class ReasoningGym:
         return Step(self._feedback, invalid=not readable, metrics=metrics)
 
     def _score(self, answer: str) -> tuple[float, bool]:
-        """From 0 to 1, and whether the data set could read the answer."""
+        """Returns a score from 0 to 1, and whether the data set could read the answer."""
         try:
             return float(self._data_set.score_answer(answer, self._entry)), True
         except Exception:
-            # Several data sets raise, each its own, on a text that is no answer of theirs, such as
-            # prime_factorization on any letter. That is a wrong answer; `invalid_actions` counts it.
+            # Several data sets raise their own exceptions for text they cannot read, for example
+            # prime_factorization for any letter. That is a wrong answer; `invalid_actions` counts
+            # it.
             return 0.0, False
 
 
 def extract_answer(text: str, expected: str) -> str:
-    """The part of a reply that a data set should score.
+    """Returns the part of a reply that a data set should score.
 
-    What stands in `<answer>` tags; else, where an integer is wanted, the last integer; else all of it.
+    Uses the text in `<answer>` tags if there is any; else the last integer if an integer is
+    expected; else the whole reply.
     """
     tagged: Sequence[str] = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     if tagged:
@@ -118,13 +128,14 @@ def extract_answer(text: str, expected: str) -> str:
 
 
 def last_integer(text: str) -> int | None:
-    """The last integer in a text, if there is one."""
+    """Returns the last integer in a text, if any."""
     found = _INTEGER.findall(text)
     return int(found[-1]) if found else None
 
 
 def create(name: str, seed: int, options: Mapping[str, Any]) -> DataSet:
-    """A data set of one problem, the seed's. Raises what reasoning-gym does for what it does not have."""
+    """Makes a data set with the one problem of the seed. Raises reasoning-gym's errors for an
+    unknown name or option."""
     import reasoning_gym
 
     make = cast("Callable[..., DataSet]", reasoning_gym.create_dataset)  # pyright: ignore[reportUnknownMemberType]
@@ -133,5 +144,5 @@ def create(name: str, seed: int, options: Mapping[str, Any]) -> DataSet:
 
 @cache
 def data_set(name: str) -> DataSet:
-    """A data set, for its `score_answer`."""
+    """Returns a data set for its `score_answer`."""
     return create(name, 0, {})

@@ -11,22 +11,23 @@ import click
 
 @dataclass(frozen=True)
 class EnvironmentSettings:
-    """What the command line says of environments."""
+    """Environments as given on the command line."""
 
     names: tuple[str, ...]
     """`textarena:GAME`, `reasoning_gym:DATA_SET` or `pkg.module:Class`; at least one."""
     settings: tuple[str, ...] = ()
-    """`episode.turns=8`, `textarena.opponent=pkg.module:function`, and `environment.KEY=VALUE` for what a
-    class of one's own is made with."""
+    """For example `episode.turns=8` or `textarena.opponent=pkg.module:function`.
+    `environment.KEY=VALUE` sets an argument of a `pkg.module:Class`."""
 
 
 def environment_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options to a command, which is given `environments`: None without --environment."""
+    """Adds the options to a command, which receives `environments`, or None without
+    --environment."""
 
     @wraps(command)
     def run(names: tuple[str, ...], settings: tuple[str, ...], **others: object) -> None:
         if settings and not names:
-            raise click.UsageError("--set goes with an --environment")
+            raise click.UsageError("--set requires --environment")
         command(environments=EnvironmentSettings(names, settings) if names else None, **others)
 
     for option in reversed(_OPTIONS):
@@ -40,14 +41,14 @@ _OPTIONS = (
         "names",
         multiple=True,
         metavar="NAME",
-        help="Play an episode of many turns: textarena:GAME, reasoning_gym:DATA_SET or "
-        "PKG.MODULE:CLASS. Given several times, each task says which; docs/environments.md.",
+        help="Environment for episodes of many turns: textarena:GAME, reasoning_gym:DATA_SET or "
+        "PKG.MODULE:CLASS. If repeated, each task names the one to use. See docs/environments.md.",
     ),
     click.option(
         "--set",
         "settings",
         multiple=True,
         metavar="SECTION.KEY=VALUE",
-        help="With an --environment, such as episode.turns=8; may be repeated.",
+        help="With --environment: set a value, such as episode.turns=8. Can be repeated.",
     ),
 )

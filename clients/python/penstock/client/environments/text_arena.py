@@ -1,11 +1,11 @@
-"""Games of textarena: the policy has one seat, opponents the others.
+"""Games of textarena: the policy has one seat, opponents have the others.
 
-textarena draws from the `random` module itself. Episodes run side by side in one process, so each has a
-state of its own, which is put in place for as long as a call takes: one call at a time, and the same seed
-is the same episode whatever else is played.
+textarena uses the global `random` module, and episodes run concurrently in one process. So each
+episode has its own random state, which is installed for the duration of a call. Only one call runs
+at a time. The same seed thus gives the same episode whatever else is played.
 
-The policy is shown what is new since its last turn, and not its own words again: they are in its
-conversation already. Rewards are textarena's, which gives them at the end.
+The policy sees what is new since its last turn, without its own words, which its conversation
+already contains. Rewards are textarena's, given at the end of the game.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LARGEST_TABLE = 15
-# Moves of opponents between two of the policy's: a game that comes to no end is a defect.
+# Opponents' moves between two of the policy's. A game that never ends is a defect.
 _MOST_OPPONENT_MOVES = 1000
 
-# One for all episodes of the process: what it guards is the process's.
+# Shared by all episodes, because it guards the global state of `random`.
 _RANDOM_LOCK = threading.Lock()
 
 
@@ -41,7 +41,7 @@ class _State(Protocol):
 
 
 class _Game(Protocol):
-    """What is used of a game; the library carries no types."""
+    """The methods of a game that are used here; the library has no type hints."""
 
     state: _State
 
@@ -52,7 +52,8 @@ class _Game(Protocol):
 
 
 class TextArena:
-    """`textarena:GAME`. Options of a task are the game's own, such as `max_number` of GuessTheNumber."""
+    """`textarena:GAME`. A task's options are the game's own, such as `max_number` of
+    GuessTheNumber."""
 
     def __init__(
         self,
@@ -63,33 +64,37 @@ class TextArena:
         players: int = 0,
         errors_in_a_row: int | None = None,
     ) -> None:
-        """`opponent` is "random", or `pkg.module:function`, which is called with what it is shown and a
-        random.Random; `seat` is the policy's, -1 alternates it from seed to seed; `players` is how many
-        there are, zero for the fewest the game takes; `errors_in_a_row` replaces the game's own rule of
-        how many invalid moves it lets pass.
+        """Looks up the game. Raises EnvironmentInvalid.
 
-        Raises EnvironmentInvalid.
+        - `opponent`: "random", or `pkg.module:function`. The function receives the observation and
+          a random.Random.
+        - `seat`: the policy's seat; -1 alternates it from seed to seed.
+        - `players`: number of players; zero means the fewest that the game takes.
+        - `errors_in_a_row`: replaces the game's own limit of invalid moves.
         """
         import textarena
 
         self._library = cast("Any", textarena)
         registered = self._library.envs.registration.ENV_REGISTRY
         if game not in registered:
-            raise EnvironmentInvalid(f"textarena has no game {game!r}; such as GuessTheNumber-v0")
+            raise EnvironmentInvalid(
+                f"textarena has no game {game!r}; a valid name is GuessTheNumber-v0"
+            )
         self._game_name, self._opponent = game, load_opponent(opponent)
         self._seat_wanted, self._players = seat, players
         self._errors_in_a_row = errors_in_a_row
         self._random_state: object = None
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> str:
-        """Begins a game. Raises TaskUnusable for options that the game does not have."""
+        """Starts a game. Raises TaskUnusable for options that the game does not have."""
         with self._own_random(seed):
             try:
                 wrapped = cast("_Game", self._library.make(self._game_name, **options))
             except TypeError as error:
                 raise TaskUnusable(f"options of {self._game_name}: {error}") from error
             self._wrapped = wrapped
-            # Observations as they come: wrappers of textarena repeat the whole game every time.
+            # Read observations from the innermost game: textarena's wrappers repeat the whole game
+            # each time.
             self._game = wrapped
             while isinstance(self._game, self._library.Wrapper):
                 self._game = cast("_Game", cast("Any", self._game).env)
@@ -98,11 +103,13 @@ class TextArena:
                 self._state.error_allowance = self._errors_in_a_row
             self._rng = random.Random(f"{seed} opponents")
             if self._let_others_move(False):
-                raise EnvironmentInvalid(f"{self._game_name}, seed {seed}: over before it begins")
+                raise EnvironmentInvalid(
+                    f"{self._game_name}, seed {seed}: the game ended before the policy's first turn"
+                )
             return self._observe("")
 
     def step(self, action: str) -> Step:
-        """The policy's move, and then the others'."""
+        """Makes the policy's move, then the opponents' moves."""
         with self._own_random():
             before = self._is_marked(self._seat)
             done, _ = self._wrapped.step(action)
@@ -119,31 +126,36 @@ class TextArena:
         return self._game.state
 
     def _seat_players(self, seed: int) -> None:
-        """Begins with the number of players wanted, or the fewest."""
+        """Starts with the wanted number of players, or the fewest possible."""
         counts = [self._players] if self._players else range(1, LARGEST_TABLE + 1)
         refusal: Exception | None = None
         for count in counts:
             try:
                 self._wrapped.reset(num_players=count, seed=seed)
             except (AssertionError, ValueError) as error:
-                # How games say that they are played by another number.
+                # Games raise these errors if they need another number of players.
                 refusal = error
                 continue
             if count > 1 or not isinstance(self._state, self._library.TwoPlayerState):
                 seat = self._seat_wanted
                 self._seat = seed % count if seat is None or seat < 0 else seat
                 if self._seat >= count:
-                    raise EnvironmentInvalid(f"{self._game_name}: seat {seat} of {count} players")
+                    raise EnvironmentInvalid(
+                        f"{self._game_name}: no seat {seat} among {count} players"
+                    )
                 return
-        raise EnvironmentInvalid(f"{self._game_name} does not begin: {refusal}") from refusal
+        raise EnvironmentInvalid(f"cannot start {self._game_name}: {refusal}") from refusal
 
     def _let_others_move(self, done: bool) -> bool:
-        """Until it is the policy's turn, or the game is over; returns whether it is."""
+        """Plays the opponents' moves until it is the policy's turn or the game is over. Returns
+        whether it is over."""
         for _ in range(_MOST_OPPONENT_MOVES):
             if done or self._state.current_player_id == self._seat:
                 return done
             done, _ = self._wrapped.step(self._opponents_move())
-        raise EnvironmentInvalid(f"{self._game_name}: {_MOST_OPPONENT_MOVES} moves without a turn")
+        raise EnvironmentInvalid(
+            f"{self._game_name}: {_MOST_OPPONENT_MOVES} opponents' moves without a turn of the policy"
+        )
 
     def _opponents_move(self) -> str:
         player, messages = self._game.get_observation()
@@ -153,7 +165,7 @@ class TextArena:
         return self._opponent(shown, self._rng)
 
     def _is_legal(self, move: str, player: int) -> bool:
-        """Tried on a copy, with the same random numbers as the move itself will have."""
+        """Tries the move on a copy, with the random numbers that the move itself will see."""
         state = random.getstate()
         copy = deepcopy(self._wrapped)
         done, _ = copy.step(move)
@@ -164,15 +176,17 @@ class TextArena:
         return bool(self._state.game_info[player].get("invalid_move"))
 
     def _was_invalid(self, game: _Game, player: int, done: bool, before: bool) -> bool:
-        """Whether the player's last move was refused: the game then waits for another, or the player has
-        lost by it, and is marked so from then on."""
+        """Whether the game refused the player's last move.
+
+        After a refusal the game waits for another move, or the player has lost and stays marked.
+        """
         state = game.state
         if state.game_info[player].get("invalid_move") and not before:
             return True
         return not done and state.current_player_id == player and state.error_count > 0
 
     def _observe(self, action: str) -> str:
-        """What the policy has not seen yet."""
+        """Returns what the policy has not seen yet."""
         _, messages = self._game.get_observation()
         own = self._library.ObservationType.PLAYER_ACTION
         lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Threads for calls that block: one for as long as a call takes, and so many at a time."""
+"""A bounded number of threads for blocking calls, one thread per call."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ T = TypeVar("T")
 
 
 class CallTimeout(Exception):
-    """A call took longer than it may."""
+    """A call exceeded its time limit."""
 
 
 class CallThreads:
-    """Runs calls in threads, at most `count` at a time; the others wait without one.
+    """Runs calls in threads, at most `count` at a time. Waiting calls use no thread.
 
-    A call whose caller has gone keeps its place until it returns: so calls that never return can take
-    all places, but not all memory.
+    A call whose caller has gone keeps its slot until it returns. So calls that never return can
+    take all slots, but not all memory.
     """
 
     def __init__(self, count: int = 0) -> None:
-        """Zero: four for each core, since calls may wait for other processes."""
+        """A `count` of zero means four per core, because calls may wait for other processes."""
         self._free = asyncio.Semaphore(count or 4 * (os.cpu_count() or 1))
 
     async def run(self, function: Callable[[], T], seconds: float | None = None) -> T:
-        """What the function returns or raises. Raises CallTimeout so long after it began, not after it
-        was asked for."""
+        """Returns or raises what the function does. Raises CallTimeout `seconds` after the call
+        started; time spent waiting for a thread does not count."""
         await self._free.acquire()
         loop = asyncio.get_running_loop()
 
@@ -38,7 +38,7 @@ class CallThreads:
             try:
                 return function()
             finally:
-                # The loop may be closed: nobody waits for a place any more.
+                # The loop may be closed. Then no caller waits for a slot.
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(self._free.release)
 
@@ -46,13 +46,13 @@ class CallThreads:
 
 
 async def within(call: Awaitable[T], seconds: float | None) -> T:
-    """What the call gives; None: whenever it does. Raises CallTimeout."""
+    """Awaits the call, without a limit if `seconds` is None. Raises CallTimeout."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
             return await call
     except TimeoutError as error:
         if not limit.expired():
-            # The call's own.
+            # The call itself raised it.
             raise
         raise CallTimeout(f"it took more than {seconds:g} s") from error

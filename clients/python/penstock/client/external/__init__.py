@@ -4,15 +4,13 @@
                                                        │
                  time limit, memory limit, lease lost, worker stopped or killed: the tree is ended first
 
-| module | holds |
-|---|---|
-| `settings` | what the command line says |
-| `agent` | an attempt from its lease to its reward: what the worker calls as `generate` and `reward` |
-| `running` | one process, as the worker sees it: started, its output, its end |
-| `keeper` | the process between the worker and the command; ends the tree whoever dies first |
-| `sandbox`, `cgroups` | what the machine offers, found out at the start |
-| `relay` | the endpoints of one attempt, which the process reaches under a key of its own |
-| `result` | exit status and result file, read as a reward or a failure |
+- `settings`: the settings from the command line.
+- `agent`: an attempt from its lease to its reward. The worker calls it as `generate` and `reward`.
+- `running`: one process as the worker sees it: its start, its output, its end.
+- `keeper`: the process between the worker and the command. It ends the process tree if either dies.
+- `sandbox`, `cgroups`: isolation that the machine offers, detected at startup.
+- `relay`: the endpoints of one attempt. The process reaches them with a key made for the attempt.
+- `result`: converts exit status and result file to a reward or a failure.
 
-What each failure does is in docs/external.md.
+docs/external.md lists the effect of each failure.
 """

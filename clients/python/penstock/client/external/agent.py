@@ -1,20 +1,20 @@
-"""External processes as the worker's functions: `generate` runs one to its end, `reward` scores what it
-left.
+"""Runs external processes as the worker's functions: `generate` runs one process to its end, and
+`reward` scores what it left behind.
 
-Order of an attempt, and nothing of it is left whichever way it ends:
+An attempt proceeds in this order, and nothing of it remains however it ends:
 
-1. a folder of its own: `task.json`, and what `files` names;
-2. its paths at the relay are opened, its cgroup is made;
-3. the keeper starts the command (`running`); within a sandbox it hands out the sockets it listens at;
-4. the command ends, or its time does, or the attempt is cancelled (lease lost, worker stopped): the tree is
-   ended, in the last case too before anything else goes on;
-5. its paths at the relay are closed, which ends its requests in flight; a turn that is still in flight is
-   aborted by the close of the attempt (`Trajectory.driven_elsewhere`);
-6. what it did is read: its turns from the server, its result file;
-7. the reward; then the folder goes, unless it is kept.
+1. Make a folder for the attempt with `task.json` and what `files` names.
+2. Open its paths at the relay and make its cgroup.
+3. The keeper starts the command (`running`). In a sandbox it passes the listening sockets out.
+4. The command ends, its time limit expires, or the attempt is cancelled (lease lost, worker
+   stopped). In every case the process tree is ended before the next step.
+5. Close its paths at the relay, which ends its requests in flight. Closing the attempt aborts a
+   turn that is still in flight (`Trajectory.driven_elsewhere`).
+6. Read its turns from the server, and its result file.
+7. Compute the reward, then remove the folder unless it is kept.
 
-While it runs the worker renews the attempt's lease like any other. Of a worker that is killed the keepers
-do 4 and remove the folders, and the server leases the attempts again.
+Meanwhile the worker renews the attempt's lease like any other. If the worker is killed, the keepers
+end the trees and remove the folders, and the server leases the attempts again.
 """
 
 from __future__ import annotations
@@ -77,18 +77,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.rollout")
 
 OUTPUT_FILE = "output.log"
-# In an attempt's own network.
+# Ports in an attempt's own network.
 _HTTP_PORT = 8000
 _GRPC_PORT = 50051
 _START_SECONDS = 60.0
 
 
 class CommandUnusable(Exception):
-    """The processes cannot be run as they were asked for; the message says why."""
+    """The processes cannot be run as configured; the message explains why."""
 
 
 class ExternalProcesses:
-    """Runs processes for one worker. `open` before the first attempt, `close` after the last."""
+    """Runs processes for one worker. Call `open` before the first attempt and `close` after the
+    last."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class ExternalProcesses:
         settings: CommandSettings,
         reward: Agent | None,
     ) -> None:
-        """`reward` is the function that scores; None where the process itself does."""
+        """`reward` is the function that scores; None if the process itself reports the reward."""
         self._calls = calls
         self._security = security
         self._settings = settings
@@ -111,16 +112,16 @@ class ExternalProcesses:
         """Why there is no sandbox."""
 
     async def open(self) -> None:
-        """Finds out what server and machine offer, and says in one line what is used.
+        """Checks what the server and the machine offer, and logs in one line what is used.
 
-        Waits for the server as long as it takes. Raises CommandUnusable.
+        Waits for the server without a limit. Raises CommandUnusable.
         """
         info = await self._calls.get_server_info(wait_for_ready=True)
         self._model = info.model
         if self._settings.api.http and not info.http_port:
             raise CommandUnusable(
                 f"the server at {self._calls.address} serves no HTTP (its http_port is 0): start it with "
-                "--http-listen HOST:PORT, or give --api grpc for a command that speaks gRPC alone"
+                "--http-listen HOST:PORT, or give --api grpc if the command uses only gRPC"
             )
         self._root = await asyncio.to_thread(self._make_root)
         self._sandbox = await asyncio.to_thread(self._find_sandbox, self._root)
@@ -128,13 +129,13 @@ class ExternalProcesses:
             self._cgroups = await asyncio.to_thread(find_cgroups)
         if self._settings.api.http:
             await self._relay.open(info.http_port)
-        # Each process takes a few descriptors of the worker's.
+        # Each process needs a few of the worker's descriptors.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         logger.info("%s", self._described())
 
     async def close(self) -> None:
-        """Ends what is still served, and removes what was made at the start."""
+        """Stops serving and removes the folder that `open` made."""
         await self._relay.close()
         if self._root is None or self._settings.folder is not None:
             return
@@ -145,7 +146,7 @@ class ExternalProcesses:
                 self._root.rmdir()
 
     async def generate(self, task: Task, trajectory: Trajectory) -> Outcome | Failed | None:
-        """Runs the command on an attempt; None where a function scores what it left.
+        """Runs the command on an attempt. Returns None if a function scores the attempt.
 
         Raises AttemptFailed.
         """
@@ -154,7 +155,7 @@ class ExternalProcesses:
         try:
             folder = await asyncio.shield(making)
         except asyncio.CancelledError:
-            # A thread cannot be stopped: what it makes is removed again.
+            # The thread cannot be stopped, so wait for the folder and remove it.
             await self._let_go(await making, failed=True)
             raise
         try:
@@ -165,7 +166,7 @@ class ExternalProcesses:
             await self._let_go(folder, failed=True)
             raise
         if outcome is None:
-            # Until it is scored. A sibling that is lost before that is never scored.
+            # Keep the folder until the attempt is scored. If a sibling is lost, it never is.
             if self._settings.keep is Keep.NONE:
                 weakref.finalize(trajectory, remove_folder, folder)
             return None
@@ -173,7 +174,7 @@ class ExternalProcesses:
         return outcome
 
     async def reward(self, task: Task, trajectory: Trajectory | Sequence[Trajectory]) -> object:
-        """Has the function score what was left, one attempt or a group of them."""
+        """Calls the reward function on one attempt or a group of attempts."""
         assert self._scores is not None
         scored = [trajectory] if not isinstance(trajectory, Sequence) else trajectory
         failed = [True] * len(scored)
@@ -218,7 +219,7 @@ class ExternalProcesses:
         if settings.keep is not Keep.NONE:
             await asyncio.to_thread(_write_output, folder / OUTPUT_FILE, output)
         if not began or report is None:
-            why = "its keeper was killed" if began else "the command was not run"
+            why = "its keeper was killed" if began else "the command did not start"
             raise ProcessNotStarted(with_output(why, output))
         if timed_out:
             seconds = settings.time_limit_seconds
@@ -231,7 +232,8 @@ class ExternalProcesses:
         )
 
     async def _attach(self, running: Running, admitted: Admitted) -> bool:
-        """Serves what the process listens at in its sandbox; whether it began at all."""
+        """Serves the process's listening sockets in its sandbox. Returns whether the command
+        started."""
         await asyncio.wait([running.listening])
         if running.listening.cancelled():
             return False
@@ -260,10 +262,10 @@ class ExternalProcesses:
         try:
             return Running.start(order, environment)
         except OSError as error:
-            raise ProcessNotStarted(f"no process could be started: {error}") from error
+            raise ProcessNotStarted(f"cannot start a process: {error}") from error
 
     def _inner_ports(self) -> list[int]:
-        """What a process listens at in a network of its own, for the worker to serve."""
+        """Ports in the process's own network namespace that the worker serves."""
         if self._sandbox is None or self._sandbox.share_network:
             return []
         api = self._settings.api
@@ -285,7 +287,8 @@ class ExternalProcesses:
     async def _judge(
         self, record: ProcessRecord, trajectory: Trajectory
     ) -> Outcome | Failed | None:
-        """What came of a process; None where a function scores it. Raises AttemptFailed."""
+        """Returns the outcome of a process, or None if a function scores it. Raises
+        AttemptFailed."""
         try:
             result = await asyncio.to_thread(read_result, record.folder / RESULT_FILE)
         except ResultInvalid:
@@ -300,7 +303,7 @@ class ExternalProcesses:
         await trajectory.load()
         if not trajectory.turns:
             raise ProcessTookNoTurn(
-                with_output(f"{record.described()}, without a turn taken", record.output)
+                with_output(f"{record.described()}, but took no turn", record.output)
             )
         if outcome is None and self._scores is None:
             outcome = outcome_in(result)
@@ -313,7 +316,7 @@ class ExternalProcesses:
         try:
             return self._cgroups.make(self._settings.memory_limit_bytes)
         except OSError as error:
-            raise ProcessNotStarted(f"no cgroup could be made: {error}") from error
+            raise ProcessNotStarted(f"cannot make a cgroup: {error}") from error
 
     def _make_root(self) -> Path:
         root = self._settings.folder
@@ -323,11 +326,11 @@ class ExternalProcesses:
         return root.resolve()
 
     def _make_folder(self, task: Task) -> Path:
-        """An attempt's own. Raises ProcessNotStarted."""
+        """Makes an attempt's folder. Raises ProcessNotStarted."""
         assert self._root is not None
         folder: Path | None = None
         try:
-            # Anew where somebody has cleared the temporary files, as happens in the course of days.
+            # A cleaner of temporary files may have removed it during a run of several days.
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder = Path(tempfile.mkdtemp(prefix="attempt-", dir=self._root))
             (folder / TASK_FILE).write_text(task_json(task), encoding="utf-8")
@@ -339,7 +342,7 @@ class ExternalProcesses:
         except (OSError, shutil.Error) as error:
             if folder is not None:
                 remove_folder(folder)
-            raise ProcessNotStarted(f"its folder could not be made: {error}") from error
+            raise ProcessNotStarted(f"cannot make its folder: {error}") from error
         return folder
 
     async def _let_go(self, folder: Path, *, failed: bool) -> None:
@@ -348,7 +351,8 @@ class ExternalProcesses:
             await asyncio.to_thread(remove_folder, folder)
 
     def _find_sandbox(self, root: Path) -> Sandbox | None:
-        """Raises CommandUnusable where one is required and there is none, or it could not hide attempts."""
+        """Raises CommandUnusable if a required sandbox is missing, or if it could not hide
+        attempts."""
         settings, security = self._settings, self._security
         if settings.sandbox is SandboxUse.OFF:
             self._unlocked = "by --sandbox off"
@@ -357,8 +361,8 @@ class ExternalProcesses:
         shown = (*_own_folder(), *settings.read)
         if root in (path.resolve() for path in shown):
             raise CommandUnusable(
-                f"--work-folder {root} is a folder that every process is shown, and so are the attempts of "
-                "others in it: name one within it, or elsewhere"
+                f"--work-folder {root} is visible to every process, and so would be the attempts "
+                "in it: choose a folder inside it, or elsewhere"
             )
         try:
             return find_sandbox(
@@ -374,14 +378,14 @@ class ExternalProcesses:
             return None
 
     def _described(self) -> str:
-        """What is used, in one line."""
+        """Describes in one line what is used."""
         settings = self._settings
         if self._sandbox is None:
             lock = f"NO SANDBOX ({self._unlocked}): processes can do what this user can"
         elif self._sandbox.share_network:
             lock = "in a sandbox (bubblewrap), with the host's network"
         else:
-            lock = "in a sandbox (bubblewrap), without a network but the attempt's own endpoints"
+            lock = "in a sandbox (bubblewrap), with no network except the attempt's own endpoints"
         if not settings.memory_limit_bytes:
             memory = "no memory limit"
         else:
@@ -389,28 +393,31 @@ class ExternalProcesses:
             memory = (
                 f"{size} for all processes of an attempt (cgroup v{self._cgroups.version})"
                 if (self._cgroups)
-                else f"{size} for each process (RLIMIT_DATA: no cgroup can be made here)"
+                else f"{size} for each process (RLIMIT_DATA: cgroups are unavailable here)"
             )
-        ends = "processes are found by their keeper (subreaper)"
+        ends = "the keeper ends every process (subreaper)"
         return f"{lock}; {settings.time_limit_seconds:g} s; {memory}; {ends}"
 
 
 def _own_folder() -> list[Path]:
-    """The folder that the worker was started in, unless it shows a home folder and the secrets in it, or
-    the temporary files, and the attempts of other workers among them."""
+    """The folder that the worker was started in, if it can be shown to processes.
+
+    It is not shown if it contains the home folder, with its secrets, or the folder of temporary
+    files, with the attempts of other workers.
+    """
     here = Path.cwd()
     private = (Path.home(), Path(tempfile.gettempdir()))
     return [] if any(path.resolve().is_relative_to(here) for path in private) else [here]
 
 
 def _write_output(path: Path, output: str) -> None:
-    """Whatever the process left under this name."""
+    """Writes the output. Replaces whatever the process left under this name."""
     path.unlink(missing_ok=True)
     path.write_text(output, encoding="utf-8")
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes what an attempt left, also folders that it made unwritable."""
+    """Removes an attempt's folder, including subfolders that the process made unwritable."""
 
     def unlock(remove: Callable[..., Any], path: str, _: object) -> None:
         for place in (Path(path).parent, Path(path)):

@@ -1,14 +1,15 @@
-"""A cgroup for each attempt, where the machine lets this process make some: a bound on memory for all of
-its processes together, and a list of them that none can leave.
+"""Makes a cgroup for each attempt, if the machine permits it.
 
-Where they come from, the first that works:
+A cgroup bounds the memory of all processes of an attempt together. It also lists these processes,
+and none can leave it. The first of these that works is used:
 
-- version 2: below the worker's own cgroup, if that is delegated to it, as
-  `systemd-run --user --scope -p Delegate=yes penstock rollout ...` does. Version 2 divides nothing among
-  children of a cgroup that has processes itself, so the worker moves into one, `penstock-worker-PID`.
-- version 1: below the worker's own cgroup of the memory controller, if it may write there.
+- Version 2: below the worker's own cgroup, if it is delegated to the worker, for example by
+  `systemd-run --user --scope -p Delegate=yes penstock rollout ...`. A version 2 cgroup that has
+  processes itself cannot limit its children. So the worker moves into a child,
+  `penstock-worker-PID`.
+- Version 1: below the worker's own cgroup of the memory controller, if the worker can write there.
 
-Where neither works RLIMIT_DATA bounds each process by itself, and the worker says so when it starts.
+If neither works, RLIMIT_DATA bounds each process separately. The worker logs this at startup.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cgroup:
-    """One attempt's."""
+    """The cgroup of one attempt."""
 
     folder: Path
     version: int
 
     def was_out_of_memory(self) -> bool:
-        """Whether the kernel killed one of its processes for the limit."""
+        """Returns whether the kernel killed one of its processes because of the limit."""
         name, key = {1: ("memory.oom_control", "oom_kill"), 2: ("memory.events", "oom_kill")}[
             self.version
         ]
@@ -39,21 +40,21 @@ class Cgroup:
         return False
 
     def remove(self) -> None:
-        """Once it has no processes. Left where it has: its keeper removes it."""
+        """Removes it if it has no processes. Otherwise its keeper removes it later."""
         with suppress(OSError):
             self.folder.rmdir()
 
 
 @dataclass(frozen=True)
 class Cgroups:
-    """Where an attempt's cgroup is made."""
+    """Makes cgroups below a parent."""
 
     parent: Path
     version: int
     _number: itertools.count[int] = field(default_factory=itertools.count)
 
     def make(self, limit_bytes: int) -> Cgroup:
-        """Raises OSError."""
+        """Makes a cgroup for one attempt. Raises OSError."""
         folder = self.parent / f"penstock-{os.getpid()}-{next(self._number)}"
         folder.mkdir()
         made = Cgroup(folder, self.version)
@@ -66,7 +67,7 @@ class Cgroups:
 
 
 def find_cgroups() -> Cgroups | None:
-    """Where this process may make cgroups that bound memory; None where it may not."""
+    """Returns where this process can make cgroups that bound memory, or None."""
     own = _own_cgroups(_joined())
     for version, mounts in ((2, _mounts("cgroup2")), (1, _mounts("cgroup"))):
         path = own.get("" if version == 2 else "memory")
@@ -90,15 +91,17 @@ def _limit(cgroup: Cgroup, limit_bytes: int) -> None:
         2: ("memory.max", "memory.swap.max"),
     }[cgroup.version]
     (cgroup.folder / memory).write_text(str(limit_bytes))
-    # Not there where the kernel counts no swap. Version 1 counts both together, version 2 each.
+    # Missing if the kernel does not account for swap. Version 1 limits memory and swap together,
+    # version 2 separately.
     if (cgroup.folder / swap).exists():
         (cgroup.folder / swap).write_text(str(limit_bytes if cgroup.version == 1 else 0))
 
 
 def _delegate(own: Path) -> None:
-    """Has the children of a cgroup bound memory. Raises OSError where it is not ours to divide."""
+    """Enables the memory controller for children of a cgroup. Raises OSError if it is not
+    delegated."""
     if "memory" not in (own / "cgroup.controllers").read_text().split():
-        raise OSError("the memory controller is not there")
+        raise OSError("the memory controller is not available")
     if "memory" in (own / "cgroup.subtree_control").read_text().split():
         return
     leaf = own / f"penstock-worker-{os.getpid()}"
@@ -107,14 +110,14 @@ def _delegate(own: Path) -> None:
     try:
         (own / "cgroup.subtree_control").write_text("+memory")
     except OSError:
-        # Another process is in it: back to where we were.
+        # Another process is in this cgroup, so move back.
         (own / "cgroup.procs").write_text(str(os.getpid()))
         leaf.rmdir()
         raise
 
 
 def _own_cgroups(text: str) -> dict[str, str]:
-    """Controller -> path; that of version 2 under the empty name."""
+    """Returns controller -> path. Version 2 has the empty name."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,7 +1,7 @@
-"""What an external process is told: its environment, and the task as a file.
+"""What an external process receives: its environment variables, and the task as a file.
 
-Of the worker's own environment it is given nothing but what a program needs to run at all, and what `--env`
-names: tokens of the worker, of hubs and of clouds are in environments.
+Of the worker's own environment it receives only what programs need to run, plus the variables named
+by `--env`. Environments often hold tokens for the worker, hubs and clouds.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ class Access:
     """How a process reaches the server."""
 
     base_url: str
-    """Of the compatible endpoints; empty for none."""
+    """Base URL of the compatible endpoints; empty for none."""
     key: str
-    """For them, worth nothing elsewhere or later."""
+    """Key for these endpoints. It is useless elsewhere and after the attempt."""
     address: str
-    """Of the gRPC services; empty where they are out of reach."""
+    """Address of the gRPC services; empty if the process cannot reach them."""
     model: str
-    """Name of the model."""
 
 
 def process_environment(
     settings: CommandSettings, access: Access, trajectory: Trajectory, folder: Path
 ) -> dict[str, str]:
-    """All that a process finds in its environment. Raises OSError where its token cannot be read."""
+    """Returns the complete environment of a process. Raises OSError if its token cannot be read."""
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     environment |= {
         "HOME": str(folder),
@@ -76,10 +75,13 @@ def process_environment(
 
 
 def task_json(task: Task) -> str:
-    """The task, in the form of OpenAI's chat completions: `messages` and `tools` can be sent as they are.
+    """Returns the task as JSON, in the format of OpenAI's chat completions.
 
-    {"task_id", "purpose", "data_source", "index", "metadata": {...}, "sampling": {what the task sets},
-    and of its prompt one of "messages" (with "tools"), "text" and "token_ids"}
+    A process can send `messages` and `tools` unchanged.
+
+        {"task_id", "purpose", "data_source", "index", "metadata": {...},
+        "sampling": {fields that the task sets},
+        and for the prompt, one of "messages" (with "tools"), "text" and "token_ids"}
     """
     unset = asdict(SamplingParams())
     sampling = {k: value for k, value in asdict(task.sampling).items() if value != unset[k]}

@@ -1,24 +1,26 @@
-"""The process between a worker and one external process: it ends the whole tree, whoever dies first.
+"""The process between a worker and one external process. It ends the whole process tree, even if
+the worker dies.
 
-Run as a script by an isolated interpreter, so it imports the standard library alone:
+It runs as a script in an isolated interpreter, so it imports only the standard library:
 
     python -I -S keeper.py JSON
 
-JSON is an `Order`; the environment is the keeper's own. Descriptor `control` is one end of a pair of packet
-sockets, the other is the worker's. What goes over it, in order, a JSON object a packet:
+JSON is an `Order`. The command inherits the keeper's environment. Descriptor `control` is one end
+of a socket pair (SOCK_SEQPACKET); the worker holds the other. Each packet is a JSON object:
 
-    command -> worker   {"listening": N}, with N listening sockets in its ancillary data: the process is
-                        there, in its sandbox, and about to run the command
-    keeper  -> worker   {"status": S} or {"signal": S}, "seconds" and "peak_bytes": the command has
-                        ended, and so has every process that came of it
-    worker  -> keeper   nothing; the end of the stream asks the keeper to end it all
+    command -> worker   {"listening": N}, with N listening sockets in its ancillary data: the process
+                        runs in its sandbox and is about to execute the command
+    keeper  -> worker   {"status": S} or {"signal": S}, "seconds" and "peak_bytes": the command and
+                        all its descendants have ended
+    worker  -> keeper   no packets; the end of the stream asks the keeper to end the tree
 
-**The tree.** The keeper is the subreaper of everything below it: a process whose parent is gone, also one
-that called setsid, becomes its child. So the tree is at its end exactly when `waitpid` knows no child. The
-command itself is bound to the keeper by PR_SET_PDEATHSIG, and a sandbox by its --die-with-parent.
+**The tree.** The keeper is the subreaper of all its descendants. A process whose parent has exited
+becomes the keeper's child, even if it called setsid. So the tree has ended exactly when `waitpid`
+finds no child. The command itself is bound to the keeper by PR_SET_PDEATHSIG, and a sandbox by its
+--die-with-parent.
 
-**A worker that was killed** leaves the stream at its end: the keeper ends the tree, then removes the
-folder and the cgroup, as the worker would have done.
+**If the worker is killed**, its end of the stream closes. The keeper then ends the tree and removes
+the folder and the cgroup, as the worker would have done.
 """
 
 from __future__ import annotations
@@ -39,59 +41,61 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
-# Of the shell: what could not be run.
+# Exit status by which shells report that a command could not be run.
 CANNOT_RUN = 127
-# Soft limit of open files, as programs are used to.
+# Soft limit of open files that most programs expect.
 OPEN_FILES = 1024
-# Between two looks at a tree whose members do not end at once, as they do not in the middle of a
-# system call. There is no event to wait for: they may be nobody's children yet.
+# Interval between scans of a tree that is still ending, for example in a system call. No event
+# announces the end, because the processes may not be the keeper's children yet.
 LOOK_SECONDS = 0.01
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    # Not imported by the script itself: a keeper is started for every attempt.
+    # The script must not import this: a keeper starts for every attempt.
     from typing import TypedDict
 
     class Order(TypedDict):
-        """What a keeper is told."""
+        """What the keeper does, as its JSON argument."""
 
         control: int
-        """Descriptor of its end of the socket pair."""
+        """Descriptor of the keeper's end of the socket pair."""
         command: str
-        """For the shell."""
+        """Command line for the shell."""
         folder: str
-        """Where the command begins."""
+        """Working directory of the command."""
         sandbox: list[str]
-        """What goes before the command; empty for none."""
+        """Command prefix that enters the sandbox; empty for none."""
         listen: list[int]
-        """Ports to listen at within the sandbox, for the worker to serve."""
+        """Ports to listen at in the sandbox. The worker serves them."""
         cgroups: list[str]
-        """Folders of cgroups that the command is put into."""
+        """Folders of the cgroups that the command joins."""
         data_bytes: int
-        """RLIMIT_DATA of each process; 0 for none."""
+        """RLIMIT_DATA of each process in bytes; 0 for no limit."""
         remove: str
-        """Folder that is removed where the worker cannot any more; empty for none."""
+        """Folder to remove if the worker is gone; empty for none."""
         root: str
-        """What it is in, removed too once it is empty; empty for what was there before."""
+        """Parent of that folder, to remove once it is empty. Empty if it existed before the
+        worker."""
 
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int) -> None:
-    """Raises OSError."""
+    """Calls prctl. Raises OSError."""
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def keep(order: Order) -> None:
-    """Starts the command, waits for its end or the worker's word, and ends what came of it."""
+    """Starts the command and waits until it ends or the worker asks for its end. Then ends its
+    tree."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     control = socket.socket(fileno=order["control"])
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, noticed)
-    # They are the worker's to act on.
+    # The worker handles these signals.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     begun = time.monotonic()
@@ -112,11 +116,12 @@ def keep(order: Order) -> None:
 
 
 def noticed(number: int, frame: object) -> None:
-    """A handler, so that the kernel wakes `wait` by the descriptor."""
+    """Does nothing. With a handler installed, the kernel wakes `wait` through the wakeup
+    descriptor."""
 
 
 def start(order: Order) -> int:
-    """Forks the command; returns its process id."""
+    """Forks the command. Returns its process id."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -141,7 +146,7 @@ def start(order: Order) -> int:
 
 
 def launch(order: Order) -> None:
-    """In the sandbox, where there is one: opens what the worker serves, and becomes the command."""
+    """Runs inside the sandbox, if any: opens the listening sockets, then executes the command."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     listening: list[socket.socket] = []
     for port in order["listen"]:
@@ -156,7 +161,7 @@ def launch(order: Order) -> None:
     for listener in listening:
         listener.close()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The worker has raised its own; not every program bears that.
+    # The worker raised its own limit, which some programs cannot handle.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, most), most))
     if order["data_bytes"]:
@@ -167,7 +172,7 @@ def launch(order: Order) -> None:
 
 
 def let_go_of_output() -> None:
-    """Lets go of the output, so that it ends with the command and its children."""
+    """Closes the output, so that it ends when the command and its children close it."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -175,7 +180,8 @@ def let_go_of_output() -> None:
 
 
 def wait(child: int, control: socket.socket, woken: int) -> int | None:
-    """Reaps until the command has ended, and returns its wait status; None on the worker's word."""
+    """Reaps until the command has ended and returns its wait status. Returns None if the worker
+    asks for its end."""
     poll = select.poll()
     poll.register(control, select.POLLIN | select.POLLHUP)
     poll.register(woken, select.POLLIN)
@@ -192,7 +198,7 @@ def wait(child: int, control: socket.socket, woken: int) -> int | None:
 
 
 def reap() -> dict[int, int]:
-    """Wait statuses of the children that have ended."""
+    """Reaps the children that have ended. Returns their wait statuses."""
     ended: dict[int, int] = {}
     with suppress(ChildProcessError):
         while True:
@@ -204,13 +210,13 @@ def reap() -> dict[int, int]:
 
 
 def end_tree(cgroups: list[str]) -> dict[int, int]:
-    """Kills every descendant until there is none; returns wait statuses."""
+    """Kills every descendant until none is left. Returns their wait statuses."""
     ended: dict[int, int] = {}
     while True:
         kill_all(descendants() | members(cgroups))
         ended |= reap()
         try:
-            # Without reaping: is there a child at all?
+            # Checks whether any child is left, without reaping it.
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             if not members(cgroups):
@@ -225,12 +231,12 @@ def kill_all(pids: set[int]) -> None:
 
 
 def descendants() -> set[int]:
-    """Processes below this one, by /proc."""
+    """Returns all processes below this one, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, ValueError):
-                # "PID (NAME) STATE PARENT ...": a name may hold anything.
+                # The format is "PID (NAME) STATE PARENT ...". NAME can contain anything.
                 after = (entry / "stat").read_bytes().rpartition(b")")[2].split()
                 children.setdefault(int(after[1]), []).append(int(entry.name))
     found: set[int] = set()
@@ -243,7 +249,7 @@ def descendants() -> set[int]:
 
 
 def members(cgroups: list[str]) -> set[int]:
-    """Processes in the cgroups, also those that found a way out of the tree."""
+    """Returns the processes in the cgroups, including any that escaped the tree."""
     found: set[int] = set()
     for folder in cgroups:
         with suppress(OSError):
@@ -252,12 +258,12 @@ def members(cgroups: list[str]) -> set[int]:
 
 
 def peak_bytes() -> int:
-    """Resident memory of the largest process of the tree, at its largest."""
+    """Peak resident memory of the largest process in the tree, in bytes."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
 def clear_up(order: Order) -> None:
-    """In the place of a worker that is gone."""
+    """Cleans up for a worker that is gone."""
     if order["remove"]:
         shutil.rmtree(order["remove"], ignore_errors=True)
     if order["root"]:

@@ -21,14 +21,14 @@ _PATH = click.Path(exists=True, path_type=Path)
 
 
 class Size(click.ParamType[int]):
-    """Bytes, as 512M or 2GiB."""
+    """A size in bytes, such as 512M or 2GiB."""
 
     name = "SIZE"
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> int:
-        """Fails where it is no size."""
+        """Fails if the value is not a size."""
         try:
             return read_size(str(value))
         except ValueError as error:
@@ -36,7 +36,7 @@ class Size(click.ParamType[int]):
 
 
 def command_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options to a command, which is given `external`: None without --command."""
+    """Adds the options to a command, which receives `external`, or None without --command."""
 
     @wraps(command)
     def run(
@@ -81,11 +81,11 @@ def command_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_alone(context: click.Context) -> None:
-    """Without --command none of the others means anything."""
+    """Without --command, none of these options has a meaning."""
     for name in _NAMES:
         source = context.get_parameter_source(name)
         if source is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} goes with --command")
+            raise click.UsageError(f"--{name.replace('_', '-')} requires --command")
 
 
 _OPTIONS = (
@@ -93,8 +93,8 @@ _OPTIONS = (
         "--command",
         "command_line",
         metavar="COMMAND",
-        help="Run this by /bin/sh once for each attempt, in place of --generate; docs/external.md. "
-        "--reward is then a function, exit-status or result-file (the default).",
+        help="Run this command with /bin/sh for each attempt, instead of --generate. --reward is then a "
+        "function, exit-status or result-file (the default). See docs/external.md.",
     ),
     click.option(
         "--time-limit",
@@ -102,75 +102,76 @@ _OPTIONS = (
         default=600.0,
         show_default=True,
         metavar="SECONDS",
-        help="With --command: end a process, and all that came of it, after this long.",
+        help="With --command: end a process and all its descendants after this time.",
     ),
     click.option(
         "--memory-limit",
         type=Size(),
         metavar="SIZE",
-        help="With --command: such as 2GiB; what a process and all that came of it may hold. Default: no "
-        "limit.",
+        help="With --command: memory limit of a process and all its descendants, such as 2GiB. Default: "
+        "no limit.",
     ),
     click.option(
         "--sandbox",
         type=click.Choice([use.value for use in SandboxUse]),
         default=SandboxUse.AUTO.value,
         show_default=True,
-        help="With --command: lock processes in by bubblewrap: where it runs, or else not start, or never.",
+        help="With --command: run processes in a bubblewrap sandbox. auto: if it works here. require: exit "
+        "if it does not. off: never.",
     ),
     click.option(
         "--network",
         type=click.Choice([network.value for network in Network]),
         default=Network.ATTEMPT.value,
         show_default=True,
-        help="What a process in a sandbox reaches: its own attempt alone, or all that the host does.",
+        help="What a process in a sandbox can reach: only its own attempt, or everything the host can.",
     ),
     click.option(
         "--api",
         type=click.Choice([api.value for api in Api]),
         default=Api.HTTP.value,
         show_default=True,
-        help="With --command: by what it takes turns: the OpenAI and Anthropic endpoints, the gRPC "
-        "services, or both.",
+        help="With --command: API through which a process takes turns: the OpenAI and Anthropic "
+        "endpoints (http), the gRPC services, or both.",
     ),
     click.option(
         "--env",
         multiple=True,
         metavar="NAME[=VALUE]",
-        help="With --command: a variable to pass on, or to set; may be repeated.",
+        help="With --command: pass on or set an environment variable. Can be repeated.",
     ),
     click.option(
         "--file",
         "files",
         multiple=True,
         type=_PATH,
-        help="With --command: a file or folder to copy into each attempt's folder; may be repeated.",
+        help="With --command: file or folder to copy into each attempt's folder. Can be repeated.",
     ),
     click.option(
         "--read",
         multiple=True,
         type=_PATH,
-        help="What a sandbox shows, read only, beside the system and the folder the worker was started in; "
-        "may be repeated.",
+        help="Path that a sandbox shows read-only, in addition to the system's folders and the worker's "
+        "start folder. Can be repeated.",
     ),
     click.option(
         "--work-folder",
         type=click.Path(file_okay=False, path_type=Path),
         metavar="FOLDER",
-        help="With --command: where the attempts' folders are made. Default: the system's temporary files.",
+        help="With --command: parent of the attempts' folders. Default: the system's temporary folder.",
     ),
     click.option(
         "--keep",
         type=click.Choice([keep.value for keep in Keep]),
         default=Keep.NONE.value,
         show_default=True,
-        help="With --command: whose folders stay, with the end of the output in them.",
+        help="With --command: which attempts' folders to keep, with the end of the output in them.",
     ),
     click.option(
         "--command-token-file",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="With --command: a token for the process's own gRPC calls. The worker's is never passed on.",
+        help="With --command: token for the process's own gRPC calls. The worker's is never passed on.",
     ),
 )
 _NAMES = (

@@ -1,20 +1,22 @@
-"""What an external process reaches of the server: the compatible endpoints of its own attempt, over HTTP.
+"""Gives an external process HTTP access to the compatible endpoints, limited to its attempt.
 
-    process ── http, its own key ──► worker ── the worker's token, TLS where the server has it ──► server
+    process ── http, its own key ──► worker ── the worker's token, TLS if the server uses it ──► server
 
-The process is given a key that is made for its attempt, opens that attempt's paths alone, and is worth
-nothing once the process has ended. The worker's own token never leaves the worker. A process in a network
-of its own reaches the relay by a socket that was opened within it (`keeper.launch`).
+The worker makes a key for each attempt. The key opens only that attempt's paths and expires when
+the process ends. The worker's own token never leaves the worker. A process in its own network
+namespace reaches the relay through a socket that was opened inside that namespace
+(`keeper.launch`).
 
-| what happens | the process sees |
+| event | what the process sees |
 |---|---|
-| another key, or none | 401 |
-| another path than its attempt's | 404 |
-| the server is away, and nothing was sent yet | it waits, within `--reconnect-timeout`; then 503 |
-| the connection is lost in the middle | it is lost for the process, too; its SDK asks again |
-| the process has ended | requests that are still in flight are cancelled, and their turns with them |
+| wrong or missing key | 401 |
+| a path of another attempt | 404 |
+| the server is away and nothing was sent | waits up to `--reconnect-timeout`, then 503 |
+| the connection is lost mid-request | its connection is lost too; its SDK retries |
+| the process has ended | requests and turns in flight are cancelled |
 
-gRPC is not looked into: where it is opened at all (`--api grpc`), bytes go to the server as they are.
+gRPC traffic is not inspected. With `--api grpc`, the relay passes the bytes to the server
+unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from penstock.wire.security import Security, TokenSource, open_token_source
 
 logger = logging.getLogger("penstock.rollout")
 
-# Of one hop, and those that are written anew.
+# Hop-by-hop headers, and headers that the relay sets itself.
 _NOT_FORWARDED = {
     "connection",
     "keep-alive",
@@ -63,26 +65,26 @@ _PIECE_BYTES = 64 * 1024
 
 @dataclass
 class Admitted:
-    """An attempt that may call."""
+    """An attempt whose process can call the relay."""
 
     trajectory_id: str
     key: str = field(default_factory=lambda: f"attempt-{secrets.token_urlsafe(24)}", repr=False)
     calls: set[asyncio.Task[object]] = field(default_factory=set[asyncio.Task[object]])
     """Requests in flight."""
     closers: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
-    """Of what was opened for it alone."""
+    """Closers of the servers opened for this attempt only."""
 
     @property
     def path(self) -> str:
-        """Of its base URL."""
+        """Path of the attempt's base URL."""
         return f"/v1/attempts/{quote(self.trajectory_id, safe='')}"
 
 
 class Relay:
-    """Serves processes of one worker."""
+    """Serves the processes of one worker."""
 
     def __init__(self, calls: Calls, security: Security) -> None:
-        """Raises CredentialsUnusable, ValueError."""
+        """Raises CredentialsUnusable, and ValueError for an invalid address."""
         self._calls = calls
         host, self._grpc_port = split_address(calls.address)
         self._host = host.strip("[]")
@@ -91,15 +93,14 @@ class Relay:
         self._security = security
         self._tokens: TokenSource | None = open_token_source(security, calls.address)
         self._admitted: dict[str, Admitted] = {}
-        """By path."""
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._tls: ssl.SSLContext | bool = True
         self.port = 0
-        """At which processes that share the host's network reach it."""
+        """Port at which processes in the host's network reach the relay."""
 
     async def open(self, http_port: int) -> None:
-        """Begins to serve what the server serves at its `http_port`."""
+        """Starts to relay requests to the server's `http_port`."""
         self._http_port = http_port
         if self._security.encrypted:
             self._tls = _tls(self._security)
@@ -119,20 +120,18 @@ class Relay:
         await web.SockSite(self._runner, listener).start()
 
     async def close(self) -> None:
-        """Ends every request."""
         if self._runner is not None:
             await self._runner.cleanup()
         if self._session is not None:
             await self._session.close()
 
     def admit(self, trajectory_id: str) -> Admitted:
-        """Opens the paths of an attempt."""
         admitted = Admitted(trajectory_id)
         self._admitted[admitted.path] = admitted
         return admitted
 
     async def dismiss(self, admitted: Admitted) -> None:
-        """Closes the paths again, and what is open at them."""
+        """Closes the attempt's paths and cancels its requests in flight."""
         self._admitted.pop(admitted.path, None)
         for close in admitted.closers:
             close()
@@ -143,7 +142,7 @@ class Relay:
             await asyncio.wait(calls)
 
     async def serve_http(self, admitted: Admitted, listener: socket.socket) -> None:
-        """Serves a socket that listens in an attempt's own network."""
+        """Serves a socket that listens in the attempt's own network."""
         assert self._runner is not None and self._runner.server is not None
         server = await asyncio.get_running_loop().create_server(
             self._runner.server, sock=listener.dup()
@@ -151,7 +150,7 @@ class Relay:
         admitted.closers.append(server.close)
 
     async def serve_grpc(self, admitted: Admitted, listener: socket.socket) -> None:
-        """Hands the bytes that come to a listening socket on to the server's gRPC address."""
+        """Forwards connections to a listening socket to the server's gRPC address, byte by byte."""
 
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
@@ -187,9 +186,9 @@ class Relay:
         path = request.rel_url.raw_path
         admitted = self._admitted.get("/".join(path.split("/")[:4]))
         if admitted is None:
-            return _refusal(404, "not_found", "there is no such path for this attempt")
+            return _refusal(404, "not_found", "this attempt has no such path")
         if not hmac.compare_digest(_key_of(request).encode(), admitted.key.encode()):
-            return _refusal(401, "invalid_api_key", "this is not the attempt's key")
+            return _refusal(401, "invalid_api_key", "the key is not the key of this attempt")
         task = asyncio.current_task()
         assert task is not None
         admitted.calls.add(task)
@@ -210,13 +209,17 @@ class Relay:
             try:
                 answer = await self._ask(request.method, target, headers, body)
             except aiohttp.ClientConnectorError as error:
-                # Nothing was sent. A server that was started again may have another port.
+                # Nothing was sent. A restarted server may listen on another port.
                 if not await lost.wait():
-                    return _refusal(503, "server_unavailable", f"no server: {error.strerror}")
+                    return _refusal(
+                        503, "server_unavailable", f"cannot reach the server: {error.strerror}"
+                    )
                 await self._find_port()
                 continue
             except aiohttp.ClientError as error:
-                return _refusal(502, "server_unavailable", f"the server was lost: {error}")
+                return _refusal(
+                    502, "server_unavailable", f"lost the connection to the server: {error}"
+                )
             async with answer:
                 return await _pass_on(request, answer)
 
@@ -257,7 +260,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    """The server's answer, piece by piece as it comes."""
+    """Streams the server's answer to the process as it arrives."""
     headers = CIMultiDict(answer.headers)
     for name in ("Connection", "Keep-Alive", "Transfer-Encoding"):
         headers.popall(name, None)
@@ -284,7 +287,7 @@ def _key_of(request: web.Request) -> str:
 
 
 def _refusal(status: int, code: str, message: str) -> web.Response:
-    """An error as both SDKs read it."""
+    """An error in a form that both SDKs can read."""
     return web.json_response(
         {"type": "error", "error": {"type": code, "code": code, "message": message}}, status=status
     )

@@ -1,17 +1,17 @@
-"""How a process ended, as a reward or as a failure.
+"""Converts the end of a process to a reward or a failure.
 
-| it ended | `exit-status` | `result-file` | a function |
+| how it ended | `exit-status` | `result-file` | a function |
 |---|---|---|---|
-| with status 0 | 1.0 | what the file says; without one RESULT_INVALID | what the function returns |
-| with a status from 1 to 125 | 0.0 | PROCESS_FAILED | PROCESS_FAILED |
-| with 126 or 127 (the shell could run nothing), or by a signal | PROCESS_FAILED | the same | the same |
-| and the kernel killed something for its memory, status 0 excepted | PROCESS_MEMORY | the same | the same |
-| beyond its time | PROCESS_TIMEOUT | the same | the same |
-| before it began: no sandbox could be made, or no process | PROCESS_NOT_STARTED | the same | the same |
-| without having taken a turn | PROCESS_TOOK_NO_TURN | the same | the same |
+| status 0 | 1.0 | the file's content; RESULT_INVALID without one | what the function returns |
+| status from 1 to 125 | 0.0 | PROCESS_FAILED | PROCESS_FAILED |
+| status 126 or 127 (the shell could run nothing), or a signal | PROCESS_FAILED | same | same |
+| status other than 0, and the kernel killed a process over memory | PROCESS_MEMORY | same | same |
+| time limit | PROCESS_TIMEOUT | same | same |
+| before the command started: no sandbox or no process | PROCESS_NOT_STARTED | same | same |
+| without taking a turn | PROCESS_TOOK_NO_TURN | same | same |
 
-A `failure` in the result file counts whatever the status is and however it is rewarded. A file that does
-not hold a result is RESULT_INVALID after status 0.
+A `failure` in the result file counts whatever the exit status and the reward setting. After status
+0, a file that does not hold a result is RESULT_INVALID.
 """
 
 from __future__ import annotations
@@ -28,48 +28,78 @@ from penstock.client.outcome import Failed, Outcome, ProcessRecord
 from penstock.client.scoring import AttemptFailed
 
 MAX_RESULT_BYTES = 1 << 20
-# Of the end of the output, in the message of a failure, which is bounded as a whole.
+# Characters of the output's end in a failure message, whose total length is bounded.
 _SHOWN_CHARACTERS = 800
 _KEYS = {"reward", "metrics", "metadata", "failure"}
 _COULD_NOT_RUN = (126, 127)
 
 
 class ProcessFailed(AttemptFailed):
-    """It ended with a status that says so, or by a signal."""
+    """The command ended with a status that means failure, or by a signal."""
 
 
 class ProcessTimeout(AttemptFailed):
-    """It was still running at its time limit."""
+    """The process was still running at its time limit."""
 
 
 class ProcessMemory(AttemptFailed):
-    """It needed more memory than it may have."""
+    """The processes exceeded their memory limit."""
 
 
 class ProcessNotStarted(AttemptFailed):
-    """The command was never run: the machine's failure, or the sandbox's."""
+    """The command never ran. The machine or the sandbox failed."""
 
 
 class ProcessTookNoTurn(AttemptFailed):
-    """It ended well and asked the policy nothing: there is nothing to train."""
+    """The process ended successfully but took no turn, so there is nothing to train."""
 
 
 class ResultInvalid(AttemptFailed):
-    """The result file is not there, or does not hold a result."""
+    """The result file is missing or does not hold a result."""
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """A process that has ended. Reward functions read it as `trajectory.process`."""
+
+    folder: Path
+    """Folder of the attempt as the process left it. Exists until the attempt is scored."""
+    status: int | None
+    """Exit status; None if a signal or a limit ended it."""
+    signal: int | None
+    """Number of the signal that ended it."""
+    seconds: float
+    """Time from its start to the end of its last descendant."""
+    peak_bytes: int
+    """Peak resident memory of its largest process."""
+    output: str
+    """The end of what it wrote to stdout and stderr, combined."""
+    result: Mapping[str, Any] | None = None
+    """Content of the result file; None if the file does not exist."""
+
+    def described(self) -> str:
+        """Describes how it ended, for people."""
+        if self.signal is None:
+            return f"exit status {self.status}"
+        try:
+            return f"ended by {signal.Signals(self.signal).name}"
+        except ValueError:
+            return f"ended by signal {self.signal}"
 
 
 def with_output(text: str, output: str) -> str:
-    """A failure's message with the end of the output."""
+    """Appends the end of the output to a failure message."""
     shown = output.strip()
     if not shown:
         return f"{text}; it wrote nothing"
     if len(shown) > _SHOWN_CHARACTERS:
         shown = "..." + shown[-_SHOWN_CHARACTERS:]
-    return f"{text}; the end of its output:\n{shown}"
+    return f"{text}; its output ends with:\n{shown}"
 
 
 def reward_of_status(record: ProcessRecord) -> Outcome:
-    """1.0 for status 0, 0.0 for another. Raises ProcessFailed where it says nothing of the answer."""
+    """1.0 for status 0, 0.0 for another. Raises ProcessFailed if the status says nothing about the
+    answer."""
     if record.status is None or record.status in _COULD_NOT_RUN:
         raise ProcessFailed(with_output(record.described(), record.output))
     return Outcome(1.0 if record.status == 0 else 0.0)
@@ -82,9 +112,9 @@ def check_ended_well(record: ProcessRecord) -> None:
 
 
 def read_result(path: Path) -> Mapping[str, Any] | None:
-    """What a result file holds; None where there is none. Raises ResultInvalid."""
+    """Reads a result file. Returns None if it does not exist. Raises ResultInvalid."""
     try:
-        # The process may have left anything under this name: nothing is followed, or waited for.
+        # The process may have left anything under this name, so follow no link and never block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
@@ -93,10 +123,10 @@ def read_result(path: Path) -> Mapping[str, Any] | None:
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ResultInvalid("the result file is no regular file")
+            raise ResultInvalid("the result file is not a regular file")
         if status.st_size > MAX_RESULT_BYTES:
             raise ResultInvalid(
-                f"the result file has {status.st_size} bytes, at most {MAX_RESULT_BYTES} are read"
+                f"the result file has {status.st_size} bytes, the limit is {MAX_RESULT_BYTES}"
             )
         data = file.read()
     try:
@@ -108,12 +138,14 @@ def read_result(path: Path) -> Mapping[str, Any] | None:
     found = cast("dict[str, Any]", result)
     if unknown := found.keys() - _KEYS:
         known = ", ".join(sorted(_KEYS))
-        raise ResultInvalid(f"the result file has {', '.join(sorted(unknown))}; known are {known}")
+        raise ResultInvalid(
+            f"the result file has unknown keys {', '.join(sorted(unknown))}; known keys: {known}"
+        )
     return found
 
 
 def failure_in(result: Mapping[str, Any]) -> Failed | None:
-    """The failure that a result names. Raises ResultInvalid."""
+    """Returns the failure that a result reports, if any. Raises ResultInvalid."""
     match result.get("failure"):
         case None:
             return None
@@ -123,19 +155,19 @@ def failure_in(result: Mapping[str, Any]) -> Failed | None:
             return Failed(reason, str(rest.get("message", "")))
         case other:
             raise ResultInvalid(
-                f"failure is a reason, or an object of reason and message, not {other!r}"
+                f"failure must be a reason, or an object with reason and message, got {other!r}"
             )
 
 
 def outcome_in(result: Mapping[str, Any] | None) -> Outcome | Failed:
-    """The outcome that a result holds. Raises ResultInvalid."""
+    """Returns the outcome that a result holds. Raises ResultInvalid."""
     if result is None:
-        raise ResultInvalid("the command ended with status 0 and wrote no result file")
+        raise ResultInvalid("the command ended with status 0 but wrote no result file")
     failed = failure_in(result)
     if failed is not None:
         return failed
     if "reward" not in result:
-        raise ResultInvalid("the result file has neither reward nor failure")
+        raise ResultInvalid("the result file holds neither reward nor failure")
     metrics = _table(result, "metrics")
     return Outcome(
         _number(result["reward"], "reward"),
@@ -147,17 +179,17 @@ def outcome_in(result: Mapping[str, Any] | None) -> Outcome | Failed:
 def _table(result: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value: object = result.get(key, {})
     if not isinstance(value, dict):
-        raise ResultInvalid(f"{key} in the result file is an object, not {value!r}")
+        raise ResultInvalid(f"{key} in the result file must be an object, got {value!r}")
     return cast("dict[str, Any]", value)
 
 
 def _number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ResultInvalid(f"{what} in the result file is a number, not {value!r}")
+        raise ResultInvalid(f"{what} in the result file must be a number, got {value!r}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ResultInvalid(f"{what} in the result file is finite, not {value!r}")
+        raise ResultInvalid(f"{what} in the result file must be finite, got {value!r}")
     return number

@@ -1,8 +1,8 @@
 """One external process as the worker sees it: its keeper, its output, its end.
 
-No thread and no child watcher: the keeper's control socket tells what happens, and its output is read by
-the loop. Order of an end, whoever asked for it: the keeper ends the tree -> reports -> the output is at its
-end -> the keeper is reaped.
+It needs no thread and no child watcher. The keeper's control socket reports events, and the event
+loop reads the output. An end always proceeds in this order: the keeper ends the tree; the keeper
+reports; the output reaches its end; the worker reaps the keeper.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.rollout")
 
 KEEPER = Path(__file__).with_name("keeper.py")
-# Of the end of the output, per process.
+# Bytes kept of the end of each process's output.
 KEPT_OUTPUT_BYTES = 16 * 1024
 _PACKET_BYTES = 64 * 1024
 _MOST_LISTENERS = 4
-# A killed process that is still there is in the middle of a system call, of a dead file system perhaps.
+# A killed process that remains is blocked in a system call, perhaps on a dead file system.
 _END_SECONDS = 30.0
 _OUTPUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a keeper says at the end."""
+    """The keeper's final report."""
 
     seconds: float
     peak_bytes: int
@@ -46,8 +46,6 @@ class Report:
 
 
 class Running:
-    """A process that was started."""
-
     def __init__(
         self, keeper: subprocess.Popen[bytes], control: socket.socket, output: int
     ) -> None:
@@ -56,8 +54,8 @@ class Running:
         self._output = output
         self._loop = asyncio.get_running_loop()
         self.listening: asyncio.Future[list[socket.socket]] = self._loop.create_future()
-        """What the process listens at within its sandbox, once it is about to run the command. Cancelled
-        where it never is."""
+        """The process's listening sockets in its sandbox, once it is about to run the command.
+        Cancelled if it never gets there."""
         self._report: asyncio.Future[Report | None] = self._loop.create_future()
         self._kept = bytearray()
         self._output_ended = asyncio.Event()
@@ -66,7 +64,7 @@ class Running:
 
     @classmethod
     def start(cls, order: Order, environment: Mapping[str, str]) -> Self:
-        """Starts a keeper, which starts the command; `order.control` is filled in here. Raises OSError."""
+        """Starts a keeper, which starts the command. Sets `order.control`. Raises OSError."""
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output, written = os.pipe()
         try:
@@ -78,7 +76,7 @@ class Running:
                 stderr=written,
                 pass_fds=[its.fileno()],
                 env=dict(environment),
-                # Ctrl-C on the worker's terminal is the worker's.
+                # Ctrl-C in the worker's terminal must reach only the worker.
                 start_new_session=True,
             )
         except BaseException:
@@ -94,15 +92,16 @@ class Running:
 
     @property
     def output(self) -> str:
-        """The end of what was written so far."""
+        """The end of the output so far."""
         return self._kept[-KEPT_OUTPUT_BYTES:].decode(errors="replace")
 
     async def ended(self) -> Report | None:
-        """Waits for the end of the tree; None where the keeper was killed."""
+        """Waits for the end of the tree. Returns None if the keeper was killed."""
         return await asyncio.shield(self._report)
 
     async def end(self) -> Report | None:
-        """Ends the tree, and returns when it has; to be called once, also where it has ended by itself."""
+        """Ends the tree and returns once it has ended. Call it once, even if the tree has already
+        ended."""
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
         report: Report | None = None
@@ -112,13 +111,16 @@ class Running:
             async with asyncio.timeout(_OUTPUT_SECONDS):
                 await self._output_ended.wait()
         except TimeoutError:
-            logger.warning("the processes below %d do not end", self._keeper.pid)
+            logger.warning(
+                "descendants of keeper %d did not end; the worker stops waiting for them",
+                self._keeper.pid,
+            )
         finally:
             self._close()
         return report
 
     def _close(self) -> None:
-        """Lets go of everything. The keeper goes on alone where it has not ended yet."""
+        """Releases every resource. If the keeper has not finished, it continues alone."""
         self._loop.remove_reader(self._control)
         self._loop.remove_reader(self._output)
         self._control.close()
@@ -129,7 +131,7 @@ class Running:
             for listener in self.listening.result():
                 listener.close()
         if self._report.done():
-            # It has nothing left to do: it said so, or it is gone.
+            # The keeper has reported or is gone, so this does not block.
             self._keeper.wait()
 
     def _read_control(self) -> None:

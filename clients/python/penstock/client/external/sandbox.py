@@ -1,20 +1,20 @@
-"""What a process is locked into: bubblewrap, where it runs.
+"""A sandbox for external processes: bubblewrap, if it runs on this machine.
 
-Within it the process is in namespaces of its own. It sees, under the paths of outside:
+The process runs in its own namespaces. It sees the following, under the same paths as outside:
 
 | what | how |
 |---|---|
 | /usr /bin /sbin /lib* /opt /etc, the interpreter's folders | read only |
-| the folder the worker was started in, if no home or /tmp is in it, and what `--read` names | read only |
+| the worker's start folder (if it holds no home or /tmp), paths from `--read` | read only |
 | its own folder | writable; its HOME |
-| /tmp, /dev/shm | empty, its own; gone at the end |
+| /tmp, /dev/shm | private and empty; removed at the end |
 | /proc | its own processes |
-| the worker's own token and key | there, and not to be read |
-| everything else, such as home folders and other attempts | not there, wherever attempts are |
+| the worker's own token and key | present, but unreadable |
+| everything else, such as home folders and other attempts | hidden, wherever attempts are |
 
-Its network is a loopback of its own, at which the worker serves what the attempt may reach; with
-`--network host` it is the host's. It has no capabilities and gains none. When its keeper ends, all of it
-does.
+Its network is a private loopback interface, on which the worker serves what the attempt can reach.
+With `--network host` it is the host's network. The process has no capabilities and can gain none.
+The whole sandbox ends when its keeper ends.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt
 
 
 class SandboxMissing(Exception):
-    """There is no sandbox here; the message says why."""
+    """No sandbox is available; the message explains why."""
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """How bubblewrap is called."""
+    """How to call bubblewrap."""
 
     program: str
     share_network: bool = False
     read: Sequence[Path] = ()
-    """Folders and files that are visible beside the system's."""
+    """Folders and files to show in addition to the system's."""
     hidden: Sequence[Path] = field(default_factory=tuple[Path, ...])
-    """Files that cannot be read within it, though the folder they are in is visible."""
+    """Files that are unreadable in the sandbox although their folder is visible."""
     root: Path | None = None
-    """The folder of all attempts, which is empty within it."""
+    """Folder of all attempts. It is empty inside the sandbox."""
 
     def command(self, folder: Path, places: Sequence[Path]) -> list[str]:
-        """What goes before a command that works in `folder` and may write to all of `places`."""
+        """Returns the prefix for a command that works in `folder` and can write to all of
+        `places`."""
         arguments = [self.program, "--unshare-all", "--die-with-parent", "--new-session"]
         arguments += ["--share-net"] if self.share_network else []
         arguments += ["--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]
-        # First, so that what is shown below them stays to be seen.
+        # These come first, so that later mounts below them stay visible.
         arguments += ["--tmpfs", "/tmp", "--tmpfs", "/dev/shm"]
         for path in _visible(self.read):
             arguments += [*_shown(path), *self._emptied(path)]
         if self.share_network:
-            # Where /etc/resolv.conf leads to on many machines.
+            # /etc/resolv.conf is a link to this folder on many machines.
             arguments += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"]
         for place in places:
             arguments += ["--bind", str(place), str(place)]
@@ -67,13 +68,14 @@ class Sandbox:
         return [*arguments, "--chdir", str(folder), "--"]
 
     def _emptied(self, path: Path) -> list[str]:
-        """Hides the attempts below a path that is shown. What is shown below them is mounted later."""
+        """Hides the attempts below a visible path. Paths below them that must be visible are
+        mounted later."""
         if self.root is None or not self.root.resolve().is_relative_to(path.resolve()):
             return []
         return ["--tmpfs", str(path / self.root.resolve().relative_to(path.resolve()))]
 
     def check(self, folder: Path) -> None:
-        """Runs something in it. Raises SandboxMissing."""
+        """Runs a probe in the sandbox. Raises SandboxMissing."""
         probe = [*self.command(folder, [folder]), sys.executable, "-I", "-S", "-c", "pass"]
         try:
             done = subprocess.run(
@@ -89,7 +91,7 @@ class Sandbox:
 def find_sandbox(
     root: Path, *, share_network: bool, read: Sequence[Path], hidden: Sequence[Path]
 ) -> Sandbox:
-    """The machine's sandbox for attempts in `root`, tried out there. Raises SandboxMissing."""
+    """Returns a sandbox for attempts in `root`, after a probe there. Raises SandboxMissing."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxMissing("bwrap is not installed (Debian: bubblewrap)")
@@ -102,12 +104,12 @@ def _visible(read: Sequence[Path]) -> list[Path]:
     own = Path(__file__).resolve().parent
     prefixes = [sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).parent)]
     paths = [*(Path(path) for path in (*_SYSTEM, *prefixes)), own, *read]
-    # Outer folders first: a mount hides what was mounted below it.
+    # Outer folders come first, because a mount hides earlier mounts below it.
     return sorted({path.absolute() for path in paths}, key=lambda path: (len(path.parts), path))
 
 
 def _shown(path: Path) -> list[str]:
-    """A path as it is outside: a link stays one where its target is among the system's folders."""
+    """Shows a path as it is outside. A system folder that is a symbolic link stays one."""
     if path.is_symlink() and str(path) in _SYSTEM:
         return ["--symlink", str(path.readlink()), str(path)]
     return ["--ro-bind-try", str(path), str(path)]

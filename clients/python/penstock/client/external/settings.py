@@ -1,4 +1,4 @@
-"""What `penstock rollout` is told about the processes it runs."""
+"""Settings of `penstock rollout` for external processes."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ RESULT_FILE = "result-file"
 
 
 class SandboxUse(StrEnum):
-    """Whether processes are locked in."""
+    """Whether processes run in a sandbox."""
 
     AUTO = "auto"
-    """Where the machine can; the worker says at its start whether it does."""
+    """Use a sandbox if the machine supports it. The worker logs the result at startup."""
     REQUIRE = "require"
-    """Or the worker does not start."""
+    """Refuse to start without a sandbox."""
     OFF = "off"
 
 
 class Network(StrEnum):
-    """What a process in a sandbox reaches."""
+    """What a process in a sandbox can reach."""
 
     ATTEMPT = "attempt"
-    """What `Api` names, and nothing else."""
+    """Only what `Api` names."""
     HOST = "host"
-    """Whatever the host does."""
+    """Everything that the host can reach."""
 
 
 class Api(StrEnum):
     """How a process takes its turns."""
 
     HTTP = "http"
-    """The compatible endpoints, of its own attempt alone."""
+    """The OpenAI- and Anthropic-compatible endpoints, limited to the process's own attempt."""
     GRPC = "grpc"
-    """The server's gRPC services, as whoever its token says."""
+    """The server's gRPC services, with the role of the token given to the process."""
     BOTH = "both"
 
     @property
     def http(self) -> bool:
-        """Whether it is given a base URL."""
+        """Whether the process receives a base URL."""
         return self is not Api.GRPC
 
     @property
     def grpc(self) -> bool:
-        """Whether the gRPC services are open to it from within a sandbox."""
+        """Whether a sandboxed process can reach the gRPC services."""
         return self is not Api.HTTP
 
 
 class Keep(StrEnum):
-    """Which folders stay when their attempt has ended."""
+    """Which folders are kept when their attempt has ended."""
 
     NONE = "none"
     FAILED = "failed"
@@ -62,39 +62,42 @@ class Keep(StrEnum):
 
 @dataclass(frozen=True)
 class CommandSettings:
-    """One external process per attempt."""
+    """Settings for one external process per attempt."""
 
     command: str
-    """For /bin/sh, in a folder of the attempt's own."""
+    """Command line for /bin/sh, run in the attempt's own folder."""
     reward: str | None = None
-    """`exit-status`, `result-file`, or a function that is called once the command has ended with status 0;
-    None is `result-file`."""
+    """`exit-status`, `result-file`, or a function called once the command has ended with status 0.
+    None means `result-file`."""
     time_limit_seconds: float = 600.0
-    """From the start of the command; then PROCESS_TIMEOUT."""
+    """Limit from the start of the command. Beyond it the attempt fails with PROCESS_TIMEOUT."""
     memory_limit_bytes: int = 0
-    """Of all its processes together where cgroups can be made, else of each; zero is none."""
+    """Limit for all processes of an attempt together if cgroups are available, else for each
+    process. Zero means no limit."""
     sandbox: SandboxUse = SandboxUse.AUTO
     network: Network = Network.ATTEMPT
     api: Api = Api.HTTP
     environment: tuple[str, ...] = ()
-    """NAME of a variable of the worker's to pass on, or NAME=VALUE."""
+    """NAME passes on the worker's variable; NAME=VALUE sets one."""
     files: tuple[Path, ...] = ()
     """Files and folders to copy into each attempt's folder."""
     read: tuple[Path, ...] = ()
-    """What a sandbox shows beside the system."""
+    """Paths that a sandbox shows in addition to the system's folders."""
     folder: Path | None = None
-    """In which the attempts' folders are made; None is the system's place for temporary files."""
+    """Parent of the attempts' folders. None uses the system's folder of temporary files."""
     keep: Keep = Keep.NONE
     token_file: Path | None = None
-    """A token for the process's own calls over gRPC."""
+    """Token for the process's own gRPC calls."""
 
 
 def read_size(text: str) -> int:
-    """Bytes in a size such as "2GiB", "512M" or "1048576"; units are powers of 1024.
+    """Returns the bytes in a size such as "2GiB", "512M" or "1048576". Units are powers of 1024.
 
-    Raises ValueError, naming what it got.
+    Raises ValueError with the text it got.
     """
     match = SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"a size reads 512M or 2GiB, got {text!r}")
+        raise ValueError(
+            f"a size is a number with an optional unit, such as 512M or 2GiB, got {text!r}"
+        )
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))

@@ -1,5 +1,3 @@
-"""The worker of `penstock rollout --command`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,20 +16,18 @@ from penstock.wire.security import Security
 def load_worker(
     external: CommandSettings, security: Security, settings: WorkerSettings
 ) -> Callable[[Calls], CommandWorker]:
-    """The worker for a command, given a server. Raises BadFunction."""
+    """Returns a factory that makes the command's worker for a server. Raises BadFunction."""
     reward: Agent | None = None
     if external.reward not in (None, EXIT_STATUS, RESULT_FILE):
         reward = load_function(external.reward, "--reward")
     elif settings.group_reward:
-        raise BadFunction("--group-reward says how a --reward function is called: give it too")
+        raise BadFunction("--group-reward requires a --reward function")
     return lambda calls: CommandWorker(
         calls, ExternalProcesses(calls, security, external, reward), reward, settings
     )
 
 
 class CommandWorker:
-    """A worker, and the processes it runs."""
-
     def __init__(
         self,
         calls: Calls,
@@ -50,12 +46,13 @@ class CommandWorker:
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Asks `run` to return: what runs may end within the drain bound, and is then ended."""
+        """Asks `run` to return. Running processes can finish within the drain bound, then they are
+        ended."""
         self._stopped.set()
         self._worker.stop()
 
     async def run(self) -> Statistics:
-        """Works as `Worker.run` does. Raises WorkerMisconfigured, too, where no process can be run."""
+        """Works like `Worker.run`. Also raises WorkerMisconfigured if no process can be run."""
         try:
             if not await self._open():
                 return Statistics()
@@ -66,7 +63,8 @@ class CommandWorker:
             await self._processes.close()
 
     async def _open(self) -> bool:
-        """Whether there was time to; a worker may be stopped while it still waits for its server."""
+        """Opens the processes. Returns False if the worker was stopped while it waited for its
+        server."""
         opening = asyncio.create_task(self._processes.open())
         stopping = asyncio.create_task(self._stopped.wait())
         try:

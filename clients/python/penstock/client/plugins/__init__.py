@@ -1,4 +1,4 @@
-"""Functions that were written for other systems, run unchanged: `penstock rollout --style`.
+"""Runs functions that were written for other systems, unchanged: `penstock rollout --style`.
 
-The module `styles` finds them; docs/moving.md says what each system's become.
+The module `styles` loads them. docs/moving.md explains how each system's functions map to Penstock.
 """

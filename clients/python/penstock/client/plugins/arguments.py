@@ -1,8 +1,8 @@
-"""The `args` that functions written for slime are given: a plain namespace.
+"""The `args` that functions written for slime receive: a plain namespace.
 
-Its attributes, the last winning: the defaults below, what the server says of itself, the file of `--args`.
-They are one namespace for all attempts, as there, and such functions set attributes on it; it holds plain
-values only, so that they may copy it.
+Its attributes come from the defaults below, the server's values and the `--args` file; later ones
+win. As in slime, all attempts share one namespace, on which functions set attributes. It holds only
+plain values, so that functions can copy it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-# A name that no resolver has: a request that does not go through `post` fails by it.
+# A name that never resolves, so that a request that bypasses `post` fails.
 ROUTER_HOST: Final = "penstock.invalid"
 ROUTER_PORT: Final = 80
 
@@ -33,7 +33,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "rollout_num_gpus": 1,
     "rollout_num_gpus_per_engine": 1,
     "use_rollout_routing_replay": False,
-    # An aborted turn is gone on with by the client, at the exact token: no function sees one.
+    # The client resumes an aborted turn at the exact token, so no function ever sees one.
     "partial_rollout": False,
     "mask_offpolicy_in_partial_rollout": False,
     "ci_test": False,
@@ -75,11 +75,11 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 
 
 class ArgumentsInvalid(ValueError):
-    """A file of arguments that cannot be used; the message says why."""
+    """A file of arguments is unusable; the message explains why."""
 
 
 def read_arguments(path: Path | None) -> dict[str, Any]:
-    """The file of `--args`, one TOML table. Raises ArgumentsInvalid."""
+    """Reads the `--args` file, one TOML table. Raises ArgumentsInvalid."""
     if path is None:
         return {}
     try:
@@ -87,13 +87,14 @@ def read_arguments(path: Path | None) -> dict[str, Any]:
     except OSError as error:
         raise ArgumentsInvalid(f"{path}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ArgumentsInvalid(f"{path}: it is not TOML: {error}") from error
+        raise ArgumentsInvalid(f"{path}: not valid TOML: {error}") from error
 
 
 def make_arguments(
     given: Mapping[str, Any], *, model: str, max_context_length: int | None
 ) -> Namespace:
-    """The namespace, for a server that samples from `model`; None where its length is not known."""
+    """Makes the namespace for a server that samples from `model`. `max_context_length` is None if
+    unknown."""
     served = {
         "hf_checkpoint": model,
         "rollout_max_context_len": max_context_length,

@@ -1,27 +1,28 @@
-"""What samples claim to be, against what the engine sampled. Pure.
+"""Checks the claims of samples against what the engine sampled. Pure.
 
-A sample is tokens that its function put together, and a mask of those it wants trained. The server has the
-trajectories of the attempt: every token, who wrote it, and for the policy's the log-probability and the
-version. Training takes the server's word, so each sample has to be found in it:
+A sample consists of tokens that its function assembled, and a mask of the tokens to train. The
+server holds the attempt's trajectories: every token, its author, and for the policy's tokens their
+log-probability and weight version. Training relies on the server's record. So each sample must be
+found in it:
 
     sample -> claim: tokens up to the last one trained -> a trajectory that begins with exactly these,
     each trained one written by the policy -> that trajectory's trained tokens
 
-What follows the last trained token has no influence on it and no gradient, so the sample may end before the
-trajectory does, or after it. Several samples may be of one trajectory, as where each turn is returned as a
-sample of its own with the turns before it as its prompt: their trained tokens are put together. What is
-context in a trajectory, as what a branch shares, may be the policy's in another that begins with the same
-tokens: there it was sampled, and there it is trained, so a sample may have a part in each. What no sample
-claims of what the policy wrote carries no gradient.
+Tokens after the last trained one neither influence it nor have a gradient. So the sample can end
+before or after the trajectory does. Several samples can claim one trajectory, for example if each
+turn is returned as a sample with the earlier turns as its prompt. Their trained tokens are merged.
 
-    | what does not fit | |
-    |---|---|
-    | the mask is not as long as the response, or is neither 0 nor 1 | LossMaskInvalid |
-    | no trajectory has these tokens | TokensDiffer |
-    | one has, and the policy wrote what is to be trained in none | TokensNotSampled |
-    | two train the same token, or parts of one trajectory for different rewards | SamplesShareTokens |
+Tokens that are context in one trajectory, such as the shared prefix of a branch, can be the
+policy's in another that begins with the same tokens. They were sampled there and are trained there,
+so a sample can have a part in each. Tokens of the policy that no sample claims carry no gradient.
 
-Each raises, which fails the attempt: what it trained would not be what the policy did.
+These errors fail the attempt, because it would train something that the policy did not do:
+
+- LossMaskInvalid: the mask is not as long as the response, or holds values other than 0 and 1.
+- TokensDiffer: no trajectory has these tokens.
+- TokensNotSampled: a trajectory has them, but the policy wrote the trained ones in none.
+- SamplesShareTokens: two samples train the same token, or parts of one trajectory with different
+  rewards.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.client.plugins.samples import Sample
 
 
-# Ways to put claims in their places that are tried before they count as impossible to place.
+# Placements that are tried before the claims count as impossible to place.
 _MOST_TRIES = 10_000
 
 
@@ -47,66 +48,66 @@ class LossMaskInvalid(Exception):
 
 
 class TokensDiffer(Exception):
-    """A sample's tokens are those of no trajectory of its attempt."""
+    """A sample's tokens match no trajectory of its attempt."""
 
 
 class TokensNotSampled(Exception):
-    """A sample wants tokens trained that the policy did not write."""
+    """A sample marks tokens to train that the policy did not write."""
 
 
 class SamplesShareTokens(Exception):
-    """Samples want the same sampled tokens, or one trajectory, in ways that exclude each other."""
+    """Samples claim the same sampled tokens, or one trajectory, in conflicting ways."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """A sample's tokens, shape [n], and which of them it wants trained."""
+    """A sample's tokens, shape [n], and a mask of those to train."""
 
     token_ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
     reward: float | None
-    """None where its group is scored later."""
+    """None if its group is scored later."""
 
     @property
     def end(self) -> int:
-        """Tokens up to the last that is trained."""
+        """Number of tokens up to the last trained one."""
         positions = np.flatnonzero(self.trained)
         return int(positions[-1]) + 1 if len(positions) else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """A trajectory: its tokens, shape [n], and which of them the policy wrote in it."""
+    """A trajectory's tokens, shape [n], and a mask of those that the policy wrote in it."""
 
     token_ids: NDArray[np.int32]
     from_policy: NDArray[np.bool_]
     broke_off: bool = False
-    """Whether a turn of it did: tokens of that may be there, and more may come, which its function never
-    saw."""
+    """Whether one of its turns was cut off. It may hold tokens of that turn, and more may arrive,
+    that its function never saw."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """What becomes of a trajectory."""
+    """The training decision for a trajectory."""
 
     untrained: NDArray[np.bool_]
-    """What the policy wrote and no sample claims, shape [n]."""
+    """Mask of tokens that the policy wrote and no sample claims, shape [n]."""
     broke_off: bool
-    """Whether what may still come of it is not trained either."""
+    """Whether tokens that may still arrive are not trained either."""
     claims: tuple[int, ...]
-    """Samples that claim something of it, by their index."""
+    """Indices of the samples that claim some of its tokens."""
 
 
 def claim_of(sample: Sample, reward: float | None) -> Claim:
-    """What a sample claims. Raises LossMaskInvalid."""
+    """Returns the claim of a sample. Raises LossMaskInvalid."""
     count, length = len(sample.tokens), sample.response_length
     mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
     if not 0 <= length <= count:
-        raise LossMaskInvalid(f"response_length is {length}, of {count} tokens")
+        raise LossMaskInvalid(f"response_length is {length}, but the sample has {count} tokens")
     if len(mask) != length:
         raise LossMaskInvalid(f"loss_mask has {len(mask)} entries for {length} response tokens")
     if any(value not in (0, 1) for value in mask):
-        raise LossMaskInvalid("loss_mask holds something beside 0 and 1")
+        raise LossMaskInvalid("loss_mask holds values other than 0 and 1")
     trained = np.zeros(count, np.bool_)
     if not sample.remove_sample:
         trained[count - length :] = np.asarray(mask, np.bool_)
@@ -115,7 +116,7 @@ def claim_of(sample: Sample, reward: float | None) -> Claim:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A trajectory while claims are put in their places."""
+    """A trajectory while claims are being placed."""
 
     written: Written
     trained: NDArray[np.bool_]
@@ -123,21 +124,21 @@ class _Place:
 
 
 def settle(claims: Sequence[Claim], written: Sequence[Written]) -> list[Trained]:
-    """Finds each claim's trajectory; returns what becomes of each trajectory, in their order.
+    """Finds the trajectory of each claim. Returns the training decision per trajectory, in order.
 
-    Where trajectories begin alike a claim fits several; then one is chosen such that all find theirs.
-    Raises TokensDiffer, TokensNotSampled, SamplesShareTokens.
+    If trajectories share a beginning, a claim can fit several. Then one is chosen such that all
+    claims find a place. Raises TokensDiffer, TokensNotSampled, SamplesShareTokens.
     """
     places = [_Place(w, np.zeros(len(w.token_ids), np.bool_), []) for w in written]
     options = {i: _find(claim, written) for i, claim in enumerate(claims) if claim.end}
-    # Those with the least choice first.
+    # Claims with the fewest options come first.
     order = sorted(options, key=lambda i: (len(_of_last(options[i], claims[i])), -claims[i].end))
     wanted = [(index, claims[index].trained[: claims[index].end]) for index in order]
     if not _put(wanted, claims, options, places, [_MOST_TRIES]):
         raise SamplesShareTokens(
-            f"{len(order)} samples want tokens of {len(written)} trajectories: some the same ones, which "
-            f"the policy wrote once (loss_mask must be 0 there in all samples but one), or parts of one "
-            f"trajectory for different rewards"
+            f"{len(order)} samples claim tokens of {len(written)} trajectories: some claim the same "
+            f"tokens, which the policy wrote once (loss_mask must be 0 there in all samples but one), "
+            f"or parts of one trajectory with different rewards"
         )
     return [
         Trained(w.from_policy & ~p.trained, w.broke_off, tuple(sorted(p.owners)))
@@ -152,8 +153,11 @@ def _put(
     places: Sequence[_Place],
     tries: list[int],
 ) -> bool:
-    """Puts claims, and what of each is wanted still, in their places, from the last token of each on;
-    whether all found theirs. `tries` bounds the search."""
+    """Places claims, starting from the last token that each still wants. Returns whether all found
+    places.
+
+    `tries` bounds the search.
+    """
     if not order:
         return True
     (index, wanted), rest = order[0], order[1:]
@@ -181,17 +185,19 @@ def _put(
 
 
 def _strangeness(wanted: NDArray[np.bool_], place: _Place) -> int:
-    """How often what is wanted begins or ends within what the policy wrote in one go."""
+    """Counts where the wanted tokens begin or end inside a span that the policy wrote at once."""
     policy = _padded(place.written.from_policy, len(wanted)).astype(np.int8)
     edges = np.diff(wanted.astype(np.int8), prepend=0)
     return int(np.count_nonzero(edges != np.diff(policy, prepend=0)))
 
 
 def _find(claim: Claim, written: Sequence[Written]) -> list[NDArray[np.bool_]]:
-    """Which of a claim's tokens, up to its end, the policy wrote in each trajectory after the same ones."""
+    """Returns, per trajectory, a mask of the claim's tokens that the policy wrote after the same
+    prefix."""
     end, wanted = claim.end, claim.trained[: claim.end]
     common = [_common(claim.token_ids[:end], w.token_ids) for w in written]
-    # One that ends earlier may be what was meant, with tokens after it that nobody sampled.
+    # A trajectory that ends earlier also counts: the sample may have added tokens that were not
+    # sampled.
     if not any(c == min(end, len(w.token_ids)) for c, w in zip(common, written, strict=True)):
         raise TokensDiffer(_difference(end, max(common, default=0)))
     pairs = zip(common, written, strict=True)
@@ -199,14 +205,14 @@ def _find(claim: Claim, written: Sequence[Written]) -> list[NDArray[np.bool_]]:
     unsampled = wanted & ~np.logical_or.reduce(sampled)
     if unsampled.any():
         raise TokensNotSampled(
-            f"{int(unsampled.sum())} of the {int(wanted.sum())} tokens to be trained are not the policy's, "
+            f"{int(unsampled.sum())} of the {int(wanted.sum())} tokens to train are not the policy's, "
             f"the first at position {int(unsampled.argmax())}: loss_mask must be 0 there"
         )
     return sampled
 
 
 def _of_last(sampled: Sequence[NDArray[np.bool_]], claim: Claim) -> list[int]:
-    """The trajectories, by their index, in which the policy wrote a claim's last token."""
+    """Returns the indices of the trajectories in which the policy wrote the claim's last token."""
     return [index for index, own in enumerate(sampled) if own[claim.end - 1]]
 
 
@@ -216,8 +222,8 @@ def _padded(from_policy: NDArray[np.bool_], count: int) -> NDArray[np.bool_]:
 
 def _difference(end: int, common: int) -> str:
     return (
-        f"up to its last trained token the sample has {end} tokens; the first {common} are those of a "
-        f"trajectory of this attempt, the next is not: tokens were edited, cut, or encoded anew"
+        f"up to its last trained token the sample has {end} tokens; the first {common} match a "
+        f"trajectory of this attempt, the next does not: tokens were edited, cut, or encoded again"
     )
 
 

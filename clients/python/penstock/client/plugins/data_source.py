@@ -1,9 +1,10 @@
-"""What a whole-rollout function takes groups from.
+"""The source from which a whole-rollout function takes groups.
 
-`get_samples` waits, and who waits decides for how long. The function's own call waits until there is a
-group: what it waits for comes by itself. What the function left running beside its calls, such as a thread
-whose event loop takes groups and makes them, would wait for ever: the server admits another group when one
-is returned, and while its loop stands still none is. It gets what there is, after a moment also nothing.
+How long `get_samples` waits depends on the caller. Inside the function's call, it waits until a
+group arrives, because the worker keeps leasing groups meanwhile. Code that the function left
+running between calls, such as a thread whose event loop takes and makes groups, would wait forever.
+The server admits another group only after one is returned, and none is returned while that loop is
+blocked. So such a caller gets the groups that are available, possibly none, after a short wait.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from penstock.client.worker import WorkerMisconfigured
 
 
 class Rollout(Protocol):
-    """What a data source asks of the `WholeRollout` that it is of."""
+    """The methods of `WholeRollout` that a data source uses."""
 
     @property
     def calling_thread(self) -> int: ...
@@ -31,34 +32,36 @@ class Rollout(Protocol):
 
 
 class RolloutMisused(WorkerMisconfigured):
-    """A whole-rollout function asked for, or returned, what cannot be."""
+    """A whole-rollout function requested or returned something impossible."""
 
 
 class RolloutStopped(Exception):
-    """A group asked for when the worker stops."""
+    """A group was requested while the worker stops."""
 
 
 class DataSource:
-    """What the function takes groups from; it may be called from any thread but the worker's own loop."""
+    """Gives groups to the function. Call it from any thread except that of the worker's own
+    loop."""
 
     def __init__(self, rollout: Rollout, loop: asyncio.AbstractEventLoop) -> None:
         self._rollout, self._loop = rollout, loop
         self._standing: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
-        """Loops that were given nothing and have not gone on since."""
+        """Loops that received no groups and have not run since."""
         self.metadata: dict[str, Any] = {}
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """So many groups, or fewer where those that are there should not wait for others.
+        """Returns `num_samples` groups, or fewer if the available ones should not wait for others.
 
-        None where it is called from an event loop that goes on between the function's calls, and the
-        function has groups: let the loop go on, and ask again. Raises RolloutMisused where that loop asks
-        again without having gone on, and where groups cannot come; RolloutStopped where the worker stops.
+        The list can be empty if the caller is an event loop that runs between the function's calls,
+        and the function has groups. Let the loop run, then ask again. Raises RolloutMisused if that
+        loop asks again without having run, or if no groups can come. Raises RolloutStopped if the
+        worker stops.
         """
         loop = self._loop_aside()
         if loop is not None and loop in self._standing:
             raise RolloutMisused(
-                "get_samples had no group and was asked again before the event loop went on, by which the "
-                "groups that the function has are made: await something where it returns an empty list"
+                "get_samples returned no group and was called again before the event loop could run. The "
+                "loop makes the function's groups: await something after an empty list"
             )
         taken = self._rollout.take(num_samples, aside=loop is not None)
         groups = asyncio.run_coroutine_threadsafe(taken, self._loop).result()
@@ -68,7 +71,8 @@ class DataSource:
         return groups
 
     def _loop_aside(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that stands still while the caller waits, unless the function's call waits too."""
+        """Returns the event loop that this call blocks, or None if the function's own call waits
+        too."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -79,22 +83,23 @@ class DataSource:
         return loop
 
     def add_samples(self, samples: Sequence[list[Sample]]) -> None:
-        """Gives groups back."""
+        """Gives groups back, to be taken again."""
         given = self._rollout.give_back(list(samples))
         asyncio.run_coroutine_threadsafe(given, self._loop).result()
 
     def get_buffer_length(self) -> int:
-        """Groups that were given back."""
+        """Number of groups that were given back."""
         return self._rollout.given_back_count
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Keeps something for the function."""
+        """Stores values for the function."""
         self.metadata.update(metadata)
 
     def get_metadata(self) -> dict[str, Any]:
-        """What was kept."""
+        """Returns the stored values."""
         return self.metadata
 
     def __len__(self) -> int:
-        """As many as there are tasks, which nobody here knows: it only has to be true."""
+        """Returns a large number. The number of tasks is unknown here, but the result must be
+        truthy."""
         return 1 << 30

@@ -1,4 +1,4 @@
-"""An attempt in the hands of a function written for slime: from its sample to its outcome."""
+"""One attempt at a function written for slime, from its sample to its outcome."""
 
 from __future__ import annotations
 
@@ -27,37 +27,38 @@ _FAILED = {Sample.Status.ABORTED: "ABORTED", Sample.Status.FAILED: "FAILED"}
 
 @dataclass(eq=False)
 class Episode:
-    """An attempt at its function, and what came of it."""
+    """An attempt by a slime function, with its samples and outcome."""
 
     trajectory: Trajectory
     sample: Sample
-    """What the function is given."""
+    """The sample that the function receives."""
     router: AttemptRouter
     reward_key: str | None = None
-    """Of a reward that is a table, the entry that counts; the others become metrics."""
+    """Name of the reward's entry that counts if the reward is a table. The others become
+    metrics."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """As its task says, by the names that a function is given."""
+    """The task's sampling settings, under the names that the function receives."""
     returned: list[Sample] = field(default_factory=list[Sample])
     outcome: Outcome | Failed | None = None
-    """Once it is settled."""
+    """Set once the attempt is settled."""
     unwanted: str = ""
-    """Why its group is of no use, where its function said so."""
+    """Why the group is unwanted; set if its function dropped it."""
     on_dropped: Callable[[Episode], object] | None = None
-    """Called, in any thread, when its function said so."""
+    """Called when the function drops the group, in any thread."""
 
     def __post_init__(self) -> None:
         self._given = copy.deepcopy(self.sample.metadata)
         _EPISODES[self.trajectory.trajectory_id] = self
 
     def drop(self, reason: str) -> None:
-        """Its group is of no use."""
+        """Marks the group as unwanted."""
         if not self.unwanted:
             self.unwanted = reason
             if self.on_dropped is not None:
                 self.on_dropped(self)
 
     def leave_out(self) -> None:
-        """Its function made the group without it: none of it is trained."""
+        """Marks the attempt as left out of the returned group, so that none of it is trained."""
         self.sample.remove_sample = True
         if self.sample.reward is None:
             self.sample.status = Sample.Status.ABORTED
@@ -65,7 +66,7 @@ class Episode:
 
     @property
     def failed(self) -> Failed | None:
-        """What the samples say of themselves, where that is no success."""
+        """The failure that a sample's status reports, if any."""
         for sample in self.returned:
             if (reason := _FAILED.get(sample.status)) is not None:
                 return Failed(
@@ -74,9 +75,9 @@ class Episode:
         return None
 
     async def settle(self) -> Outcome | Failed:
-        """Closes the branches, each with its sample's reward; returns the attempt's own outcome. The
-        first stands: a group is scored again where a sibling is made again.
+        """Closes the branches, each with its sample's reward. Returns the attempt's own outcome.
 
+        The first outcome stands, although a group is scored again if a sibling is made again.
         Raises LossMaskInvalid, TokensDiffer, TokensNotSampled, SamplesShareTokens, RewardMissing,
         PenstockError.
         """
@@ -107,8 +108,8 @@ class Episode:
         return replace(scored, metadata=metadata)
 
     async def fill(self) -> None:
-        """Makes the sample of the trajectory's only turn. Raises RequestUnsupported where nobody has its
-        text."""
+        """Fills the sample from the trajectory's only turn. Raises RequestUnsupported if neither
+        the server nor a tokenizer has its text."""
         sample, turn = self.sample, self.trajectory.last_turn
         ((_, written),) = await self.router.written()
         tokens: list[int] = written.token_ids.tolist()
@@ -122,31 +123,31 @@ class Episode:
         )
 
     async def check(self) -> None:
-        """What `settle` checks, before there is a reward."""
+        """Checks what `settle` checks, before the reward is known."""
         written = await self.router.written()
         settle([claim_of(sample, None) for sample in self.returned], [w for _, w in written])
 
 
 current_episode: ContextVar[Episode | None] = ContextVar("penstock_episode", default=None)
-"""Whose attempt the code that runs belongs to; tasks and threads that it starts inherit it."""
+"""The attempt that the running code belongs to. Tasks and threads it starts inherit it."""
 
 _EPISODES: WeakValueDictionary[str, Episode] = WeakValueDictionary()
 
 
 def find_episode(sample: Sample) -> Episode | None:
-    """Whose attempt a sample, or a copy of one, is; else the one whose code runs."""
+    """Returns the attempt of a sample or its copy, else the attempt whose code is running."""
     found = _EPISODES.get(sample.session_id) if sample.session_id else None
     return found or current_episode.get()
 
 
 def _mean_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Of the metrics that all have."""
+    """Averages the metrics that all outcomes have."""
     names = [name for name in outcomes[0].metrics if all(name in o.metrics for o in outcomes)]
     return {name: sum(o.metrics[name] for o in outcomes) / len(outcomes) for name in names}
 
 
 def _marked(outcomes: Sequence[Outcome], part: Trained, otherwise: Outcome) -> Outcome:
-    """The outcome of a trajectory's sample, with what of it is not trained."""
+    """Returns the outcome of a trajectory's sample, marked with the tokens that are not trained."""
     own = outcomes[part.claims[0]] if part.claims else otherwise
     untrained = write_untrained(part.untrained, grows=part.broke_off)
     return Outcome(own.reward, own.metrics, {**own.metadata, **untrained})

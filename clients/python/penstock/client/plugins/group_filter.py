@@ -1,20 +1,21 @@
-"""A dynamic sampling filter written for slime, as a filter of the trainer's groups.
+"""Runs a dynamic sampling filter written for slime as a filter of the trainer's groups.
 
     TrainingGroup, Delivered -> samples, as slime nests them -> filter(args, samples) -> a reason, or None
 
-| of a sample | is |
-|---|---|
-| `tokens`, `loss_mask`, `rollout_log_probs` | what was delivered, whatever its age |
-| `response_length` | from the first token that the policy wrote |
-| `status` | what the function said of it, else why its last turn ended |
-| `reward` | a number; a table again where the options name its entry by `reward_key` |
-| `prompt`, `label`, `metadata`, `index` and the like | the task's, made as a worker makes them |
-| `response` | its tokens, decoded |
+The fields of a sample:
 
-What cannot be had raises NotDelivered when it is read, which ends the run: a filter that takes an empty
-text for the answer drops every group, and nobody hears of it. Failed attempts are not among the samples. An
-attempt of several trajectories is a list of those that have a token to train, and where a group has one
-such, all its attempts are lists.
+- `tokens`, `loss_mask`, `rollout_log_probs`: as delivered, whatever their age.
+- `response_length`: counted from the first token that the policy wrote.
+- `status`: as the function set it, else from the finish reason of the last turn.
+- `reward`: a number; a table again if the option `reward_key` names its entry.
+- `prompt`, `label`, `metadata`, `index` and similar: from the task, as a worker makes them.
+- `response`: the decoded tokens.
+
+Reading a field that is unavailable raises NotDelivered, which ends the run. Otherwise a filter that
+takes an empty text for the answer would silently drop every group.
+
+Failed attempts are not among the samples. An attempt with several trajectories is a list of those
+that have a token to train. If a group has one such attempt, all its attempts are lists.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
     from penstock.v1 import task_service_pb2
 
-# Made when they are first read: most filters look at rewards alone.
+# Made on first access, because most filters read only rewards.
 _LATE = frozenset(("group_index", "index", "rollout_id", "prompt", "label", "metadata", "response"))
 _STATUSES = {
     trajectory_pb2.FINISH_REASON_LENGTH: Sample.Status.TRUNCATED,
@@ -62,73 +63,72 @@ _STATUSES = {
 
 
 class NotDelivered(Exception):
-    """A filter asks for what the trainer does not have."""
+    """A filter reads something that the trainer does not have."""
 
 
 class GroupSample(Protocol):
-    """A trajectory as the trainer has read it; arrays have shape [n]."""
+    """A trajectory as the trainer read it; arrays have shape [n]."""
 
     @property
-    def trajectory_id(self) -> str:
-        """Its id."""
-        ...
+    def trajectory_id(self) -> str: ...
 
     @property
-    def token_ids(self) -> NDArray[np.int32]:
-        """Its tokens."""
-        ...
+    def token_ids(self) -> NDArray[np.int32]: ...
 
     @property
     def behaviour_logprobs(self) -> NDArray[np.float32]:
-        """Log-probability each was sampled with; zero where there is none."""
+        """Log-probability that each token was sampled with; zero for tokens that were not
+        sampled."""
         ...
 
     @property
     def reward(self) -> float:
-        """As the agent gave it."""
+        """Reward as the agent gave it."""
         ...
 
 
 class Group(Protocol):
-    """A delivered group."""
-
     @property
     def samples(self) -> Sequence[GroupSample]:
-        """Those of its trajectories that did not fail."""
+        """Its trajectories that did not fail."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """A group as it came, and the task that it answers."""
+    """A group as it was delivered, and the task it answers."""
 
     group: trajectory_pb2.TrajectoryGroup
-    """Read as a twin."""
+    """Read as a twin (`penstock.wire.codec`)."""
     task: task_service_pb2.Task | None
-    """None where it is not of this run."""
+    """None if the task is not from this run."""
 
 
 def slime_filter(
     name: str, options: Mapping[str, object], known: Mapping[str, object], *, model: str
 ) -> Callable[[Group, Delivered], str | None]:
-    """The filter that `name` leads to. Its `args` are those that `--generate` and `--reward` are given,
-    with what the trainer knows of itself, and `options`, which win. `model` has the tokenizer.
+    """Loads the filter `name`.
 
-    Raises FunctionInvalid. A call raises NotDelivered, TypeError for what is no answer, and whatever the
-    function raises.
+    Its `args` are those of `--generate` and `--reward`, plus what the trainer knows and `options`,
+    which take precedence. `model` has the tokenizer.
+
+    Raises FunctionInvalid. A call raises NotDelivered, TypeError for an invalid result, and what
+    the function raises.
     """
     modules.install()
     function = cast("Callable[..., Any]", find_function(name, ("args", "samples")))
     if is_async(function):
-        # What it returns would be awaited by nobody, and is true: it would keep every group.
-        raise FunctionInvalid("a dynamic sampling filter is a plain function, not an async one")
+        # Its coroutine would never be awaited, and it is truthy, so every group would be kept.
+        raise FunctionInvalid(
+            "a dynamic sampling filter must be a plain function, not an async one"
+        )
     given = {"dynamic_sampling_filter_path": name, **known, **options}
     args = make_arguments(given, model=model, max_context_length=None)
 
     def reason(group: Group, delivered: Delivered) -> str | None:
         output: Any = function(args, _samples(group, delivered, args))
         if output is None:
-            raise TypeError("it returned None, which is neither to keep a group nor to drop it")
+            raise TypeError("the filter returned None, which neither keeps nor drops the group")
         output = read_filter_output(output)
         return None if output.keep else output.reason or "DROPPED"
 
@@ -136,7 +136,8 @@ def slime_filter(
 
 
 def _samples(group: Group, delivered: Delivered, args: Namespace) -> list[Any]:
-    """The attempts of a group, each a sample, or a list of them where the function made several of one."""
+    """Returns the attempts of a group: one sample each, or lists if a function made several of
+    one."""
     read = {sample.trajectory_id: sample for sample in group.samples}
     sent = {trajectory.trajectory_id: trajectory for trajectory in delivered.group.trajectories}
     attempts: dict[str, list[_DeliveredSample]] = defaultdict(list)
@@ -150,7 +151,7 @@ def _samples(group: Group, delivered: Delivered, args: Namespace) -> list[Any]:
             attempts[own.trajectory_id].append(sample)
     nested: list[list[_DeliveredSample]] = []
     for siblings in attempts.values():
-        # A request that no sample was of is closed as a branch without a token to train.
+        # A request that no sample claims is closed as a branch without a token to train.
         trained = [sample for sample in siblings if not sample.remove_sample]
         nested.append(trained or siblings[:1])
     if any(len(siblings) > 1 for siblings in nested):
@@ -169,14 +170,14 @@ class _DeliveredSample(Sample):
         task: task_service_pb2.Task | None,
         args: Namespace,
     ) -> None:
-        """`own` is the trajectory that stands for its attempt; it may be this one."""
+        """`own` is the trajectory that represents the attempt; it can be this one."""
         count = len(read.token_ids)
         written = _written(trajectory, count)
         start = int(written.argmax()) if written.any() else count
         try:
             untrained = read_untrained(trajectory.outcome.metadata, count)
         except MarkInvalid:
-            # The trainer trains nothing of it.
+            # The trainer trains none of it.
             untrained = written
         mask = written if untrained is None else written & ~untrained
         super().__init__(
@@ -200,7 +201,7 @@ class _DeliveredSample(Sample):
         return super().__getattribute__(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields, those too that nobody has read yet. Raises NotDelivered."""
+        """Returns its fields, including those not read yet. Raises NotDelivered."""
         for name in _LATE:
             getattr(self, name)
         made = super().to_dict()
@@ -217,13 +218,13 @@ class _DeliveredSample(Sample):
             return
         if task is None:
             raise NotDelivered(
-                f"sample.{name}: the group of {trajectory.trajectory_id} answers no task of this run"
+                f"sample.{name}: the group of {trajectory.trajectory_id} belongs to no task of this run"
             )
         row = read_task(task)
         if name == "label" and args.label_key not in row.metadata:
             raise NotDelivered(
-                f"sample.label: the row has no {args.label_key!r}, only {', '.join(row.metadata)}: name "
-                "it by label_key in groups.filter.options"
+                f"sample.label: the row has no {args.label_key!r}, only {', '.join(row.metadata)}: set "
+                "label_key in groups.filter.options"
             )
         made = make_sample(row, own, args)
         said = from_struct(trajectory.outcome.metadata)
@@ -235,18 +236,21 @@ class _DeliveredSample(Sample):
 
 
 class _Metadata(dict[str, Any]):
-    """What the trainer knows of a sample's metadata where it may not be all. Whether a key that is not
-    there was there once it cannot know: reading one raises NotDelivered."""
+    """Metadata of a sample of which the trainer may know only a part.
+
+    The trainer cannot know whether a missing key was set. So reading one raises NotDelivered.
+    """
 
     def __missing__(self, key: str) -> Any:
         raise NotDelivered(
-            f"sample.metadata has no {key!r}: here it is the row's fields, and what an agent gave as "
-            "Outcome.metadata. What a function of slime's wrote into it came along only as far as JSON has "
-            "it, in 64 KiB, and not what it removed"
+            f"sample.metadata has no {key!r}: the trainer has only the row's fields and Outcome.metadata. "
+            "Changes by a slime function arrive only if JSON can hold them, up to 64 KiB, and without "
+            "removed keys"
         )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The entry; without one it raises, for the default may not be what it was."""
+        """Returns the entry. Raises if it is missing, because the default might differ from its
+        value."""
         return self[key]
 
     def __contains__(self, key: object) -> bool:
@@ -259,7 +263,8 @@ class _Metadata(dict[str, Any]):
 
 
 def _written(trajectory: trajectory_pb2.Trajectory, count: int) -> NDArray[np.bool_]:
-    """Which of its `count` tokens the policy wrote, those shared with a parent left out."""
+    """Returns a mask of its `count` tokens that the policy wrote, without those shared with a
+    parent."""
     written = np.zeros(count, np.bool_)
     at = trajectory.parent_token_count
     for segment in trajectory.segments:
@@ -270,12 +275,13 @@ def _written(trajectory: trajectory_pb2.Trajectory, count: int) -> NDArray[np.bo
 
 
 def _reward(trajectory: trajectory_pb2.Trajectory, read: GroupSample, key: str | None) -> Any:
-    """The number, or the table that it was the entry `key` of: the other numbers came as metrics."""
+    """Returns the number, or the table of which it was the entry `key`. The table's other numbers
+    arrived as metrics."""
     return {**trajectory.outcome.metrics, key: read.reward} if key else read.reward
 
 
 def _status(trajectory: trajectory_pb2.Trajectory) -> Sample.Status:
-    """As its function says, else why its last turn ended."""
+    """Returns the status that its function set, else one from the last turn's finish reason."""
     said = read_status(trajectory.outcome.metadata)
     for status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
         if said == status.value:
@@ -284,7 +290,7 @@ def _status(trajectory: trajectory_pb2.Trajectory) -> Sample.Status:
 
 
 def _versions(trajectory: trajectory_pb2.Trajectory) -> list[str]:
-    """Of each turn the last version that wrote of it."""
+    """Returns, per turn, the last version that wrote part of it."""
     turns = {
         segment.turn_index: str(segment.weight_version)
         for segment in trajectory.segments

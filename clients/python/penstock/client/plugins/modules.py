@@ -1,14 +1,17 @@
-"""The modules that functions written for slime or vime import, as far as they are about the engine.
+"""Replaces the engine-related modules that functions written for slime or vime import.
 
     from slime.utils.types import Sample
     from slime.utils.http_utils import post
     from slime.rollout.sglang_rollout import GenerateState
 
-`install` puts a finder first among those that Python asks for a module. It answers for the names of
-`_NAMES`, and for the packages above them where the real ones are not installed. What else such a function
-imports is the installed package's: other modules, a grader for instance, as they are; of the same modules
-what is not here, when it is asked for, and there too with the names that are. So what such a function says
-to the engine is said to Penstock. It stays for the life of the process: many import when they are called.
+`install` puts a finder first on `sys.meta_path`. It serves the names in `_NAMES`, and their parent
+packages if the real ones are not installed. So calls that such a function makes to the engine reach
+Penstock.
+
+Everything else comes from the installed package. Other modules, such as a grader, load unchanged. A
+name that a replaced module lacks is loaded from the installed module on access, which then also
+contains the replaced names. The finder stays for the life of the process, because many functions
+import when they are called.
 """
 
 from __future__ import annotations
@@ -54,21 +57,21 @@ _NAMES: Mapping[str, tuple[Any, ...]] = {
     ),
     "rollout.filter_hub.dynamic_sampling_filters": (own.check_reward_nonzero_std,),
 }
-# Where the name there is not the name here.
+# Entries whose name there differs from their name here.
 _OTHER_NAMES: Mapping[str, Mapping[str, Any]] = {
-    # What a trainer of theirs is handed, by name.
+    # Name of the batch type that their trainers receive.
     "utils.types": {"RolloutBatch": dict[str, Any]},
     "rollout.vllm_rollout": {"_build_inference_sampling_params": build_inference_sampling_params},
 }
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of `_NAMES`, and the packages they are in."""
+    """Finds the modules of `_NAMES` and their parent packages."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """A specification of one of ours."""
+        """Returns a specification if the module is replaced here."""
         top, _, name = fullname.partition(".")
         if top not in PACKAGES:
             return None
@@ -80,27 +83,28 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if above and not ours and real is not None:
             return None
         spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        # What is below one of ours is the installed package's.
+        # Submodules of a replaced module come from the installed package.
         spec.submodule_search_locations = list((real and real.submodule_search_locations) or ())
         return spec
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fills one of ours."""
+        """Fills a replaced module with its entries."""
         vars(module).update(_entries(module.__name__))
         module.__getattr__ = _Installed(module)
 
 
 class _Installed:
-    """What the installed module of the same name has, and ours has not."""
+    """Gives access to names of the installed module that the replacement lacks."""
 
     def __init__(self, ours: ModuleType) -> None:
         self._ours = ours
         self._module: ModuleType | None = None
 
     def __call__(self, name: str) -> Any:
-        """The entry of that name. Raises AttributeError, and what loading the module raises."""
+        """Returns the entry of that name. Raises AttributeError, and errors of loading the
+        module."""
         ours = self._ours
-        # Who imports a module below does not ask for the package's own names.
+        # An import of a submodule must not load the installed package's own names.
         below = importlib.machinery.PathFinder.find_spec(f"{ours.__name__}.{name}", ours.__path__)
         if not name.startswith("__") and below is None:
             installed = self._module or self._load()
@@ -114,7 +118,8 @@ class _Installed:
         spec = importlib.machinery.PathFinder.find_spec(name, above.__path__)
         if spec is None or spec.loader is None:
             return None
-        # Its name in `sys.modules` is ours. While it loads, what it imports may ask for more of it.
+        # `sys.modules` keeps the replacement. Imports during loading may ask for more of this
+        # module.
         self._module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(self._module)
@@ -126,13 +131,13 @@ class _Installed:
 
 
 def _entries(module: str) -> dict[str, Any]:
-    """What one of our modules has, by name."""
+    """Returns the entries of a replaced module by name."""
     name = module.partition(".")[2]
     named = {entry.__name__: entry for entry in _NAMES.get(name, ())}
     return {**named, **_OTHER_NAMES.get(name, {})}
 
 
 def install() -> None:
-    """Has the modules found from now on. Once is enough."""
+    """Installs the finder. Further calls have no effect."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

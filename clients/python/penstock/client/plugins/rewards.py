@@ -1,13 +1,13 @@
-"""Reward functions as verl and TRL call them, as reward functions of a worker.
+"""Adapts reward functions of verl and TRL to a worker's reward functions.
 
     verl   compute_score(data_source, solution_str, ground_truth, extra_info) -> number, or a table
     trl    reward(prompts=, completions=, completion_ids=, **columns) -> list of numbers
 
-verl's is called for one attempt; TRL's with lists: of one attempt, or, as a group reward, of all siblings.
-Of a table `score` is the reward.
+verl's function is called per attempt. TRL's receives lists: of one attempt, or, as a group reward,
+of all siblings. In a table, `score` is the reward.
 
-What an attempt's policy wrote is the answer: of several turns all of it, without what the environment wrote
-between them. The rest comes from the task's metadata, which is the row of the data.
+The answer is all the text that the policy wrote, over all turns, without the environment's text.
+The other arguments come from the task's metadata, which is the row of the data.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
 
 
 class RewardMissing(Exception):
-    """A reward function said nothing of an attempt."""
+    """A reward function gave no reward for an attempt."""
 
 
 async def call_plugin(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Calls a function, on the loop or in a thread."""
+    """Calls a function, on the event loop if async, else in a thread."""
     if is_async(function):
         return await function(*arguments, **named)
     result = await run_in_thread(lambda: function(*arguments, **named))
-    # Of an async function behind a plain decorator.
+    # An async function behind a plain decorator returns an awaitable.
     return await result if inspect.isawaitable(result) else result
 
 
 def score_of(value: Any, key: str | None = "score") -> Outcome:
-    """A number, or a table of which `key` is the reward, as an outcome; its other numbers are metrics.
+    """Converts a number, or a table with the reward in `key`, to an outcome. The table's other
+    numbers become metrics.
 
     Raises RewardMissing.
     """
@@ -52,14 +53,15 @@ def score_of(value: Any, key: str | None = "score") -> Outcome:
         return Outcome(float(value))
     table = cast("Mapping[str, Any]", value)
     if key is None or table.get(key) is None:
-        raise RewardMissing(f"no {key!r} among {', '.join(table)}: name it with reward_key")
+        raise RewardMissing(f"the reward has no {key!r}, only {', '.join(table)}: set reward_key")
     numbers = {name: _number(value) for name, value in table.items() if name != key}
     metrics = {name: n for name, n in numbers.items() if n is not None and math.isfinite(n)}
     return Outcome(float(table[key]), metrics)
 
 
 def _number(value: Any) -> float | None:
-    """Also of numpy or torch; None for what is not one number."""
+    """Converts numbers, including numpy's and torch's. Returns None if it is not a single
+    number."""
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         return None
     try:
@@ -69,7 +71,7 @@ def _number(value: Any) -> float | None:
 
 
 def verl_reward(function: Callable[..., Any], args: Mapping[str, Any]) -> Agent:
-    """A `compute_score` as a reward. Of `args`, `reward_kwargs` are given to each call."""
+    """Makes a reward of a `compute_score`. Each call also receives `args["reward_kwargs"]`."""
     extra: Mapping[str, Any] = args.get("reward_kwargs", {})
 
     async def reward(task: Task, trajectory: Trajectory) -> Outcome:
@@ -91,7 +93,7 @@ def verl_reward(function: Callable[..., Any], args: Mapping[str, Any]) -> Agent:
 
 
 def trl_reward(function: Callable[..., Any], *, whole_group: bool) -> Agent:
-    """A TRL reward function as a reward."""
+    """Makes a reward of a TRL reward function."""
     takes_all = any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD
         for parameter in inspect.signature(function).parameters.values()
@@ -115,9 +117,9 @@ def trl_reward(function: Callable[..., Any], *, whole_group: bool) -> Agent:
         values: Any = await call_plugin(function, **given)
         if not hasattr(values, "__len__") or len(values) != len(trajectories):
             raise RewardMissing(
-                f"{len(trajectories)} attempts, and the function returned {values!r}"
+                f"{len(trajectories)} attempts need a reward each, but the function returned {values!r}"
             )
-        nothing = Failed("REWARD_MISSING", "the reward function returned None for it")
+        nothing = Failed("REWARD_MISSING", "the reward function returned None for this attempt")
         return [nothing if value is None else score_of(value) for value in values]
 
     async def one(task: Task, trajectory: Trajectory) -> Outcome | Failed:
@@ -135,12 +137,12 @@ def _messages(trajectory: Trajectory) -> list[dict[str, str]]:
 
 
 def _prompt(task: Task) -> Any:
-    """The prompt as TRL's data has it: a text, or a list of messages."""
+    """Returns the prompt in TRL's format: a text, or a list of messages."""
     if task.prompt_kind is PromptKind.MESSAGES:
         return messages_of(task)
     return task.prompt if isinstance(task.prompt, str) else ""
 
 
 def messages_of(task: Task) -> list[dict[str, Any]]:
-    """The messages of a task as dictionaries."""
+    """Returns the messages of a task as dictionaries."""
     return [write_chat_message(message) for message in cast("Sequence[Message]", task.prompt or ())]

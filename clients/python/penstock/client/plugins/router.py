@@ -1,21 +1,20 @@
-"""The inference router that a function written for slime posts to, made of one attempt's trajectories.
+"""The inference router that slime functions post to, backed by the trajectories of one attempt.
 
     post(".../generate", {"input_ids" | "text", "sampling_params"}) -> a turn -> {"text", "meta_info"}
 
-Such a function sends everything so far with each request. What of it is new decides what the request is:
+Such a function sends its full context with each request. If the request starts with everything in
+one of the attempt's trajectories, it is that trajectory's next turn, and the rest is the
+observation. Otherwise it starts a separate trajectory: the attempt's own if that is not open yet,
+else a branch.
 
-    | the request | is |
-    |---|---|
-    | begins with all of a trajectory of the attempt | its next turn; the rest is the observation |
-    | anything else | a trajectory of its own: the attempt's, if not open yet, or a branch |
+So the policy's tokens are never encoded again. If a function edits its context between two
+requests, the edited context becomes a separate trajectory in which the earlier turns are context.
 
-So the policy's tokens are never encoded again, and what a function edits between two requests becomes a
-trajectory of its own, in which the earlier turns are context. A trajectory in which a turn is in flight, or
-broke off, is not extended. Of a turn that broke off, as of a request that its function cancelled, nothing
-is trained, however far it comes before the attempt is closed. Branches wait until the attempt's own
-trajectory is known to the server, which refuses a branch of what it does not know.
+A trajectory is not extended while a turn is in flight, or after a turn was cut off. A turn that was
+cut off or cancelled is never trained, however far it gets before the attempt is closed. The server
+refuses a branch of an unknown trajectory, so branches wait until it knows the attempt's own.
 
-Requests may come from other event loops and threads: the turns run on the loop the router was made on.
+Requests can come from other event loops and threads. Turns run on the loop that made the router.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _FINISH_TYPES = {
     FinishReason.LENGTH: "length",
     FinishReason.ABORTED: "abort",
 }
-# Part of a payload that means nothing here, or what is done anyway.
+# Keys of a payload that have no effect here, or request what happens anyway.
 _KNOWN_KEYS = {
     *("input_ids", "text", "sampling_params", "return_logprob", "stream", "rid"),
     *("logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"),
@@ -52,37 +51,35 @@ _KNOWN_KEYS = {
 
 
 class RequestUnsupported(Exception):
-    """A request that a Penstock server cannot be asked."""
+    """A request that a Penstock server cannot serve."""
 
 
 class Tokenizer(Protocol):
-    """What the router needs of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that the router uses."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokens of text; special tokens that it spells are special, as for SGLang."""
+        """Encodes text. Special tokens spelled out in it become special tokens, as in SGLang."""
         ...
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str:
-        """Text of tokens."""
-        ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
 @dataclass(eq=False)
 class _Line:
-    """A trajectory and all that is in it, as far as it is known here."""
+    """A trajectory and its content, as far as this process knows it."""
 
     trajectory: Trajectory
     tokens: list[int] = field(default_factory=list[int])
     text: str | None = None
-    """What its function has of it as text; None where it deals in tokens."""
+    """Its content as text; None if its function sends tokens."""
     turn: asyncio.Task[Turn] | None = None
     """The turn in flight."""
     taken: bool = False
-    """Whether a request has it: another one cannot extend it now."""
+    """Whether a request uses it, so that no other can extend it now."""
     broken: bool = False
-    """A turn of it failed, or was stopped: nobody goes on with it."""
+    """Whether a turn failed or was stopped. It is not extended again."""
     opened: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the server knows it, or is known not to."""
+    """Set when it is settled whether the server knows the trajectory."""
 
     @property
     def begun(self) -> bool:
@@ -91,10 +88,10 @@ class _Line:
 
 
 class AttemptRouter:
-    """One attempt's requests."""
+    """Serves the requests of one attempt."""
 
     def __init__(self, trajectory: Trajectory, find: Callable[[], Tokenizer | None]) -> None:
-        """`trajectory` is the lease's own, not open yet; `find` gives the model's tokenizer."""
+        """`trajectory` is the leased one, not open yet. `find` returns the model's tokenizer."""
         self._root = _Line(trajectory)
         self._lines = [self._root]
         self._branch_count = 0
@@ -103,16 +100,20 @@ class AttemptRouter:
         self._loop = asyncio.get_running_loop()
 
     async def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """One request to `/generate`. Raises RequestUnsupported, SamplingUnsupported, PenstockError."""
+        """Serves one request to `/generate`. Raises RequestUnsupported, SamplingUnsupported,
+        PenstockError."""
         if asyncio.get_running_loop() is self._loop:
             return await self._generate(payload)
         turn = asyncio.run_coroutine_threadsafe(self._generate(payload), self._loop)
         return await asyncio.wrap_future(turn)
 
     def text_of(self, turn: Turn, skip_special_tokens: bool) -> str:
-        """What the policy wrote in a turn: its tokens as text, where there is a tokenizer, else what the
-        server said of it, without special tokens. Raises RequestUnsupported where it said nothing, or not
-        all."""
+        """Returns the text that the policy wrote in a turn.
+
+        With a tokenizer, this is the decoded tokens. Without one, it is the server's text, which
+        omits special tokens. Raises RequestUnsupported if the server's text is missing or
+        incomplete.
+        """
         message = turn.message
         is_all = (
             bool(turn.text) if message is None else not (message.reasoning or message.tool_calls)
@@ -123,7 +124,7 @@ class AttemptRouter:
         return self._tokenizer().decode(ids, skip_special_tokens=skip_special_tokens)
 
     async def written(self) -> list[tuple[Trajectory, Written]]:
-        """Every trajectory that the server knows, the attempt's own first, as it holds it."""
+        """Returns every trajectory as the server holds it, the attempt's own first."""
         found: list[tuple[Trajectory, Written]] = []
         for line in self._lines:
             if not (line.begun or line.broken):
@@ -133,13 +134,15 @@ class AttemptRouter:
             except NotFound:
                 if line.begun:
                     raise
-                # Cancelled before it arrived, or refused. Without the attempt's own there is no branch.
+                # Cancelled before it arrived, or refused. If the attempt's own is missing, there
+                # are no branches.
                 continue
             segments = record.segments
             policy = [np.full(len(s.token_ids), s.from_policy, np.bool_) for s in segments]
             tokens = [segment.token_ids for segment in segments]
             if record.parent_token_count:
-                # All branch from the attempt's own, with which these are trained.
+                # All branches start from the attempt's own trajectory, which trains the shared
+                # tokens.
                 shared = found[0][1].token_ids[: record.parent_token_count]
                 tokens.insert(0, shared)
                 policy.insert(0, np.zeros(len(shared), np.bool_))
@@ -148,14 +151,17 @@ class AttemptRouter:
         return found
 
     def cancel(self) -> None:
-        """Stops waiting for what is in flight, which the attempt's close then ends."""
+        """Stops waiting for turns in flight. Closing the attempt ends them."""
         for line in self._lines:
             if line.turn is not None:
                 line.turn.cancel()
 
     async def stop(self) -> None:
-        """The same, and waits for those who wait: a function that is over leaves nothing under way, and
-        what it left running begins nothing."""
+        """Cancels and waits for the turns in flight, and refuses new requests.
+
+        A function that has returned thus leaves no turn behind, and tasks it left running start
+        none.
+        """
         self._stopped = True
         self.cancel()
         if turns := [line.turn for line in self._lines if line.turn is not None]:
@@ -166,7 +172,7 @@ class AttemptRouter:
         if unknown:
             raise RequestUnsupported(f"/generate with {', '.join(sorted(unknown))}")
         if payload.get("stream"):
-            raise RequestUnsupported("/generate with stream: answers come whole")
+            raise RequestUnsupported("/generate with stream: streaming is not supported")
         given: Mapping[str, Any] = payload.get("sampling_params") or {}
         skip_special = bool(given.get("skip_special_tokens", True))
         wanted = _wanted(payload)
@@ -176,7 +182,7 @@ class AttemptRouter:
         line, new = await self._place(wanted)
         if self._stopped:
             line.taken = False
-            raise RequestUnsupported("/generate for an attempt whose function is over")
+            raise RequestUnsupported("/generate for an attempt whose function has returned")
         try:
             line.turn = asyncio.create_task(self._take_turn(line, new, options))
             turn = await line.turn
@@ -186,21 +192,22 @@ class AttemptRouter:
         tokenizer, ids = self._tokenizer(), cast("list[int]", turn.token_ids.tolist())
         text = shown = tokenizer.decode(ids, skip_special_tokens=skip_special)
         if turn.finish_reason is FinishReason.STOP and not given.get("no_stop_trim"):
-            # A stop may be a special token.
+            # The stop may be a special token.
             whole = tokenizer.decode(ids, skip_special_tokens=False)
             stop = next((one for one in options.get("stop", ()) if one in whole), None)
             if stop is None:
                 shown = tokenizer.decode(ids[:-1], skip_special_tokens=skip_special)
             else:
                 shown = text.partition(stop)[0]
-        # Where the context is full nothing is appended, and nothing sampled.
+        # If the context is full, nothing is appended and nothing sampled.
         if turn.context_token_count > len(line.tokens) or not new:
             line.tokens = [*line.tokens, *new, *ids]
             line.text = wanted + text if isinstance(wanted, str) else None
         return self._answer(payload, turn, shown)
 
     async def _place(self, wanted: Prompt) -> tuple[_Line, list[int]]:
-        """The trajectory that a request is the next turn of, taken, and the tokens that are new in it."""
+        """Reserves the trajectory that a request extends. Returns it with the tokens that are new
+        in it."""
         root = self._root
         while True:
             if (line := self._extended_by(wanted)) is not None:
@@ -213,11 +220,13 @@ class AttemptRouter:
                 root.taken = True
                 return root, new
             if not root.opened.is_set():
-                # Once it was refused another request may have it, not open either.
+                # If the opening turn is refused, another request may take the unopened trajectory.
                 await root.opened.wait()
                 continue
             if root.broken and not root.begun:
-                raise RequestUnsupported("the attempt's first turn failed; it cannot begin again")
+                raise RequestUnsupported(
+                    "the attempt's first turn failed, so it cannot take another"
+                )
             new = self._encode(wanted)
             self._branch_count += 1
             name = f"{root.trajectory.trajectory_id}/{self._branch_count}"
@@ -226,13 +235,14 @@ class AttemptRouter:
             return line, new
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        """With what its function encodes it, or it would not recognise its own tokens."""
+        """Encodes text as its function does. Otherwise the function would not recognise its own
+        tokens."""
         if isinstance(prompt, str):
             return self._tokenizer().encode(prompt, add_special_tokens=False)
         return prompt
 
     def _extended_by(self, wanted: Prompt) -> _Line | None:
-        """The longest trajectory that the request begins with."""
+        """Returns the longest trajectory that the request starts with."""
         found: _Line | None = None
         longest = 0
         for line in self._lines:
@@ -249,14 +259,14 @@ class AttemptRouter:
         try:
             return await line.trajectory.turn(shown, **options)
         except InvalidRequest:
-            # Refused as a whole: what there was of it is as it was.
+            # The server refused the whole request, so the trajectory is unchanged.
             line.taken = False
             if not line.begun:
                 line.opened, refused = asyncio.Event(), line.opened
                 refused.set()
             raise
         except BaseException:
-            # Before those who wait for it are woken: they look at both.
+            # Set both before the waiting requests wake up, because they check both.
             line.broken, line.taken = True, False
             raise
         finally:
@@ -264,7 +274,7 @@ class AttemptRouter:
                 line.opened.set()
 
     def _answer(self, payload: Mapping[str, Any], turn: Turn | None, text: str) -> dict[str, Any]:
-        """What SGLang would have answered; without a turn, to a request for no tokens."""
+        """Answers as SGLang would. Without a turn, it answers a request for zero tokens."""
         ids: list[int] = [] if turn is None else turn.token_ids.tolist()
         meta = meta_info_of(turn)
         meta["id"] = payload.get("rid") or self._root.trajectory.trajectory_id
@@ -278,14 +288,15 @@ class AttemptRouter:
         tokenizer = self._find()
         if tokenizer is None:
             raise RequestUnsupported(
-                "the text of an answer needs the model's tokenizer: transformers is "
-                "not installed, or args.hf_checkpoint is not the model's folder or name"
+                "the text of an answer needs the model's tokenizer: install transformers, "
+                "or set args.hf_checkpoint to the model's folder or name"
             )
         return tokenizer
 
 
 def meta_info_of(turn: Turn | None) -> dict[str, Any]:
-    """What SGLang tells beside the text; without a turn, of a request for no tokens."""
+    """Returns SGLang's `meta_info` for a turn. Without a turn, it is for a request of zero
+    tokens."""
     if turn is None:
         counts = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
         return {"finish_reason": {"type": "length"}, **counts}
@@ -296,22 +307,23 @@ def meta_info_of(turn: Turn | None) -> dict[str, Any]:
         "cached_tokens": turn.cached_token_count,
     }
     if turn.segments:
-        # The last: a turn that went on under new weights has several, and the server keeps them all.
+        # A turn that continued under new weights has several versions. The server keeps them all;
+        # this is the last.
         meta["weight_version"] = str(turn.segments[-1].weight_version)
     return meta
 
 
 def _wanted(payload: Mapping[str, Any]) -> Prompt:
-    """Text or tokens of a request."""
+    """Returns the text or tokens of a request."""
     ids, text = payload.get("input_ids"), payload.get("text")
     if (ids is None) == (text is None):
-        raise RequestUnsupported("/generate takes input_ids, or text")
+        raise RequestUnsupported("/generate takes either input_ids or text")
     if isinstance(text, str):
         return text
     if text is not None or not hasattr(ids, "__len__"):
-        raise RequestUnsupported("/generate with a batch: one request is one prompt")
-    # Also a tensor's.
+        raise RequestUnsupported("/generate with a batch: a request has one prompt")
+    # Elements of a tensor become integers.
     found = [getattr(token, "item", lambda token=token: token)() for token in cast("Any", ids)]
     if any(not isinstance(token, int) for token in found):
-        raise RequestUnsupported("/generate with a batch: input_ids is one list of integers")
+        raise RequestUnsupported("/generate with a batch: input_ids must be one list of integers")
     return found

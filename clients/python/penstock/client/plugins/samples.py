@@ -1,7 +1,8 @@
-"""What a function written for slime holds in its hands: samples, and what it returns.
+"""Data types that functions written for slime use: samples, and what they return.
 
-The names, the fields and what each method does to them are slime's; docs/moving.md says where they end up.
-Fields are open: such functions hang attributes of their own on a sample and read them in their reward.
+The names, the fields and the effects of the methods are slime's. docs/moving.md lists where they
+end up. Fields are open: such functions set extra attributes on a sample and read them in their
+reward.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _FINISHED = {"stop": _Status.COMPLETED, "length": _Status.TRUNCATED, "abort": _S
 
 @dataclass
 class SpecInfo:
-    """Speculative decoding; the server does not tell, so it stays at zero."""
+    """Speculative decoding counts. The server does not report them, so they stay zero."""
 
     spec_accept_token_num: int = 0
     spec_draft_token_num: int = 0
@@ -33,53 +34,51 @@ class SpecInfo:
     completion_token_num: int = 0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Counts one answer of the engine."""
+        """Adds the counts of one answer of the engine."""
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 
     @property
     def spec_accept_rate(self) -> float:
-        """Drafted tokens that were accepted, as a part of all."""
+        """Fraction of drafted tokens that were accepted."""
         return self.spec_accept_token_num / max(1, self.spec_draft_token_num)
 
     @property
     def spec_accept_length(self) -> float:
-        """Tokens for each verification."""
+        """Tokens per verification step."""
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
     def to_dict(self) -> dict[str, int]:
-        """The counts."""
         return dict(vars(self))
 
     @staticmethod
     def from_dict(data: Mapping[str, int]) -> SpecInfo:
-        """What `to_dict` gave."""
+        """Restores an object from the result of `to_dict`."""
         return SpecInfo(**data)
 
 
 @dataclass
 class PrefixCacheInfo:
-    """What the engine took from its cache."""
+    """Prompt tokens that the engine took from its prefix cache."""
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Counts one answer of the engine."""
+        """Adds the counts of one answer of the engine."""
         self.cached_tokens += meta_info.get("cached_tokens", 0)
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Of the prompts' tokens, the part that was cached."""
+        """Fraction of prompt tokens that were cached."""
         return self.cached_tokens / max(1, self.total_prompt_tokens)
 
     def to_dict(self) -> dict[str, int]:
-        """The counts."""
         return dict(vars(self))
 
     @staticmethod
     def from_dict(data: Mapping[str, int]) -> PrefixCacheInfo:
-        """What `to_dict` gave."""
+        """Restores an object from the result of `to_dict`."""
         return PrefixCacheInfo(**data)
 
 
@@ -96,24 +95,24 @@ class Sample:
     rollout_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list[int])
-    """Prompt and response."""
+    """Prompt and response tokens."""
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
     response: str = ""
     response_length: int = 0
-    """Of `tokens`, the last so many are the response; the fields below are about those."""
+    """Number of response tokens at the end of `tokens`. The fields below refer to these."""
     label: Any = None
     reward: Any = None
     loss_mask: list[int] | None = None
-    """One where a token is trained; None is one everywhere."""
+    """1 for a trained token; None trains every token."""
     weight_versions: list[str] = field(default_factory=list[str])
     rollout_log_probs: list[float] | None = None
-    """To read. What is trained with is what the server recorded when it sampled."""
+    """Read-only. Training uses the log-probabilities that the server recorded while sampling."""
     rollout_routed_experts: Any = None
     rollout_top_p_token_ids: Any = None
     rollout_top_p_token_offsets: Any = None
     remove_sample: bool = False
-    """Its reward counts in the baseline, and none of its tokens is trained."""
+    """If set, the reward counts in the baseline, but no token is trained."""
     teacher_log_probs: list[float] | None = None
     status: _Status = _Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -121,18 +120,18 @@ class Sample:
     custom_rm_path: str | None = None
     train_metadata: dict[str, Any] | None = None
     session_id: str | None = None
-    """The id of the attempt."""
+    """The trajectory id of the attempt."""
     non_generation_time: float = 0.0
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
     @property
     def effective_response_length(self) -> int:
-        """Tokens that are trained."""
+        """Number of trained tokens."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> Any:
-        """The reward, or the entry `args.reward_key` of it."""
+        """Returns the reward, or its entry `args.reward_key`."""
         key = getattr(args, "reward_key", None)
         return self.reward[key] if key else self.reward
 
@@ -147,14 +146,14 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Appends what the policy wrote, or, not `trainable`, what the environment answered.
+        """Appends tokens that the policy wrote, or, if not `trainable`, the environment's answer.
 
-        Raises ValueError where the policy's tokens come without their log-probabilities. Lists grow in
-        place: functions keep references to them.
+        Raises ValueError if policy tokens come without log-probabilities. Lists grow in place,
+        because functions keep references to them.
         """
         new = [int(token) for token in tokens or ()]
         if new and trainable and log_probs is None:
-            raise ValueError("tokens of the policy need their log-probabilities")
+            raise ValueError("policy tokens need log-probabilities")
         if log_probs is not None and len(log_probs) != len(new):
             raise ValueError(f"{len(new)} tokens with {len(log_probs)} log-probabilities")
         written = [float(p) for p in log_probs or ()] if trainable else [0.0] * len(new)
@@ -174,7 +173,7 @@ class Sample:
             self.update_from_meta_info(args, meta_info, update_terminal_info)
 
     def strip_last_output_tokens(self, count: int, tokenizer: Any) -> None:
-        """Takes the last tokens of the response back; they are not trained then."""
+        """Removes the last tokens of the response, so that they are not trained."""
         if count <= 0:
             return
         self.tokens = self.tokens[:-count]
@@ -188,7 +187,7 @@ class Sample:
     def update_from_meta_info(
         self, args: Any, meta_info: Mapping[str, Any], update_terminal_info: bool = True
     ) -> None:
-        """Notes what an answer of the engine says: the version, the cache, why it ended."""
+        """Records an answer of the engine: weight version, cache counts, finish reason."""
         self.prefix_cache_info.add(meta_info)
         self.spec_info.add(meta_info)
         if "weight_version" in meta_info:
@@ -198,7 +197,7 @@ class Sample:
             self.status = _FINISHED[finish]
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields, and the attributes that were hung on it."""
+        """Returns its fields, including extra attributes set on it."""
         counts = {
             "spec_info": vars(self.spec_info),
             "prefix_cache_info": vars(self.prefix_cache_info),
@@ -207,7 +206,7 @@ class Sample:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Sample:
-        """A sample of what `to_dict` gave."""
+        """Restores a sample from the result of `to_dict`."""
         values = dict(data)
         values["status"] = _Status(values.get("status", "pending"))
         values["spec_info"] = SpecInfo(**values.get("spec_info", {}))
@@ -222,36 +221,36 @@ class Sample:
 
 @dataclass
 class DynamicFilterOutput:
-    """Whether a group is of use."""
+    """A filter's decision on whether to keep a group."""
 
     keep: Any
-    """A truth value, also a tensor's."""
+    """Truth value; can be a tensor."""
     reason: str | None = None
     keep_when_insufficient: bool = False
-    """Ignored: here there is always another group, and `groups.max_dropped_per_step` bounds how many are
-    dropped."""
+    """Ignored, because another group always follows. `groups.max_dropped_per_step` bounds how many
+    are dropped."""
 
 
 @dataclass
 class RolloutFnTrainOutput:
-    """What a whole-rollout function returns."""
+    """Result of a whole-rollout function."""
 
     samples: list[Any]
-    """Groups, each a list of samples; or samples."""
+    """A list of groups, each a list of samples, or a flat list of samples."""
     metrics: dict[str, Any] | None = None
 
 
 @dataclass
 class RolloutFnEvalOutput:
-    """What a whole-rollout function returns for an evaluation."""
+    """Result of a whole-rollout function for an evaluation."""
 
     data: dict[str, dict[str, Any]]
-    """By data set: "samples", and "rewards" of theirs."""
+    """Per data set: "samples" and their "rewards"."""
     metrics: dict[str, Any] | None = None
 
 
 def flatten(samples: Any) -> list[Sample]:
-    """The samples of one, of several, or of groups, in their order. Raises TypeError."""
+    """Returns the samples in a sample, a list or nested groups, in order. Raises TypeError."""
     if isinstance(samples, Sample):
         return [samples]
     if isinstance(samples, list | tuple):
@@ -259,13 +258,13 @@ def flatten(samples: Any) -> list[Sample]:
         for each in samples:  # pyright: ignore[reportUnknownVariableType] - of the function's own.
             found += flatten(each)
         return found
-    raise TypeError(f"a Sample, or a list of them, is wanted, not {type(samples).__name__}")
+    raise TypeError(f"expected a Sample or a list of Samples, got {type(samples).__name__}")
 
 
 def read_filter_output(output: Any) -> DynamicFilterOutput:
-    """What a dynamic filter returned: whether to keep the group, or an object that says so, and why.
+    """Reads a dynamic filter's result: a truth value, or an object with `keep` and `reason`.
 
-    Raises TypeError for a bare tuple or list, which is true whatever is in it.
+    Raises TypeError for a bare tuple or list, because it is truthy whatever it contains.
     """
     if isinstance(output, DynamicFilterOutput):
         return output
@@ -274,6 +273,6 @@ def read_filter_output(output: Any) -> DynamicFilterOutput:
         return DynamicFilterOutput(output.keep, getattr(output, "reason", None), insufficient)
     if isinstance(output, tuple | list):
         raise TypeError(
-            f"the filter returned {output!r}, which is true: return DynamicFilterOutput(keep, reason)"
+            f"the filter returned {output!r}, which is truthy: return DynamicFilterOutput(keep, reason)"
         )
     return DynamicFilterOutput(output)

@@ -1,4 +1,4 @@
-"""Sampling parameters as SGLang names them, which is how slime's functions write them."""
+"""Sampling parameters under SGLang's names, which functions written for slime use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.client.sampling import SamplingOptions, SamplingParams
 if TYPE_CHECKING:
     from argparse import Namespace
 
-# What changes the distribution and cannot be asked of the server, with the value that changes nothing.
+# Parameters that change the distribution but that the server lacks, with their neutral values.
 _NEUTRAL: Mapping[str, object] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
@@ -19,7 +19,7 @@ _NEUTRAL: Mapping[str, object] = {
     "min_new_tokens": 0,
     "n": 1,
 }
-# What is about the text of the answer: `no_stop_trim` keeps the stop in it.
+# Parameters that affect only the text of the answer. `no_stop_trim` keeps the stop in it.
 _HARMLESS = {
     *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
     *("temperature", "top_p", "top_k", "max_new_tokens", "stop", "stop_token_ids"),
@@ -28,12 +28,11 @@ _HARMLESS = {
 
 
 class SamplingUnsupported(Exception):
-    """A parameter that a Penstock server does not have: without it other tokens would be sampled."""
+    """A parameter that a Penstock server lacks. Ignoring it would change the sampled tokens."""
 
 
 def write_sampling_params(sampling: SamplingParams, args: Namespace) -> dict[str, Any]:
-    """The dictionary that a function is given: the task's parameters, and where it leaves one open that of
-    `args`."""
+    """Returns the parameters for a function: the task's, with defaults from `args`."""
     stop = list(sampling.stop) or args.rollout_stop
     params: dict[str, Any] = {
         "temperature": args.rollout_temperature
@@ -58,7 +57,7 @@ def write_sampling_params(sampling: SamplingParams, args: Namespace) -> dict[str
 
 
 def sampling_arguments(sampling: SamplingParams) -> dict[str, Any]:
-    """What a task says of sampling, by the names that `args` have for it."""
+    """Returns the task's sampling settings under their names in `args`."""
     said = {
         "rollout_temperature": sampling.temperature,
         "rollout_top_p": sampling.top_p,
@@ -71,14 +70,14 @@ def sampling_arguments(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def read_sampling_params(params: Mapping[str, Any]) -> SamplingOptions | None:
-    """The same as keywords of a turn, every one of them set; None where no token is wanted.
+    """Converts to keywords of a turn, with all of them set. Returns None if no token is wanted.
 
     Raises SamplingUnsupported.
     """
     for name, value in params.items():
         if name not in _HARMLESS and value is not None and value != _NEUTRAL.get(name):
-            raise SamplingUnsupported(f"sampling_params has {name} = {value!r}")
-    # SGLang's own default.
+            raise SamplingUnsupported(f"sampling_params: {name} = {value!r} is not supported")
+    # SGLang's default.
     max_tokens = 128 if params.get("max_new_tokens") is None else int(params["max_new_tokens"])
     if max_tokens <= 0:
         return None

@@ -3,20 +3,20 @@
     task -> Sample, args, sampling_params -> generate(args, sample, sampling_params)
          -> Sample or list of them -> reward(args, sample) -> settled against what was sampled -> Outcome
 
-`generate` finds its router in `slime.utils.http_utils.post`: see `router` for what a request becomes, and
-`claims` for what has to hold of the samples it returns. Each trajectory of the attempt is closed with the
-reward of the sample it is of; those of no sample carry no gradient, and their reward is the attempt's.
+`generate` reaches its router through `slime.utils.http_utils.post`. `router` describes how a
+request becomes a turn, and `claims` what must hold of the returned samples. Each trajectory of the
+attempt is closed with the reward of its sample. A trajectory without a sample carries no gradient
+and gets the attempt's reward.
 
-What the samples say decides how the attempt ends:
+The function decides how the attempt ends:
 
-| it | then |
-|---|---|
-| raises, or returns what does not fit | it failed, with the exception's name as the reason |
-| returns a sample that is ABORTED or FAILED | it failed, with that as the reason |
-| returns a reward | that counts, and the reward function is not asked |
-| returns `remove_sample` | the reward counts in the baseline, no token is trained |
+- It raises, or returns something invalid: the attempt fails, with the exception's name as the
+  reason.
+- It returns a sample that is ABORTED or FAILED: the attempt fails, with that status as the reason.
+- It returns a reward: that reward counts, and the reward function is not called.
+- It returns `remove_sample`: the reward counts in the baseline, but no token is trained.
 
-A failed attempt is made again by the server, up to its bound.
+The server makes a failed attempt again, up to its bound.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ LENGTH = "rollout_max_response_len"
 
 
 class FanOutUnderGroupReward(Exception):
-    """Several samples of one attempt, where a reward compares attempts."""
+    """An attempt returned several samples although a group reward compares attempts."""
 
 
 class SlimeAgent:
-    """`generate` and `reward_group`, as a worker calls them."""
+    """An agent for a worker, with `generate` and `reward_group`."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class SlimeAgent:
         *,
         group_reward: bool,
     ) -> None:
-        """`given` is the file of `--args`. Without `generate`, there too, it is one turn on the task's
-        prompt."""
+        """`given` is the content of the `--args` file. If neither it nor `generate` names a
+        function, the agent takes one turn on the task's prompt."""
         self._generate, self._reward = generate, reward
         self._given = {**given, "group_rm": group_reward}
         self._group_reward = group_reward
@@ -75,16 +75,17 @@ class SlimeAgent:
         self._args: Namespace | None = None
         self._asking = asyncio.Lock()
         self._before: dict[str, Any] = {}
-        """Of what a task said of sampling, as `args` had it."""
+        """Original values in `args` of the sampling settings that a task replaced."""
         self._trains = False
-        """Whether that was a task to train on."""
+        """Whether the last such task was a training task."""
 
     def connect(self, calls: Calls) -> None:
-        """Says which server's functions they are."""
+        """Sets the server. Call it before the first attempt."""
         self._calls = calls
 
     async def args(self) -> Namespace:
-        """The one namespace of this process; the server is asked for its part the first time."""
+        """Returns the one namespace of this process. The first call asks the server for its
+        values."""
         async with self._asking:
             if self._args is None:
                 assert self._calls is not None
@@ -92,17 +93,19 @@ class SlimeAgent:
                 args = make_arguments(
                     self._given, model=info.model, max_context_length=info.max_context_length
                 )
-                # It takes seconds, which leases would miss on the loop.
+                # Loading takes seconds. On the event loop it would delay the renewal of leases.
                 await asyncio.to_thread(find_tokenizer, args.hf_checkpoint)
                 self._args = args
             return self._args
 
     async def use_sampling(self, task: Task) -> None:
-        """Has `args` say what this task does of sampling, where the file of `--args` does not, once: the
-        tasks of a run sample alike, and what a function sets on `args` stays.
+        """Copies the task's sampling settings to `args`, once, except those that the `--args` file
+        sets.
 
-        Before a task to train on, an evaluation says the length of an answer, and nothing else: functions
-        reckon with it, and there is none to begin with."""
+        All tasks of a run sample alike, and values that a function sets on `args` must stay. Before
+        the first training task, an evaluation task sets only the response length. Functions compute
+        with it, and it has no default.
+        """
         args = await self.args()
         if self._trains:
             return
@@ -118,7 +121,7 @@ class SlimeAgent:
         vars(args).update(told)
 
     async def begin(self, task: Task, trajectory: Trajectory) -> Episode:
-        """An attempt that its function has not seen yet."""
+        """Makes the episode for an attempt before its function has seen it."""
         await self.use_sampling(task)
         args = await self.args()
         sample = make_sample(task, trajectory, args)
@@ -126,13 +129,13 @@ class SlimeAgent:
         key = args.reward_key
         if task.purpose is Purpose.EVAL:
             key = args.eval_reward_key or key
-        # What this task leaves open is not for another one to say.
+        # Settings that this task leaves open must not come from another task.
         usual = Namespace(**{**vars(args), **self._before})
         params = write_sampling_params(task.sampling, usual)
         return Episode(trajectory, sample, router, key, params)
 
     async def generate(self, task: Task, trajectory: Trajectory) -> Outcome | Failed | None:
-        """One attempt; None where it is scored with its siblings."""
+        """Runs one attempt. Returns None if it is to be scored with its siblings."""
         episode = await self.begin(task, trajectory)
         mark = current_episode.set(episode)
         try:
@@ -146,7 +149,7 @@ class SlimeAgent:
         finally:
             current_episode.reset(mark)
         if outcome is None:
-            # Of a table its entries would never go: an episode has its trajectory.
+            # The episode holds its trajectory, so an entry in a table would never be freed.
             trajectory.attached = episode
         return outcome
 
@@ -154,7 +157,7 @@ class SlimeAgent:
         returned = await self._run(task, episode)
         episode.returned = flatten(returned)
         if not episode.returned:
-            raise TypeError("the function returned no sample")
+            raise TypeError("the function returned no samples")
         failed = episode.failed is not None
         if not (failed or self._group_reward):
             await self._score(episode.returned, whole=isinstance(returned, list))
@@ -163,7 +166,8 @@ class SlimeAgent:
             return await episode.settle()
         if len(episode.returned) > 1:
             raise FanOutUnderGroupReward(
-                f"{len(episode.returned)} samples of one attempt: score them in generate"
+                f"one attempt returned {len(episode.returned)} samples under a group reward: "
+                "score them in generate"
             )
         await episode.check()
         return None
@@ -171,7 +175,7 @@ class SlimeAgent:
     async def reward_group(
         self, task: Task, trajectories: Sequence[Trajectory]
     ) -> list[Outcome | Failed]:
-        """Scores siblings: `reward(args, samples)` returns a list."""
+        """Scores siblings. `reward(args, samples)` returns a list."""
         episodes = [cast("Episode", trajectory.attached) for trajectory in trajectories]
         await self._score([episode.returned[0] for episode in episodes], whole=True)
         return [await episode.settle() for episode in episodes]
@@ -190,7 +194,7 @@ class SlimeAgent:
         return await call_plugin(function, args, episode.sample, params, **named)
 
     async def _score(self, samples: Sequence[Sample], *, whole: bool) -> None:
-        """Asks for the rewards that are not there, of one sample, or of several at once."""
+        """Computes the missing rewards, per sample or for several at once."""
         missing = list(samples) if self._group_reward else [s for s in samples if s.reward is None]
         if not missing:
             return
@@ -203,41 +207,41 @@ class SlimeAgent:
                 of_its_own = sample.custom_rm_path
                 one = load_function(of_its_own) if of_its_own else function
                 if one is None:
-                    raise RewardMissing("generate set no reward, and there is no --reward")
+                    raise RewardMissing("generate set no reward, and no --reward is given")
                 sample.reward = await call_plugin(one, args, sample)
             return
         rewards: Any = await call_plugin(function, args, missing)
         if not hasattr(rewards, "__len__") or len(rewards) != len(missing):
-            raise RewardMissing(f"{len(missing)} samples, and the function returned {rewards!r}")
+            raise RewardMissing(
+                f"{len(missing)} samples need a reward each, but the function returned {rewards!r}"
+            )
         for sample, reward in zip(missing, rewards, strict=True):
             sample.reward = reward
 
 
 def takes_evaluation(function: Callable[..., Any]) -> bool:
-    """Whether a function's signature names `evaluation`, which it is then given by its name."""
+    """Whether a function's signature names `evaluation`, which it then receives by keyword."""
     try:
         return "evaluation" in inspect.signature(function).parameters
     except ValueError:
-        # Some functions written in C have none.
+        # Some functions written in C have no signature.
         return False
 
 
 class Attempted(Protocol):
-    """An attempt at a task: its trajectory as an agent has it, or as it was delivered."""
+    """An attempt at a task: the trajectory that an agent drives, or a delivered one."""
 
     @property
-    def trajectory_id(self) -> str:
-        """Its id."""
-        ...
+    def trajectory_id(self) -> str: ...
 
     @property
     def sample_index(self) -> int:
-        """Its place in the group."""
+        """Position of the attempt in its group."""
         ...
 
 
 def make_sample(task: Task, trajectory: Attempted, args: Namespace) -> Sample:
-    """The sample of an attempt, as slime's data source makes it of a row."""
+    """Makes the sample of an attempt, as slime's data source makes it from a row."""
     row = dict(task.metadata)
     nested = row.get(args.metadata_key)
     metadata = dict(cast("Mapping[str, Any]", nested)) if isinstance(nested, Mapping) else row
@@ -260,7 +264,8 @@ def make_sample(task: Task, trajectory: Attempted, args: Namespace) -> Sample:
 
 
 def _prompt(task: Task, args: Namespace, tools: Any) -> str | list[dict[str, Any]]:
-    """What the row's prompt was: a text, rendered where `args.apply_chat_template` says so, or messages."""
+    """Restores the row's prompt: a text, rendered if `args.apply_chat_template` is set, or
+    messages."""
     if isinstance(task.prompt, np.ndarray):
         tokenizer: Any = load_tokenizer(args.hf_checkpoint)
         return str(tokenizer.decode(task.prompt.tolist()))
@@ -275,7 +280,7 @@ def _prompt(task: Task, args: Namespace, tools: Any) -> str | list[dict[str, Any
                 messages, tools=tools, tokenize=False, add_generation_prompt=True, **kwargs
             )
         )
-    # A row's text is one user's message by the time it is a task.
+    # A row's text became a single user's message when it was made a task.
     if len(messages) == 1 and messages[0]["role"] == "user":
         return str(messages[0]["content"])
     return messages

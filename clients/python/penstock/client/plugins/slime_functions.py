@@ -1,4 +1,4 @@
-"""What functions written for slime call, so far as it is about the engine, by slime's names."""
+"""Engine-related functions that functions written for slime call, under slime's names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from penstock.common.functions import find_function
 
 
 class OutsideAttempt(Exception):
-    """A request to the router by code that belongs to no attempt."""
+    """Code that belongs to no attempt sent a request to the router."""
 
 
 # slime.utils.http_utils
@@ -44,34 +44,35 @@ async def post(
     action: str = "post",
     headers: Mapping[str, str] | None = None,
 ) -> Any:
-    """A request to the router is a turn of the attempt it is made for; any other goes where it says.
+    """Sends a request. To the router, it becomes a turn of the caller's attempt.
 
-    Nothing is tried again here: the failure of an attempt is, by the server, as a whole.
+    Nothing is retried here. If a request fails, the attempt fails and the server makes it again.
     """
     parts = urlsplit(url)
     if parts.hostname != ROUTER_HOST:
         data = json.dumps(payload or {}).encode()
-        # Not one of a few threads: a service that does not answer must not keep others from being asked.
+        # Each call has its own thread, so that a service that does not answer cannot block others.
         return await run_in_thread(_fetch, url, action.upper(), data, dict(headers or {}))
     if parts.path not in ("/generate", "/inference/v1/generate"):
-        raise RequestUnsupported(f"{parts.path}: of the router's endpoints there is /generate")
+        raise RequestUnsupported(f"{parts.path}: the router serves only /generate")
     episode = current_episode.get()
     if episode is None:
-        raise OutsideAttempt("/generate by code that no attempt started: whose turn is it?")
+        raise OutsideAttempt("/generate was called by code that belongs to no attempt")
     if parts.path == "/generate":
         return await episode.router.generate(payload)
     return write_answer(await episode.router.generate(read_request(payload)))
 
 
 async def get(url: str) -> Any:
-    """A request that is not the router's."""
+    """Sends a GET request to a service other than the router."""
     if urlsplit(url).hostname == ROUTER_HOST:
-        raise RequestUnsupported(f"GET {urlsplit(url).path}: the router has no workers to speak of")
+        raise RequestUnsupported(f"GET {urlsplit(url).path}: the router serves no GET requests")
     return await run_in_thread(_fetch, url, "GET", None, {})
 
 
 def get_rollout_num_engines(args: Namespace) -> int:
-    """Engines behind the router, as `args` have it: `rollout_num_engines`, or as many as the GPUs make."""
+    """Returns the number of engines behind the router: `args.rollout_num_engines`, or derived from
+    the number of GPUs."""
     if (count := getattr(args, "rollout_num_engines", None)) is not None:
         return int(count)
     return max(1, args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
@@ -92,7 +93,8 @@ def _fetch(url: str, method: str, data: bytes | None, headers: dict[str, str]) -
 
 
 def load_function(path: str) -> Any:
-    """What `pkg.module.function` leads to, or what `penstock rollout` takes. Raises FunctionInvalid."""
+    """Loads `pkg.module.function`, or a name as `penstock rollout` takes it. Raises
+    FunctionInvalid."""
     if ":" in path:
         return find_function(path, None)
     module, _, name = path.rpartition(".")
@@ -100,24 +102,24 @@ def load_function(path: str) -> Any:
 
 
 class SingletonMeta(type):
-    """A class that is made once."""
+    """Metaclass of classes that have one instance."""
 
     _made: ClassVar[dict[Any, Any]] = {}
 
     def __call__(cls, *arguments: Any, **named: Any) -> Any:
-        """The one there is."""
+        """Returns the only instance."""
         if cls not in SingletonMeta._made:
             SingletonMeta._made[cls] = super().__call__(*arguments, **named)
         return SingletonMeta._made[cls]
 
     @staticmethod
     def clear_all_instances() -> None:
-        """Forgets all that were made."""
+        """Forgets all instances, so that the next call makes a new one."""
         SingletonMeta._made.clear()
 
 
 class AsyncLoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -126,7 +128,7 @@ class AsyncLoopThread:
         ).start()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a coroutine on it, and waits for its end."""
+        """Runs a coroutine on the loop and waits for its result."""
         thread = threading.get_ident()
 
         async def work() -> Any:
@@ -142,32 +144,31 @@ _RUNNERS: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
 
 
 def runner_of(task: asyncio.Task[Any] | None) -> int | None:
-    """Identity of the thread that waits for a task's end by `run`."""
+    """Identity of the thread that waits in `run` for this task."""
     return None if task is None else _RUNNERS.get(task)
 
 
 @functools.cache
 def get_async_loop() -> AsyncLoopThread:
-    """The one in the background."""
+    """Returns the shared background loop."""
     return AsyncLoopThread()
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine on the loop in the background, and waits for it."""
+    """Runs a coroutine on the background loop and waits for its result."""
     return get_async_loop().run(coroutine)
 
 
 def load_processor(name: str, **options: Any) -> None:
-    """None: a Penstock server takes no images."""
+    """Returns None, because a Penstock server takes no images."""
 
 
 def build_processor_kwargs(multimodal_inputs: Any = None) -> dict[str, Any]:
-    """Refuses images, which only a processor asks for."""
+    """Refuses images; only a processor needs these arguments."""
     raise RequestUnsupported("images")
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """Refuses an image."""
     raise RequestUnsupported("images")
 
 
@@ -175,7 +176,7 @@ def encode_image_for_rollout_engine(image: Any) -> str:
 
 
 class GenerateState(metaclass=SingletonMeta):
-    """What generation shares in this process."""
+    """State that all generation in this process shares."""
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
@@ -191,22 +192,21 @@ class GenerateState(metaclass=SingletonMeta):
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The model's."""
         return load_tokenizer(self.args.hf_checkpoint)
 
     @contextmanager
     def dp_rank_context(self) -> Generator[int]:
-        """There is one rank: the server."""
+        """Yields rank 0, because the server is the only rank."""
         yield 0
 
     def reset(self) -> None:
-        """As before the first rollout."""
+        """Resets the state to that before the first rollout."""
         self.remaining_batch_size = 0
         self.pendings: set[Any] = set()
         self.aborted = False
 
     def submit_generate_tasks(self, samples: Sequence[list[Sample]]) -> None:
-        """Begins groups."""
+        """Starts generating and scoring groups."""
         for group in samples:
             work = generate_and_rm_group(self.args, group, self.sampling_params.copy())
             self.pendings.add(asyncio.create_task(work))
@@ -214,14 +214,14 @@ class GenerateState(metaclass=SingletonMeta):
 
 
 def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
-    """Where a model is asked: the router, or one of `args.sglang_model_routers`."""
+    """Returns the URL of a model: the router, or one of `args.sglang_model_routers`."""
     routers: Mapping[str, tuple[str, int]] = args.sglang_model_routers or {}
     host, port = routers.get(model_name, (args.sglang_router_ip, args.sglang_router_port))
     return f"http://{host}:{port}{endpoint}"
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """One turn, from the sample's tokens or its prompt."""
+    """Takes one turn, from the sample's tokens or its prompt."""
     state = GenerateState(args)
     sample.tokens = list(
         sample.tokens or state.tokenizer.encode(sample.prompt, add_special_tokens=False)
@@ -254,16 +254,17 @@ _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 async def generate_and_rm(
     args: Namespace, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Any:
-    """An attempt: generated, unless it was before, and unless rewards compare siblings, scored."""
+    """Runs an attempt. It generates unless already done, and scores unless rewards compare
+    siblings."""
     given = types.flatten(sample)
     mark = current_episode.set(find_episode(given[0]))
     try:
-        # One of a group that was given back for its siblings' sake.
+        # A group that was given back can hold finished samples, because of an unfinished sibling.
         if not all(each.status in _FINISHED for each in given):
             sample = await _generate_by(args, sample, sampling_params, evaluation)
         found = types.flatten(sample)
         for each in found:
-            # One that the function made itself need not say whose it is.
+            # A sample that the function made itself need not name its attempt.
             each.session_id = each.session_id or given[0].session_id
         missing = [s for s in found if s.reward is None and s.status is not Sample.Status.ABORTED]
         if missing and not args.group_rm:
@@ -291,7 +292,8 @@ async def _generate_by(
 
 
 def _of_its_task(args: Namespace, given: dict[str, Any]) -> dict[str, Any]:
-    """What the caller left as `GenerateState` has it is as the attempt's task says."""
+    """Replaces values that the caller left at `GenerateState`'s defaults by those of the attempt's
+    task."""
     episode = current_episode.get()
     if episode is None:
         return given
@@ -303,7 +305,7 @@ def _of_its_task(args: Namespace, given: dict[str, Any]) -> dict[str, Any]:
 async def generate_and_rm_group(
     args: Namespace, group: list[Any], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Any:
-    """A group: its attempts at the same time."""
+    """Runs the attempts of a group concurrently."""
     work = [generate_and_rm(args, s, sampling_params.copy(), evaluation=evaluation) for s in group]
     done: list[Any] = [*await asyncio.gather(*work)]
     if args.group_rm:
@@ -323,12 +325,13 @@ async def _call_reward(args: Namespace, path: str | None, samples: Any, named: A
 
 
 async def async_rm(args: Namespace, sample: Sample, **named: Any) -> Any:
-    """A sample's reward, by `custom_rm_path`."""
+    """Returns the reward of a sample, by `custom_rm_path`."""
     return await _call_reward(args, sample.custom_rm_path or args.custom_rm_path, sample, named)
 
 
 async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **named: Any) -> Any:
-    """The rewards of several, asked for at once; one by one, where only they say by which function."""
+    """Returns the rewards of several samples in one call, or one by one if each sample names its
+    own function."""
     if args.custom_rm_path is None:
         return await asyncio.gather(*(async_rm(args, sample, **named) for sample in samples))
     return await _call_reward(args, args.custom_rm_path, samples, named)
@@ -338,7 +341,7 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **named: 
 
 
 def call_dynamic_filter(function: Any, args: Any, group: Sequence[Any], **named: Any) -> Any:
-    """Asks a filter about a group; without one it is kept."""
+    """Calls a filter on a group. Without a filter, the group is kept."""
     if function is None:
         return DynamicFilterOutput(True)
     output = types.read_filter_output(function(args, group, **named))
@@ -350,35 +353,33 @@ def call_dynamic_filter(function: Any, args: Any, group: Sequence[Any], **named:
 
 
 def should_drop_dynamic_filter_output(output: DynamicFilterOutput, **_: Any) -> bool:
-    """Whether a group is dropped."""
+    """Returns whether to drop a group."""
     return not output.keep and not output.keep_when_insufficient
 
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **_: Any) -> DynamicFilterOutput:
-    """Keeps a group whose rewards differ."""
+    """Keeps a group if its rewards differ."""
     rewards = [float(types.flatten(sample)[0].get_reward_value(args)) for sample in samples]
     keep = max(rewards) - min(rewards) > 1e-6
     return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 
 class MetricGatherer:
-    """Counts what a filter dropped."""
+    """Counts dropped groups by reason."""
 
     def __init__(self) -> None:
         self._dropped: Counter[str] = Counter()
 
     def on_dynamic_filter_drop(self, reason: str | None) -> None:
-        """Counts one."""
         if reason:
             self._dropped[reason] += 1
 
     def collect(self) -> dict[str, int]:
-        """The counts."""
         return {f"rollout/dynamic_filter/drop_{r}": n for r, n in self._dropped.items()}
 
 
 def call_rollout_fn(function: Any, *arguments: Any, evaluation: bool, **named: Any) -> Any:
-    """Calls a whole-rollout function; what it returns bare is wrapped."""
+    """Calls a whole-rollout function. Wraps a bare result."""
     output = function(*arguments, evaluation=evaluation, **named)
     if isinstance(output, types.RolloutFnTrainOutput | types.RolloutFnEvalOutput):
         return output

@@ -1,4 +1,4 @@
-"""How the functions of a command line are called: `penstock rollout --style`."""
+"""Calling conventions for the functions of a command line: `penstock rollout --style`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Style(StrEnum):
-    """Whose signatures functions have."""
+    """The system whose signatures the functions have."""
 
     PENSTOCK = "penstock"
     """`generate(task, trajectory)`, `reward(task, trajectory)`."""
     SLIME = "slime"
-    """`generate(args, sample, sampling_params)`, `reward(args, sample)`; and vime's."""
+    """`generate(args, sample, sampling_params)`, `reward(args, sample)`. vime uses the same."""
     VERL = "verl"
     """`compute_score(data_source, solution_str, ground_truth, extra_info)`."""
     TRL = "trl"
@@ -33,12 +33,12 @@ class Style(StrEnum):
 
 @dataclass(frozen=True)
 class Functions:
-    """What a worker calls."""
+    """The functions that a worker calls."""
 
     generate: Agent
     reward: Agent | None
     connect: Callable[[Calls], None]
-    """Says which server it is, before the first attempt."""
+    """Sets the server, before the first attempt."""
 
 
 def load_functions(
@@ -49,18 +49,18 @@ def load_functions(
     *,
     whole_group: bool,
 ) -> Functions:
-    """The functions of another system by their names, `pkg.module:function`. Raises BadFunction."""
+    """Loads functions of another system by name, `pkg.module:function`. Raises BadFunction."""
     if style is Style.SLIME:
         agent = load_slime(generate, reward, args, whole_group=whole_group)
         if whole_group and reward is None:
-            raise BadFunction("--group-reward says how --reward is called: give it too")
+            raise BadFunction("--group-reward requires --reward")
         scores = group_reward(_bound(agent)) if whole_group else None
         return Functions(agent.generate, scores, agent.connect)
     if reward is None:
-        raise BadFunction(f"--style {style} is about reward functions: give --reward")
+        raise BadFunction(f"--style {style} requires --reward")
     if generate is not None:
         raise BadFunction(
-            f"--style {style} is about reward functions: --generate has no such style"
+            f"--style {style} applies to reward functions and cannot be combined with --generate"
         )
     if style is Style.TRL:
         scores = trl_reward(find(reward, "--reward", None), whole_group=whole_group)
@@ -80,24 +80,24 @@ def load_slime(
     *,
     whole_group: bool,
 ) -> SlimeAgent:
-    """Functions of slime's. Raises BadFunction."""
+    """Loads functions written for slime. Raises BadFunction."""
     if args.get("group_rm") and not whole_group:
-        raise BadFunction("--args: group_rm, which --group-reward says here")
+        raise BadFunction("--args sets group_rm: use --group-reward instead")
     modules.install()
     found = [
         _find_generate(generate) if generate else None,
         find(reward, "--reward", ("args", "sample")) if reward else None,
     ]
-    # By these functions of ours, such as `generate_and_rm`, find them.
+    # Replaced slime functions, such as `generate_and_rm`, find the user's functions by these paths.
     paths = {"custom_generate_function_path": generate, "custom_rm_path": reward}
     given = {**{name: path for name, path in paths.items() if path}, **args}
     return SlimeAgent(found[0], found[1], given, group_reward=whole_group)
 
 
 def _find_generate(name: str) -> Callable[..., Any]:
-    """Raises BadFunction."""
     function = find(name, "--generate", None)
-    # It need not have a default: whoever names it is told.
+    # `evaluation` need not have a default, because every caller passes it if the signature names
+    # it.
     named = {"evaluation": False} if takes_evaluation(function) else None
     return find(name, "--generate", ("args", "sample", "sampling_params"), named)
 
@@ -108,7 +108,7 @@ def find(
     positional: tuple[str, ...] | None,
     named: Mapping[str, object] | None = None,
 ) -> Callable[..., Any]:
-    """The function that an option names. Raises BadFunction."""
+    """Returns the function that an option names. Raises BadFunction."""
     try:
         return cast("Callable[..., Any]", find_function(name, positional, named))
     except FunctionInvalid as error:
@@ -116,7 +116,7 @@ def find(
 
 
 def _bound(agent: SlimeAgent) -> Agent:
-    # A mark cannot be set on a bound method.
+    # A bound method cannot carry the group-reward mark.
     async def reward(task: Any, trajectories: Any) -> Any:
         return await agent.reward_group(task, trajectories)
 

@@ -1,4 +1,4 @@
-"""The model's tokenizer, for functions that work with tokens; transformers is loaded when one does."""
+"""The model's tokenizer, for functions that use tokens. Loads transformers on first use."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any, cast
 
 @functools.cache
 def load_tokenizer(name: str, **options: Any) -> Any:
-    """The tokenizer of a model's folder or name. Raises ImportError where transformers is missing."""
+    """Loads the tokenizer of a model's folder or name. Raises ImportError if transformers is
+    missing."""
     transformers = cast("Any", importlib.import_module("transformers"))
     return transformers.AutoTokenizer.from_pretrained(name, **options)
 
 
 @functools.cache
 def find_tokenizer(name: str) -> Any:
-    """The same; None where there is none, which only a request with `input_ids` minds."""
+    """Like `load_tokenizer`, but returns None without a tokenizer. Only requests that need text
+    fail then."""
     try:
         return load_tokenizer(name)
     except (ImportError, OSError, ValueError):

@@ -1,11 +1,13 @@
-"""What a function of slime's wrote into a sample's metadata, as metadata of the attempt's outcome: so a
-filter of the trainer's groups finds it there.
+"""Sends what a slime function wrote into a sample's metadata as metadata of the attempt's outcome.
 
-    sample.metadata before and after -> what is new or another, as JSON has it -> Outcome.metadata
+A filter of the trainer's groups can read it there.
 
-It comes with a mark where it is all that the function did: then a key that the trainer does not find was
-not there. Without the mark it cannot know that. Something is missing where a key was removed, where JSON
-does not have a value (or not exactly, as an integer beyond 2^53), and what is too large or too deep.
+    sample.metadata before and after -> new and changed entries, as JSON -> Outcome.metadata
+
+If the result is complete, it carries a mark. With the mark, the trainer knows that a missing key
+was never set. Without it, the trainer cannot know. A removed key makes the result incomplete. So
+does a value that is too large, too deep, or has no exact form in JSON, such as an integer beyond
+2^53.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from penstock.client.values import from_struct, to_struct
 from penstock.wire.agent_marks import OWN_PREFIX, write_metadata_whole
 
 MOST_BYTES = 64 << 10
-"""It is in the journal, and in memory, until its group is trained. An outcome may have 1 MiB."""
+"""The journal and the memory hold it until its group is trained. An outcome can have 1 MiB."""
 MOST_LEVELS = 16
-"""A server refuses an outcome, and with it the attempt, whose metadata is 24 levels deep."""
+"""A server refuses an outcome whose metadata is 24 levels deep, which would lose the attempt."""
 
 
 def told_metadata(before: Mapping[str, Any], after: Any) -> dict[str, Any]:
-    """Metadata for the outcome. `after` is whatever the function left."""
+    """Returns metadata for the outcome. `after` is whatever the function left in the sample."""
     if not isinstance(after, Mapping):
         return {}
     entries = cast("Mapping[Any, Any]", after)
@@ -38,7 +40,7 @@ def told_metadata(before: Mapping[str, Any], after: Any) -> dict[str, Any]:
         text = _text(value)
         if text is not None and key in before and _text(before[key]) == text:
             continue
-        # What does not fit leaves its room to others.
+        # A value that does not fit leaves its room to others.
         fits = text is not None and len(key) + len(text) <= room
         sent = _sent(key, text) if text is not None and fits else None
         if text is None or sent is None or key.startswith(OWN_PREFIX):
@@ -50,7 +52,7 @@ def told_metadata(before: Mapping[str, Any], after: Any) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str | None:
-    """As JSON; None for what it does not have."""
+    """Returns the value as JSON, or None if JSON cannot hold it."""
     try:
         return json.dumps(value, allow_nan=False, default=_plain)
     except (TypeError, ValueError, RecursionError):
@@ -58,14 +60,14 @@ def _text(value: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Of numpy's and torch's values."""
+    """Converts numpy's and torch's values."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"JSON has no {type(value).__name__}")
 
 
 def _sent(key: str, text: str) -> dict[str, Any] | None:
-    """An entry as it arrives; None where it would not."""
+    """Returns an entry as it arrives at the trainer, or None if it would not arrive intact."""
     entry = {key: json.loads(text)}
     if _is_deep(entry):
         return None

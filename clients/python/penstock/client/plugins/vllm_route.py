@@ -1,6 +1,7 @@
-"""vLLM's tokens-in, tokens-out endpoint, which is vime's, in terms of SGLang's, which is slime's.
+"""Translates vLLM's tokens-in, tokens-out endpoint, used by vime, to SGLang's, used by slime.
 
-/inference/v1/generate {"token_ids", "sampling_params"} -> {"choices": [{"token_ids", "logprobs", ...}]}
+/inference/v1/generate {"token_ids", "sampling_params"} -> {"choices": [{"token_ids", "logprobs",
+...}]}
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-# What comes anyway, or is about text that this endpoint does not give.
+# Options that have no effect: always on, or about text that this endpoint does not return.
 _LEFT_OUT = {"logprobs", "include_stop_str_in_output", "detokenize", "output_kind"}
 _TAKEN_OVER = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "skip_special_tokens")
 
 
 def read_request(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request to `/generate`."""
+    """Converts to a request to `/generate`."""
     given: Mapping[str, Any] = payload.get("sampling_params") or {}
     params = {_NAMES.get(k, k): v for k, v in given.items() if k not in _LEFT_OUT}
-    # vLLM's own default.
+    # vLLM's default.
     params.setdefault("max_new_tokens", 16)
     rest = {k: v for k, v in payload.items() if k not in ("model", "token_ids", "sampling_params")}
     ids = payload.get("token_ids")
@@ -26,7 +27,7 @@ def read_request(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The same answer as vLLM would give it."""
+    """Converts to an answer in vLLM's format."""
     meta: Mapping[str, Any] = answer["meta_info"]
     pairs = meta["output_token_logprobs"]
     choice = {
@@ -41,11 +42,11 @@ def write_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_inference_sampling_params(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters a function was given, as this endpoint takes them."""
+    """Converts the parameters that a function received to this endpoint's format."""
     params = {name: sampling_params[name] for name in _TAKEN_OVER if sampling_params.get(name)}
     for name, other in _NAMES.items():
         if sampling_params.get(other) is not None:
             params[name] = sampling_params[other]
-    # Zero is a temperature too.
+    # Zero is a valid temperature.
     params["temperature"] = sampling_params["temperature"]
     return {**params, "logprobs": 1}

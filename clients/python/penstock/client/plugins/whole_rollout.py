@@ -1,24 +1,23 @@
-"""A function of slime's that makes whole rollouts, in a worker's place.
+"""Runs a slime function that makes whole rollouts, in place of a worker.
 
     leases -> groups whose attempts are all here -> data_source.get_samples(n) -> the function
            -> the groups that it returns -> each attempt settled and closed -> the function again
 
-The function is called in a thread, again and again, with `rollout_id` counting from zero; one that keeps
-groups in flight from one call to the next may. `data_source` says how it waits for groups. What becomes of
-a group that it was given:
+A thread calls the function again and again, with `rollout_id` counting from zero. The function can
+keep groups in flight from one call to the next. `data_source` describes how it waits for groups.
+The function decides what happens to the attempts of a group:
 
-| the function | its attempts |
-|---|---|
-| returns it | are closed with what their samples say |
-| gives it back with `add_samples` | wait, and are the next that `get_samples` gives |
-| drops it by `call_dynamic_filter` | are closed at once, for the next group takes its place at the gate; |
-|  | it is marked as of no use, for the reason the filter gave |
-| keeps it | stay leased, and count against the concurrency |
+- It returns the group: they are closed with the result in their samples.
+- It gives the group back with `add_samples`: they wait, and `get_samples` returns them next.
+- It drops the group through `call_dynamic_filter`: they are closed at once, because the next group
+  needs the slot at the staleness gate. The group is marked as unwanted, with the filter's reason.
+- It keeps the group: they stay leased and count against the concurrency.
 
-An attempt that failed and comes again without its siblings cannot be given as a group: it fails again,
-until the server counts it as failed. Order of shutdown: no more leases; a function that waits for a group
-is told; what it holds is failed with WORKER_STOPPED, so that the server has it made elsewhere; the thread
-is left to itself.
+If a failed attempt is leased again without its siblings, it does not make a whole group. It then
+fails again until the server counts it as failed.
+
+Order of shutdown: stop leasing; raise RolloutStopped in a function that waits for a group; fail its
+attempts with WORKER_STOPPED; abandon the thread. The server schedules the attempts elsewhere.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.rollout")
 
-# How long another group is waited for by a function that has one to go on with: those that were admitted
-# together arrive together.
+# How long a function that already has a group waits for another one. Groups admitted together
+# arrive together.
 _MOMENT_SECONDS = 0.5
-# After which a function that has groups and waits for more is spoken of.
+# A function that has groups and waits longer than this for more causes a warning.
 _SILENCE_SECONDS = 30.0
-_SIBLINGS_GONE = Failed("SIBLINGS_GONE", "a whole rollout makes groups as a whole")
+_SIBLINGS_GONE = Failed("SIBLINGS_GONE", "a whole rollout needs every attempt of a group")
 
 
 @dataclass(eq=False)
@@ -67,7 +66,7 @@ class _Group:
     attempts: dict[int, Attempt] = field(default_factory=dict[int, Attempt])
     episodes: list[Episode] = field(default_factory=list[Episode])
     given: bool = False
-    """Whether the function has it."""
+    """Whether the function has received it."""
 
     @property
     def whole(self) -> bool:
@@ -88,24 +87,23 @@ class WholeRollout:
         self._settings = settings
         self._given_back: deque[list[Sample]] = deque()
         self._groups: dict[str, _Group] = {}
-        """Those of which an attempt is leased, until each is closed."""
+        """Groups with leased attempts, until each attempt is closed."""
         self._ready: deque[_Group] = deque()
         self._alone: Counter[tuple[str, int]] = Counter()
-        """Places in groups whose attempt failed here and is to come again; below zero where it came before
-        the answer to its close."""
+        """Places in groups whose attempt failed here and will be leased again. Negative if the new
+        lease came before the answer to the close."""
         self._arrived = asyncio.Condition()
         self._ended: Exception | None = None
-        """What ended the leasing; whoever asks for a group hears of it."""
+        """The error that ended leasing. A call that asks for a group raises it."""
         self._dropped: list[tuple[Episode, asyncio.Task[None]]] = []
-        """What the function dropped since it was called, being closed."""
+        """Groups' attempts that the function dropped since its last call; they are being closed."""
         self._calling_thread = 0
-        """In which the function runs."""
+        """Identity of the thread in which the function runs."""
         self._stopped = asyncio.Event()
         self._statistics = Statistics()
         self._reporter = Reporter(self._statistics, settings.report_seconds)
 
     def stop(self) -> None:
-        """Asks `run` to return."""
         self._stopped.set()
 
     @property
@@ -115,19 +113,19 @@ class WholeRollout:
 
     @property
     def calling_thread(self) -> int:
-        """The identity of the thread in which the function was called last."""
+        """Identity of the thread in which the function was last called."""
         return self._calling_thread
 
     @property
     def held(self) -> list[str]:
-        """Trajectories that are leased, by their ids."""
+        """Ids of the leased trajectories."""
         attempts = (a for group in self._groups.values() for a in group.attempts.values())
         return [attempt.trajectory.trajectory_id for attempt in attempts]
 
     async def run(self) -> Statistics:
-        """Calls the function until stopped, or until so many attempts were closed.
+        """Calls the function until stopped, or until `attempts` attempts were closed.
 
-        Raises PenstockError where the server refuses to lease, RolloutMisused, and what the function
+        Raises PenstockError if the server refuses to lease, RolloutMisused, and what the function
         raises.
         """
         settings = self._settings
@@ -146,7 +144,8 @@ class WholeRollout:
             calling = asyncio.create_task(self._call(source))
             await asyncio.wait((stopping, calling), return_when=asyncio.FIRST_COMPLETED)
             await leases.stop_leasing()
-            # A function that is left to itself holds up what it shares, such as slime's loop, no longer.
+            # This unblocks an abandoned function, which may hold shared resources such as slime's
+            # loop.
             await self._end_leasing(RolloutStopped("the worker was stopped"))
             for task in (stopping, taking, calling):
                 task.cancel()
@@ -159,20 +158,20 @@ class WholeRollout:
 
     @property
     def given_back_count(self) -> int:
-        """Groups that the function gave back and has not taken again."""
+        """Number of groups that the function gave back and has not taken again."""
         return len(self._given_back)
 
     async def give_back(self, groups: Sequence[list[Sample]]) -> None:
-        """Groups that the function takes again later."""
+        """Keeps groups for the function to take again later."""
         async with self._arrived:
             self._given_back.extend(groups)
             self._arrived.notify_all()
 
     async def take(self, count: int, *, aside: bool) -> list[list[Sample]]:
-        """Groups for the function: waits for the first, and a moment for each other one. `aside`: who waits
-        must not be held up, so a function that has groups already may get none.
+        """Returns groups for the function. Waits for the first, and briefly for each further one.
 
-        Raises RolloutMisused, and what ended the leasing.
+        `aside` means that the caller must not be blocked. Then a function that already has groups
+        may get an empty list. Raises RolloutMisused, and the error that ended leasing.
         """
         loop = asyncio.get_running_loop()
         found: list[list[Sample]] = []
@@ -192,13 +191,13 @@ class WholeRollout:
 
     @property
     def _given_count(self) -> int:
-        """Attempts that the function has."""
+        """Number of attempts that the function has."""
         return sum(len(group.attempts) for group in self._groups.values() if group.given)
 
     async def _next_group(
         self, seconds: float | None, *, aside: bool
     ) -> _Group | list[Sample] | None:
-        """The next group; None where none comes within so many seconds."""
+        """Returns the next group, or None if none arrives within `seconds`."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         async with self._arrived:
@@ -224,25 +223,25 @@ class WholeRollout:
                         continue
                 if seconds is None and self._given_count:
                     logger.warning(
-                        "the function has %d attempts and has waited %.0f s for another group: the server "
-                        "admits none before the trainer has taken what is made, so what the function "
-                        "needs at a time has to fit train.groups_per_step",
+                        "the function holds %d attempts and has waited %.0f s for another group. The "
+                        "server admits none until the trainer has taken finished groups. The function "
+                        "should need at most train.groups_per_step groups at a time",
                         *(self._given_count, loop.time() - begun),
                     )
 
     def _check_room(self) -> None:
-        """Raises RolloutMisused where all leases are with the function, which waits for another one."""
+        """Raises RolloutMisused if the function holds all leases and waits for another group."""
         held = self._given_count
         size = max((group.size for group in self._groups.values()), default=1)
         limit = self._settings.concurrency
         if held + size > limit:
             raise RolloutMisused(
-                f"the function has {held} attempts and asks for another group of {size}; "
+                f"the function holds {held} attempts and asks for another group of {size}, but "
                 f"--concurrency is {limit}"
             )
 
     async def _receive(self, leases: Leases) -> None:
-        """Consumes leases; waits for more; produces whole groups; is unblocked by closes."""
+        """Receives leases and queues whole groups. Closing attempts makes room for more leases."""
         try:
             async for attempt in leases:
                 if self._comes_alone(attempt):
@@ -260,14 +259,15 @@ class WholeRollout:
             await self._end_leasing(error)
 
     def _comes_alone(self, attempt: Attempt) -> bool:
-        """Whether it failed here before, and its siblings did not."""
+        """Returns whether the attempt failed here before while its siblings did not."""
         group = self._groups.get(attempt.group_id)
-        # What the function has is closed while leases are received: its close may not be answered yet.
+        # A close may still await its answer when the attempt is leased again.
         is_closing = group is not None and group.given and attempt.sample_index in group.attempts
         return is_closing or self._alone[attempt.group_id, attempt.sample_index] > 0
 
     def _count_alone(self, attempt: Attempt, change: int) -> None:
-        """Keeps nothing of a place for which nothing is to come: there is no end of groups."""
+        """Adjusts the count of a place. Removes zero entries, because the number of groups is
+        unbounded."""
         place = attempt.group_id, attempt.sample_index
         self._alone[place] += change
         if self._alone[place] == 0:
@@ -279,8 +279,11 @@ class WholeRollout:
             self._arrived.notify_all()
 
     async def _close_remains(self, whole: _Group) -> None:
-        """Fails what a worker of before left of groups whose other attempts it had closed: a group is
-        leased as a whole, so of one that is older than a whole one no more comes."""
+        """Fails what a previous worker left of groups whose other attempts it had closed.
+
+        Groups are leased whole, in order. So a group older than a whole one receives no more
+        attempts.
+        """
         for group in list(self._groups.values()):
             if group is whole:
                 return
@@ -302,7 +305,8 @@ class WholeRollout:
             rollout_id += 1
 
     async def _use_sampling(self) -> None:
-        """Waits for the first group, whose tasks say how this run samples; the function is told."""
+        """Waits for the first group. Its task's sampling parameters hold for the whole run, so they
+        are passed to the function."""
         async with self._arrived:
             await self._arrived.wait_for(lambda: self._ready or self._ended is not None)
             first = _ordered(self._ready[0])[0].task if self._ready else None
@@ -317,7 +321,7 @@ class WholeRollout:
         return run(output) if inspect.iscoroutine(output) else output
 
     def _drop(self, episode: Episode) -> None:
-        """Closes an attempt of a group that the function dropped, and so makes room for another."""
+        """Closes an attempt of a group that the function dropped, which makes room for another."""
         for attempt, each in self._held_episodes():
             if each is episode:
                 self._dropped.append((episode, asyncio.create_task(self._end(attempt, episode))))
@@ -332,7 +336,7 @@ class WholeRollout:
         ]
 
     async def _settle(self, samples: Sequence[Sample]) -> None:
-        """Closes the attempts of what the function returned; what it had dropped is closed by then."""
+        """Closes the attempts that the function returned, after those it dropped."""
         dropped, self._dropped = self._dropped, []
         await asyncio.gather(*(closing for _, closing in dropped))
         held = self._held_episodes()
@@ -343,7 +347,7 @@ class WholeRollout:
             episode = by_id.get(sample.session_id) or by_index.get(sample.index)
             if episode is None:
                 raise RolloutMisused(
-                    f"the function returned a sample of no attempt it was given: index {sample.index}, "
+                    f"the function returned a sample of an unknown attempt: index {sample.index}, "
                     f"session_id {sample.session_id}"
                 )
             episode.returned.append(sample)
@@ -354,8 +358,8 @@ class WholeRollout:
             if attempt.group_id not in over:
                 continue
             if not episode.returned and episode.sample.session_id not in given_back:
-                # A group is delivered as a whole: one that was left out counts in the baseline, if it was
-                # scored, and is not trained.
+                # Groups are delivered whole. An attempt that the function left out counts in the
+                # baseline if it was scored, but is not trained.
                 episode.leave_out()
             if episode.returned:
                 ending.append((attempt, episode))
@@ -366,7 +370,7 @@ class WholeRollout:
         try:
             await episode.router.stop()
             if episode.unwanted:
-                # What it was worth is not known, and nothing of it is trained.
+                # Its reward is unknown, and it is not trained.
                 sample = episode.sample
                 sample.reward, sample.remove_sample = sample.reward or 0.0, True
                 episode.returned = [sample]
@@ -383,12 +387,12 @@ class WholeRollout:
             self._count_alone(attempt, int(closed.retried))
         except (PenstockError, ValueError) as error:
             if isinstance(error, ValueError) and isinstance(outcome, Outcome):
-                # The outcome itself is what cannot be sent, such as a reward that is not finite.
+                # The outcome itself cannot be sent, for example because its reward is not finite.
                 await self._close(attempt, _failed(error))
                 return
             logger.info("attempt %s is lost: %s", attempt.trajectory.trajectory_id, error)
             self._statistics.add(None, count)
-            # Whether it comes again nobody says; where it has, that is settled.
+            # Unknown whether the server makes it again. If it already has, this settles it.
             if self._alone[attempt.group_id, attempt.sample_index] < 0:
                 del self._alone[attempt.group_id, attempt.sample_index]
         group = self._groups.get(attempt.group_id)

@@ -1,5 +1,3 @@
-"""The worker that `penstock rollout --style` runs."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,7 +23,8 @@ def load_worker(
     arguments: Path | None,
     settings: WorkerSettings,
 ) -> Callable[[Calls], Worker | WholeRollout]:
-    """The worker for functions of another system, given a server. Raises BadFunction."""
+    """Returns a factory that makes the worker for functions of another system. Raises
+    BadFunction."""
     style = Style(style_name)
     try:
         args = read_arguments(arguments)
@@ -51,12 +50,14 @@ def _whole(
     settings: WorkerSettings,
 ) -> Callable[[Calls], WholeRollout]:
     if style is not Style.SLIME:
-        raise BadFunction("--rollout-function goes with --style slime")
+        raise BadFunction("--rollout-function requires --style slime")
     if settings.purpose is Purpose.EVAL:
-        raise BadFunction("--rollout-function makes training batches: it takes no --purpose eval")
+        raise BadFunction(
+            "--rollout-function makes training batches and cannot be combined with --purpose eval"
+        )
     if settings.attempt_seconds is not None:
         raise BadFunction(
-            "--rollout-function is called for many attempts at once: --attempt-timeout bounds none of them"
+            "--rollout-function runs many attempts per call and cannot be combined with --attempt-timeout"
         )
     whole_group = settings.group_reward
     agent = load_slime(generate, reward, args, whole_group=whole_group)
