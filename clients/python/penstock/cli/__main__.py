@@ -1,8 +1,9 @@
 """The command line: `penstock serve | train | rollout | eval | weights | health | journal | token |
 demo | up`.
 
-Kept light: each command imports what it runs when it runs. The engine's child process imports the main
-module anew, so nothing here may have an effect at import.
+Each command imports what it needs only when it runs, so that `penstock --help` stays fast. The
+engine's child process imports the main module again, so importing this module must have no side
+effects.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.client.external.settings import CommandSettings
     from penstock.wire.security import Security
 
-# Passed through whole, --help included, to the command's own parser.
+# These commands parse their own arguments, --help included.
 _PASS_THROUGH: dict[str, Any] = {
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
@@ -45,16 +46,17 @@ _UPLOAD_EXTRAS = "server (or trainer)"
 def main() -> None:
     """Reinforcement learning for language models over one typed gRPC protocol.
 
-    Three processes: `serve` samples from the model, `rollout` takes the turns of tasks and scores
-    them, `train` submits the tasks, learns from what was scored and sends the new weights back.
-    `up` runs all three, on this machine or a cluster, and `demo` does with nothing to configure.
+    Three processes make a run. `serve` samples from the model. `rollout` takes the turns of tasks
+    and scores them. `train` submits the tasks, trains on the scored trajectories and sends the new
+    weights back. `up` runs all three, on this machine or on a cluster. `demo` runs all three
+    without any configuration.
     """
 
 
 @main.command(context_settings=_PASS_THROUGH, add_help_option=False)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def serve(options: tuple[str, ...]) -> None:
-    """Serve a model: sampling, tasks, weights.
+    """Serve a model: sampling, tasks and weight updates.
 
     [--config FILE] [--listen HOST:PORT] [--dry-run] [any option of the engine, such as --model]
     """
@@ -64,29 +66,29 @@ def serve(options: tuple[str, ...]) -> None:
 
 @main.command()
 @click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
+@click.option("--resume", is_flag=True, help="Resume from the run's last checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Processes of this host to compute with; for several hosts see torchrun.",
+    help="Number of processes to train with on this host. Use torchrun for several hosts.",
 )
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
-    help="Override a value of CONFIG; may be repeated.",
+    help="Override a value of CONFIG. Can be repeated.",
 )
 def train(
     config: Path, resume: bool, dry_run: bool, ranks: int, overrides: tuple[str, ...]
 ) -> None:
-    """Train a policy as CONFIG, a TOML file, says.
+    """Train a policy as configured in CONFIG, a TOML file.
 
-    The file names the rollout server, or several, the model and where the tasks come from; what it
-    leaves out has a default, which --dry-run prints. Reward, lag and times are shown for every step,
+    The file names one or several rollout servers, the model and the source of the tasks. Settings
+    it omits have defaults, which --dry-run prints. Reward, lag and times are printed for every step
     and written to the run's folder.
     """
     run = load("penstock.trainer.__main__", "train", "trainer")
@@ -101,25 +103,25 @@ def train(
     multiple=True,
     metavar="HOST:PORT",
     type=Address(),
-    help="The rollout server; may be repeated, and --concurrency is then divided over them.",
+    help="Rollout server. Can be repeated; --concurrency is then divided among the servers.",
 )
 @click.option(
     "--generate",
     metavar="PKG.MODULE:FUNCTION",
-    help="generate(task, trajectory): takes any number of turns. "
-    "Default: one, on the task's prompt.",
+    help="generate(task, trajectory) takes any number of turns. "
+    "Default: one turn on the task's prompt.",
 )
 @click.option(
     "--reward",
     metavar="PKG.MODULE:FUNCTION",
-    help="reward(task, trajectory): returns a number. Default: what generate returns. Also "
-    "FILE.py:FUNCTION.",
+    help="reward(task, trajectory) returns a number. Default: the value that generate returns. "
+    "FILE.py:FUNCTION works too.",
 )
 @click.option(
     "--group-reward",
     is_flag=True,
-    help="Call reward(task, trajectories) once for all attempts at a task; it returns a list of "
-    "numbers. --concurrency must be at least the size of a group.",
+    help="Call reward(task, trajectories) once for all attempts at a task. It must return a list of "
+    "numbers. --concurrency must be at least the group size.",
 )
 @click.option(
     "--concurrency",
@@ -127,20 +129,22 @@ def train(
     show_default=True,
     type=click.IntRange(min=1),
     metavar="N",
-    help="Attempts in flight at a time.",
+    help="Number of attempts in flight.",
 )
 @click.option(
-    "--agent-id", metavar="NAME", help="Names this process to the server. Default: HOST-PID."
+    "--agent-id", metavar="NAME", help="Name of this process for the server. Default: HOST-PID."
 )
-@click.option("--purpose", type=click.Choice(["train", "eval"]), help="Only tasks of this purpose.")
 @click.option(
-    "--attempts", type=click.IntRange(min=1), metavar="N", help="Exit after so many attempts."
+    "--purpose", type=click.Choice(["train", "eval"]), help="Lease only tasks of this purpose."
+)
+@click.option(
+    "--attempts", type=click.IntRange(min=1), metavar="N", help="Exit after this many attempts."
 )
 @click.option(
     "--attempt-timeout",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Fail an attempt that takes longer, reward included. Default: no limit.",
+    help="Fail attempts that take longer than this, reward included. Default: no limit.",
 )
 @click.option(
     "--drain-timeout",
@@ -148,7 +152,7 @@ def train(
     show_default=True,
     type=click.FloatRange(min=0),
     metavar="SECONDS",
-    help="After SIGTERM or Ctrl-C, give attempts in flight this long to end.",
+    help="How long attempts in flight can continue after SIGTERM or Ctrl-C.",
 )
 @click.option(
     "--reconnect-timeout",
@@ -156,8 +160,8 @@ def train(
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Wait this long for a lost server before an attempt in flight is given up. New attempts "
-    "are waited for without a bound.",
+    help="How long to wait for a lost server before abandoning an attempt in flight. Waiting for "
+    "new attempts has no limit.",
 )
 @style_options
 @click.option(
@@ -189,10 +193,10 @@ def rollout(
 ) -> None:
     """Lease attempts at tasks, take their turns and score them.
 
-    Goes on until stopped, over restarts of the server. Give --reward, a --generate that returns
-    the reward, an --environment or a --command; modules of the working directory are found.
-    Functions may be async or plain; a plain one runs in a thread. One that raises fails its attempt,
-    which the server has made again.
+    Runs until stopped and reconnects when the server restarts. Give --reward, a --generate that
+    returns the reward, an --environment or a --command. Modules in the working directory are
+    importable. Functions can be async or plain; a plain function runs in a thread. If a function
+    raises, its attempt fails and the server schedules it again.
 
     \b
     # score.py
@@ -233,7 +237,7 @@ def rollout(
 @main.command("eval", context_settings=_PASS_THROUGH, add_help_option=False)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def evaluate(options: tuple[str, ...]) -> None:
-    """Measure what a server, or a model, samples on a set of prompts.
+    """Evaluate a server, or a model, on a set of prompts.
 
     (--server HOST:PORT | --model MODEL) (--data FILE | --task NAME) [--reward PKG.MODULE:FUNCTION]
     """
@@ -246,7 +250,7 @@ def evaluate(options: tuple[str, ...]) -> None:
 
 @main.group()
 def weights() -> None:
-    """Show the weight versions of a server, or push one by hand."""
+    """Show the weight versions of a server, or push one manually."""
 
 
 @weights.command("show")
@@ -254,7 +258,7 @@ def weights() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @security_options
 def show_weights(security: Security, address: str, as_json: bool) -> None:
-    """Show what the server at HOST:PORT samples, holds and takes."""
+    """Show the weight versions of the server at HOST:PORT and the uploads it accepts."""
     from penstock.cli.weights import show
 
     sys.exit(show(address, as_json, security))
@@ -268,22 +272,24 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
     "weight_version",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Greater than every version the server has. Default: the newest one's and one.",
+    help="Must be greater than every version the server has. Default: the newest version plus one.",
 )
 @click.option(
     "--source",
     type=click.Choice(["auto", "checkpoint", "stream", "shared-memory"]),
     default="auto",
     show_default=True,
-    help="How the server gets the bytes. auto: FOLDER itself where the server can read it and its "
-    "dtype is the server's, else memory of this host, else the connection.",
+    help="How the server gets the bytes. auto: the server reads FOLDER if it can and the dtypes "
+    "match; otherwise shared memory on this host; otherwise the connection.",
 )
 @click.option(
     "--in-flight",
     type=click.Choice(["keep", "recompute", "drain", "abort"]),
-    help="What happens to turns in flight. Default: as the server is configured.",
+    help="What to do with turns in flight. Default: the server's setting.",
 )
-@click.option("--stage-only", is_flag=True, help="Upload and verify, and do not switch.")
+@click.option(
+    "--stage-only", is_flag=True, help="Upload and verify, but do not switch to the new version."
+)
 @security_options
 def push_weights(
     security: Security,
@@ -294,11 +300,11 @@ def push_weights(
     in_flight: str | None,
     stage_only: bool,
 ) -> None:
-    """Upload a Hugging Face checkpoint, a FOLDER of safetensors, to the server at HOST:PORT.
+    """Upload FOLDER, a Hugging Face checkpoint of safetensors, to the server at HOST:PORT.
 
-    Tensors are converted to the server's dtype. Prints how long sampling stood still and how many
-    tensors changed. Not while a trainer is connected: versions only grow, and its next would be
-    refused.
+    Tensors are converted to the server's dtype. Prints how long sampling was paused and how many
+    tensors changed. Do not push while a trainer is connected: versions only grow, so the server
+    would refuse the trainer's next version.
     """
     from penstock.cli.weights import PushOptions, push
 
@@ -311,7 +317,7 @@ def push_weights(
 @main.command(context_settings=_PASS_THROUGH, add_help_option=False)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def demo(options: tuple[str, ...]) -> None:
-    """Run all three on this machine: a reward climbs."""
+    """Run server, worker and trainer on this machine and watch the reward climb."""
     extras = "server,trainer,cpu"
     exit_with(load("penstock.demo.__main__", "main", extras), extras, list(options))
 
@@ -321,7 +327,7 @@ main.add_command(health)
 
 
 class _JournalFolder(click.Path):
-    """A folder; the address of a NATS server is told why it is none."""
+    """A folder. Explains why the address of a NATS server is not accepted."""
 
     def convert(
         self,
@@ -331,7 +337,7 @@ class _JournalFolder(click.Path):
     ) -> str | bytes | os.PathLike[str]:
         if str(value).startswith(("nats:", "tls:")):
             self.fail(
-                "a journal in a stream of NATS is read by its server alone: docs/many-hubs.md",
+                "only its server can read a journal in a NATS stream: see docs/many-hubs.md",
                 param,
                 ctx,
             )
@@ -345,9 +351,9 @@ _JOURNAL = click.argument(
 
 @main.group()
 def journal() -> None:
-    """Show, check and export what a server stored; docs/journal.md.
+    """Show, check and export the journal of a server; see docs/journal.md.
 
-    Nothing is locked or changed, and the server may go on meanwhile.
+    These commands lock and change nothing. The server can keep running.
     """
 
 
@@ -355,7 +361,7 @@ def journal() -> None:
 @_JOURNAL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_journal(folder: Path, as_json: bool) -> None:
-    """List what the journal in FOLDER holds: tasks, groups, open trajectories."""
+    """List the tasks, groups and open trajectories in the journal in FOLDER."""
     run = load("penstock.server.journal.tools.command", "list_stored", "server")
     exit_with(run, "server", folder, as_json)
 
@@ -366,8 +372,8 @@ def list_journal(folder: Path, as_json: bool) -> None:
 def verify_journal(folder: Path, as_json: bool) -> None:
     """Check every record of the journal in FOLDER.
 
-    The status is 0 where all is whole, 1 where a record is corrupt, 2 where there is no journal. A
-    torn end is not corrupt: it was never acknowledged.
+    Exits with 0 if all records are intact, 1 if a record is corrupt, 2 if there is no journal. A
+    torn end is not corruption: it was never acknowledged.
     """
     run = load("penstock.server.journal.tools.command", "verify", "server")
     exit_with(run, "server", folder, as_json)
@@ -381,12 +387,12 @@ def verify_journal(folder: Path, as_json: bool) -> None:
     type=click.Choice(["waiting", "used", "all"]),
     default="all",
     show_default=True,
-    help="waiting: no step has used them; used: one has, and no durable checkpoint contains it yet.",
+    help="waiting: no step has used them. used: a step has, but no durable checkpoint contains it yet.",
 )
 def export_journal(folder: Path, out: Path, state: str) -> None:
     """Write the finished groups of the journal in FOLDER to OUT, a *.jsonl or *.parquet file.
 
-    One row per trajectory; docs/journal.md names the columns.
+    Writes one row per trajectory. docs/journal.md lists the columns.
     """
     run = load("penstock.server.journal.tools.command", "export", "server")
     exit_with(run, "server", folder, out, state)
@@ -397,13 +403,13 @@ _TOKEN_FILE = click.option(
     "path",
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The server's file of tokens, as its security.tokens names it.",
+    help="The server's token file, as named by its security.tokens setting.",
 )
 
 
 @main.group()
 def token() -> None:
-    """Make, list and revoke the tokens that a server lets in; docs/security.md."""
+    """Create, list and revoke access tokens for a server; see docs/security.md."""
 
 
 @token.command("create")
@@ -411,23 +417,23 @@ def token() -> None:
 @click.option(
     "--name",
     required=True,
-    help="What the caller is called in logs and refusals. Several tokens of one: NAME@WHICH.",
+    help="Name of the caller in logs and errors. Use NAME@WHICH for several tokens of one caller.",
 )
 @click.option(
     "--role",
     required=True,
     type=click.Choice(["agent", "trainer", "admin"]),
-    help="What it may do: take turns, train, or everything.",
+    help="What the token allows: taking turns, training, or everything.",
 )
 @click.option(
     "--expires",
     default="30d",
     show_default=True,
     metavar="TIME",
-    help="How long it is good for: a number and m, h, d or w.",
+    help="How long the token is valid: a number followed by m, h, d or w.",
 )
 def create_token(path: Path, name: str, role: str, expires: str) -> None:
-    """Make a token. It is printed once, and the file keeps its hash."""
+    """Create a token. It is printed once; the file stores only its hash."""
     run = load("penstock.cli.tokens", "create", "server")
     run(path, name, role, expires)
 
@@ -435,21 +441,21 @@ def create_token(path: Path, name: str, role: str, expires: str) -> None:
 @token.command("list")
 @_TOKEN_FILE
 def list_tokens(path: Path) -> None:
-    """List names, roles and how long they are good for."""
+    """List the names, roles and expiry times of the tokens."""
     load("penstock.cli.tokens", "show", "server")(path)
 
 
 @token.command("revoke")
 @_TOKEN_FILE
-@click.option("--name", required=True, help="As it was created.")
+@click.option("--name", required=True, help="Name of the token, as given to create.")
 def revoke_token(path: Path, name: str) -> None:
-    """Revoke a token: a server that runs refuses it at its next call."""
+    """Revoke a token. A running server refuses it from the next call on."""
     load("penstock.cli.tokens", "revoke", "server")(path, name)
 
 
 @main.command("version")
 def show_version() -> None:
-    """Print the version."""
+    """Print the version of the penstock package."""
     click.echo(version("penstock"))
 
 

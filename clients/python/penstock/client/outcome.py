@@ -54,25 +54,25 @@ class Closed:
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """A process that has ended: `trajectory.process`, for reward functions."""
+    """A process that has ended. Reward functions read it as `trajectory.process`."""
 
     folder: Path
-    """Its own, as it left it; there until the attempt is scored."""
+    """Folder of the attempt as the process left it. Exists until the attempt is scored."""
     status: int | None
-    """Exit status; None where a signal or a limit ended it."""
+    """Exit status; None if a signal or a limit ended it."""
     signal: int | None
     """Number of the signal that ended it."""
     seconds: float
-    """From its start to the end of the last of its processes."""
+    """Time from its start to the end of its last descendant."""
     peak_bytes: int
-    """Resident memory of its largest process."""
+    """Peak resident memory of its largest process."""
     output: str
-    """The end of what it wrote to stdout and stderr, together."""
+    """The end of what it wrote to stdout and stderr, combined."""
     result: Mapping[str, Any] | None = None
-    """What the result file holds; None where there is none."""
+    """Content of the result file; None if the file does not exist."""
 
     def described(self) -> str:
-        """How it ended, for a person."""
+        """Describes how it ended, for people."""
         if self.signal is None:
             return f"exit status {self.status}"
         try:

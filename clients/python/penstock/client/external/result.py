@@ -58,35 +58,6 @@ class ResultInvalid(AttemptFailed):
     """The result file is missing or does not hold a result."""
 
 
-@dataclass(frozen=True)
-class ProcessRecord:
-    """A process that has ended. Reward functions read it as `trajectory.process`."""
-
-    folder: Path
-    """Folder of the attempt as the process left it. Exists until the attempt is scored."""
-    status: int | None
-    """Exit status; None if a signal or a limit ended it."""
-    signal: int | None
-    """Number of the signal that ended it."""
-    seconds: float
-    """Time from its start to the end of its last descendant."""
-    peak_bytes: int
-    """Peak resident memory of its largest process."""
-    output: str
-    """The end of what it wrote to stdout and stderr, combined."""
-    result: Mapping[str, Any] | None = None
-    """Content of the result file; None if the file does not exist."""
-
-    def described(self) -> str:
-        """Describes how it ended, for people."""
-        if self.signal is None:
-            return f"exit status {self.status}"
-        try:
-            return f"ended by {signal.Signals(self.signal).name}"
-        except ValueError:
-            return f"ended by signal {self.signal}"
-
-
 def with_output(text: str, output: str) -> str:
     """Appends the end of the output to a failure message."""
     shown = output.strip()
