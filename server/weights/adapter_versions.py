@@ -2,10 +2,10 @@
 
 Order of events of a switch to adapter v:
 
-1. Its folder is written, and the engine adds the adapter to those it has. 2. If there is a probe,
-it is scored under v. Nothing samples under v yet. 3. The gate closes briefly, so that no turn is
-half admitted. v becomes the active version, turns in flight
-   are handled by the policy, and the gate opens.
+1. Its folder is written, and the engine adds the adapter to those it has.
+2. If there is a probe, it is scored under v. Nothing samples under v yet.
+3. The gate closes briefly, so that no turn is half admitted. v becomes the active version, turns in
+   flight are handled by the policy, and the gate opens.
 4. An adapter that is not active is freed when its last turn has ended.
 
 | policy | turns in flight |
