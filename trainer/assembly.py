@@ -239,7 +239,7 @@ def _make_transports(config: TrainerConfig, link: Link, folders: VersionFolders)
     if weights.transport == "checkpoint":
         transports.append(CheckpointFolder(link.bulk, folders))
     if weights.transport == "collective":
-        from penstock.trainer.weights.collective_transport import (
+        from penstock.trainer.weights.collective.transport import (
             CollectiveSettings,
             CollectiveTransport,
         )

@@ -21,11 +21,18 @@ from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from penstock.trainer.weights.collective_transport import CollectiveSettings, CollectiveTransport
-from penstock.trainer.weights.gloo import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
+from penstock.trainer.weights.collective.gloo import (
+    GlooTrainerInitInfo,
+    GlooTrainerWeightTransferEngine,
+)
+from penstock.trainer.weights.collective.transfer import (
+    NextUpdate,
+    PenstockWeightSyncClient,
+    WeightSyncFailed,
+)
+from penstock.trainer.weights.collective.transport import CollectiveSettings, CollectiveTransport
 from penstock.trainer.weights.parcel import whole
 from penstock.trainer.weights.payload import Payload
-from penstock.trainer.weights.transfer import NextUpdate, PenstockWeightSyncClient, WeightSyncFailed
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.gloo_group import GroupBroken

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from penstock.trainer.core.errors import TrainerError
-from penstock.trainer.weights.transfer import NextUpdate, PenstockWeightSyncClient, WeightSyncFailed
+from penstock.trainer.weights.collective.transfer import (
+    NextUpdate,
+    PenstockWeightSyncClient,
+    WeightSyncFailed,
+)
 from penstock.v1 import weights_pb2
 from penstock.wire import gloo_group
 from tests.support.fakes import TENSORS

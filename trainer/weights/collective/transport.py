@@ -19,9 +19,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import grpc
 
 from penstock.trainer.core.errors import ConfigInvalid
+from penstock.trainer.weights.collective.transfer import (
+    NextUpdate,
+    PenstockWeightSyncClient,
+    WeightSyncFailed,
+)
 from penstock.trainer.weights.parcel import Parcel
 from penstock.trainer.weights.payload import Payload
-from penstock.trainer.weights.transfer import NextUpdate, PenstockWeightSyncClient, WeightSyncFailed
 from penstock.v1 import weights_pb2
 from penstock.wire.gloo_group import GroupBroken
 from penstock.wire.reasons import Reason
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
         SparseWeightPatch,
     )
 
-    from penstock.trainer.weights.collective_source import PayloadSource
+    from penstock.trainer.weights.collective.source import PayloadSource
 
     Engine = TrainerWeightTransferEngine[TrainerInitInfo]
 
@@ -107,7 +111,7 @@ class CollectiveTransport:
             raise ConfigInvalid("an adapter cannot be sent by a collective")
         patches: list[SparseWeightPatch] | None = None
         if self._settings.backend == SPARSE:
-            from penstock.trainer.weights.collective_source import patches_of
+            from penstock.trainer.weights.collective.source import patches_of
 
             patches = await asyncio.to_thread(patches_of, parcel, self._device())
         named = None if patches is None else {patch.name for patch in patches}
@@ -190,7 +194,7 @@ class CollectiveTransport:
         self._engine.send_weights()
 
     def _make_source(self) -> PayloadSource:
-        from penstock.trainer.weights.collective_source import PayloadSource
+        from penstock.trainer.weights.collective.source import PayloadSource
 
         return PayloadSource(self._device())
 
@@ -212,7 +216,7 @@ class CollectiveTransport:
     def _init_info(self) -> TrainerInitInfo:
         settings = self._settings
         if settings.backend == "gloo":
-            from penstock.trainer.weights.gloo import GlooTrainerInitInfo
+            from penstock.trainer.weights.collective.gloo import GlooTrainerInitInfo
 
             return GlooTrainerInitInfo(
                 settings.master_address,
