@@ -9,30 +9,25 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.entrypoints.generate.base.protocol import (
-    DeltaFunctionCall,
-    DeltaMessage,
-    DeltaToolCall,
-    FunctionCall,
-    ToolCall,
-)
-from vllm.entrypoints.openai.chat_completion.protocol import (
+from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.http import errors as http_errors
+from penstock.server.http import requests
+from penstock.server.vllm.api import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatCompletionResponseStreamChoice,
     ChatCompletionStreamResponse,
     ChatMessage,
-)
-from vllm.entrypoints.serve.engine.protocol import (
     CompletionTokenUsageInfo,
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    FunctionCall,
     PromptTokenUsageInfo,
+    ToolCall,
     UsageInfo,
 )
-
-from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.http import errors as http_errors
-from penstock.server.http import requests
 
 if TYPE_CHECKING:
     from penstock.server.http.reply import Delta, Reply

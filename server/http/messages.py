@@ -8,13 +8,11 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.http import chat as http_chat
 from penstock.server.http import errors as http_errors
 from penstock.server.http import requests
+from penstock.server.vllm.api import AnthropicMessagesRequest, AnthropicServingMessages
 
 if TYPE_CHECKING:
     from penstock.server.http.reply import Delta, Reply

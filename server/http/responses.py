@@ -13,8 +13,13 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm.entrypoints.generate.base.protocol import FunctionCall
-from vllm.entrypoints.openai.responses.protocol import (
+from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.http import chat as http_chat
+from penstock.server.http import errors as http_errors
+from penstock.server.http import requests
+from penstock.server.text.renderer import Message
+from penstock.server.vllm.api import (
+    FunctionCall,
     InputTokensDetails,
     OutputTokensDetails,
     ResponseCompletedEvent,
@@ -23,23 +28,13 @@ from vllm.entrypoints.openai.responses.protocol import (
     ResponsesRequest,
     ResponsesResponse,
     ResponseUsage,
-)
-from vllm.entrypoints.openai.responses.streaming_events import (
+    SamplingParams,
     SimpleStreamingEventProcessor,
-    split_delta,
-)
-from vllm.entrypoints.openai.responses.utils import (
     build_response_output_items,
     construct_input_messages,
     reuse_streamed_item_ids,
+    split_delta,
 )
-from vllm.sampling_params import SamplingParams
-
-from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.http import chat as http_chat
-from penstock.server.http import errors as http_errors
-from penstock.server.http import requests
-from penstock.server.text.renderer import Message
 
 if TYPE_CHECKING:
     from penstock.server.http.reply import Delta, Reply

@@ -42,9 +42,9 @@ class Language:
     def program(self, name: str) -> tuple[str, ...]:
         """The command of "life", the agent of test_languages.py, or of "agent", the example."""
         if self.name == "python":
-            return (sys.executable, "-m", f"tests.{name}")
+            return (sys.executable, "-m", f"tests.support.{name}")
         if self.name == "openai":
-            return (sys.executable, "-m", f"tests.{name}_openai")
+            return (sys.executable, "-m", f"tests.support.{name}_openai")
         if self.name == "go":
             return (str(clients.BIN / name),)
         place = {"life": "test", "agent": "examples"}[name]

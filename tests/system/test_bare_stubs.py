@@ -72,7 +72,7 @@ async def test_stubs_of_the_files_that_the_page_names_make_an_attempt(tmp_path: 
         # Without the site's own paths: of this project it sees only the stubs.
         libraries = sysconfig.get_paths()["purelib"]
         agent = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-S", "-P", str(ROOT / "tests" / "bare_agent.py")),
+            *(sys.executable, "-S", "-P", str(ROOT / "tests" / "support" / "bare_agent.py")),
             *(str(stubs), server.address),
             env={"PYTHONPATH": f"{stubs}:{libraries}"},
             stdin=asyncio.subprocess.PIPE,

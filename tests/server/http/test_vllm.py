@@ -164,7 +164,7 @@ async def node_agent(base: str, stream: bool, **_: Any) -> str:
     # By the path of that environment, and not by this process's own.
     program = shutil.which("node", path=environment["PATH"]) or "node"
     process = await asyncio.create_subprocess_exec(
-        *(program, str(Path(__file__).with_name("openai_agent.cjs"))),
+        *(program, str(Path(__file__).parents[2] / "support" / "openai_agent.cjs")),
         *(base, "streamed" if stream else "whole"),
         env={**environment, "NODE_PATH": str(NODE / "node_modules")},
         stdout=asyncio.subprocess.PIPE,

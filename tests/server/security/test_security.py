@@ -660,13 +660,13 @@ async def test_callers_are_counted_apart(tmp_path: Path, made: Authorities):
 # Everywhere that product code turns a name, or bytes, into code.
 LOADS_CODE = {
     # `--reward` and `--generate`, and a loss or an advantage of the trainer's own configuration.
-    "wire/functions.py": {"import_module"},
+    "common/functions.py": {"import_module"},
     # The command line's own modules, by names written there.
-    "client/loading.py": {"import_module"},
+    "cli/loading.py": {"import_module"},
     # For functions written for slime, which name others in the arguments they are given by the operator.
     "client/plugins/slime_functions.py": {"import_module"},
     # The source of megatron-core, as it is installed.
-    "megatron_hook.py": {"compile"},
+    "policy/megatron/hook.py": {"compile"},
 }
 RUNS = {"eval", "exec", "compile", "__import__", "import_module"}
 LOADERS = {"importlib", "runpy", "pickle", "cloudpickle", "marshal", "shelve", "dill"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib
 
 if __name__ == "__main__":
-    runpy.run_module("penstock.cli", run_name="__main__", alter_sys=True)
+    importlib.import_module("penstock.cli.__main__").main()
