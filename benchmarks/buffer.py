@@ -2,13 +2,13 @@
 
     python benchmarks/buffer.py [--groups 64] [--rounds 7] [--window 16] [--folder DIR]
 
-A group is 8 trajectories of 8,192 sampled tokens: token ids and log-probabilities, 512 KiB. Each system runs
-three processes on this machine and ends with numpy arrays in the consumer. After the clock has stopped, the
-benchmark compares each array with the samples.
+A group is 8 trajectories of 8,192 sampled tokens: token ids and log-probabilities, 512 KiB. Each system
+runs three processes on this machine and ends with numpy arrays in the consumer. After the clock has
+stopped, the benchmark compares each array with the samples.
 
 **Penstock**: agent -> server -> trainer, over gRPC. As always, the tokens are in the server, which sampled
-them. A group's clock starts when its agent sends the last outcome (`CompleteTrajectory`), which finishes the
-group. Then the server does everything it always does:
+them. A group's clock starts when its agent sends the last outcome (`CompleteTrajectory`), which finishes
+the group. Then the server does everything it always does:
 
     assemble the group -> write it to the journal in a folder on disk, with fdatasync -> answer ->
     select it at the gate -> deliver it on `Exchange` -> arrays
@@ -18,15 +18,16 @@ the turns before the clock started. The other seven outcomes were sent before it
 each one when it is ready. `penstock, 8 outcomes` includes them in the time: eight calls for each group.
 
 The trainer is on the server's host. `Exchange` sends it the location of the group in the journal, and it
-reads the group there. `penstock, over a socket` measures a trainer on another host, which is sent the group.
+reads the group there. `penstock, over a socket` measures a trainer on another host, which is sent the
+group.
 
 **Ray**: producer -> queue (an actor) -> consumer. The producer already has the group in the form that it
 puts, and the clock starts when it puts it. Nothing is durable. The form makes all the difference;
-`buffer_ray` has four. The fully asynchronous trainers of rllm (`pickled lists`) and verl (`pickled tensors`)
-use a Ray actor queue *with cloudpickle*: they pickle a group themselves and pass the bytes through an actor.
-`vs_ray_queue` compares with rllm's, because its items are the same: groups of token ids and
-log-probabilities. `vs_ray_arrays` compares with the best that Ray's queue can do, for a program that keeps
-numpy arrays all the way. Those never enter a pickle.
+`buffer_ray` has four. The fully asynchronous trainers of rllm (`pickled lists`) and verl (`pickled
+tensors`) use a Ray actor queue *with cloudpickle*: they pickle a group themselves and pass the bytes
+through an actor. `vs_ray_queue` compares with rllm's, because its items are the same: groups of token ids
+and log-probabilities. `vs_ray_arrays` compares with the best that Ray's queue can do, for a program that
+keeps numpy arrays all the way. Those never enter a pickle.
 
 So a group crosses one process boundary with Penstock and two with Ray. That follows from the design, in
 which the server owns the tokens.

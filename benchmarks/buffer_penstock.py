@@ -211,7 +211,9 @@ def check(groups: list[tuple[int, Any]]) -> None:
         for sibling, ((prompt, _), (ids, logprobs)) in enumerate(trajectories):
             number = sample_number(group, sibling)
             assert prompt.tolist() == [number]
-            assert sample_of(number).equals(ids, logprobs), f"group {group} differs from its samples"
+            assert sample_of(number).equals(ids, logprobs), (
+                f"group {group} differs from its samples"
+            )
 
 
 class Trainer:

@@ -7,10 +7,10 @@ updates, `max_lag` is 8, and the freshness controller is off (`freshness = false
 the groups of nine steps in flight, and the trainer gets groups as old as `max_lag` allows. `fresh` is the
 same with `max_lag` 0, which leaves little to correct.
 
-By default it trains the small model of taught_model.py, 120 steps a run, about an hour in all. Training that
-model is faster than sampling from it, so its data would not get old. Therefore its rewards come late, and
-the attempts of nine steps are in flight. `--smollm2` trains SmolLM2-135M-Instruct, 50 steps a run, which
-takes two to six hours.
+By default it trains the small model of taught_model.py, 120 steps a run, about an hour in all. Training
+that model is faster than sampling from it, so its data would not get old. Therefore its rewards come late,
+and the attempts of nine steps are in flight. `--smollm2` trains SmolLM2-135M-Instruct, 50 steps a run,
+which takes two to six hours.
 
 Seeds are interleaved. With `--out FOLDER`, a repeated call makes only the runs that are not yet complete.
 
@@ -117,7 +117,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps of each run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default=",".join(ARMS), help="corrections to run")
-    parser.add_argument("--out", type=Path, help="keep the runs' folders here, and resume from them")
+    parser.add_argument(
+        "--out", type=Path, help="keep the runs' folders here, and resume from them"
+    )
     arguments = parser.parse_args()
     arms = {name: ARMS[name] for name in arguments.only.split(",")}
     console = Console(width=120)
