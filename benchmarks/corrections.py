@@ -14,8 +14,12 @@ which takes two to six hours.
 
 Seeds are interleaved. With `--out FOLDER`, a repeated call makes only the runs that are not yet complete.
 
-It prints for each correction: the mean reward of the last ten steps of each seed, the mean lag of the
-trained tokens, the mean and the largest weight, and the share of tokens that it masked or cut.
+It prints for each correction:
+
+- the mean reward of the last ten steps of each seed;
+- the mean lag of the trained tokens;
+- the mean and the largest weight;
+- the share of tokens that it masked or cut.
 
 The last line is one JSON object: {"final_reward": {"off": [..], ..}}, one figure a seed.
 """

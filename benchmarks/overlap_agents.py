@@ -23,7 +23,6 @@ TAIL = 1.0
 
 
 def tool_seconds(rng: random.Random) -> float:
-    """Draws one wait."""
     return min(SHORTEST_SECONDS * rng.paretovariate(TAIL), LONGEST_SECONDS)
 
 
@@ -37,7 +36,7 @@ async def with_tools(task: Task, trajectory: Trajectory) -> None:
 
 
 async def reward(task: Task, trajectory: Trajectory) -> float:
-    """The demo's reward."""
+    """The demo's reward; also writes the log."""
     note(trajectory)
     return last_integer_is_answer(task, trajectory)
 

@@ -37,7 +37,6 @@ class Process:
 
     @property
     def resident_bytes(self) -> int:
-        """Resident memory."""
         return self._counted.memory_info().rss
 
     async def read(self) -> str:

@@ -126,7 +126,6 @@ class Tally:
     """Total time that agents waited for turns."""
 
     def add(self, tokens_by_lag: dict[int, int]) -> None:
-        """Adds delivered tokens."""
         for behind, count in tokens_by_lag.items():
             self.tokens_by_lag[behind] = self.tokens_by_lag.get(behind, 0) + count
 

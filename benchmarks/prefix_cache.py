@@ -172,7 +172,7 @@ def prompt_stream() -> rollout_service_pb2.StreamOptions:
 
 
 async def measure(model: Path, count: int, shape: Shape, rounds: int) -> dict[str, Seen]:
-    """Measures each policy."""
+    """Measures every routing policy in interleaved rounds."""
     seen = {policy: Seen() for policy in POLICIES}
     rng = random.Random(0)
     async with contextlib.AsyncExitStack() as stack:

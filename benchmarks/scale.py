@@ -1,4 +1,4 @@
-"""Arithmetic of a deployment: messages, bytes, memory and syncs per second, and which resource is full first.
+"""Arithmetic of a deployment: messages, bytes, memory, syncs, and which resource is full first.
 
     python -m benchmarks.scale [--engines 1024] [--tokens-per-second 20000] [--turn-tokens 1000] ...
 
@@ -67,7 +67,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A planned deployment."""
+    """The sizes and rates of a planned deployment."""
 
     name: str
     engines: int
