@@ -12,8 +12,8 @@ engine is paused, and then turns in flight continue (`InFlight.KEEP`). Turns tha
 boundary have joined. Turns that arrive during the pause join a step later.
 
 A prefix is in the cache if this engine computed the trajectory's last turn, or a sibling's prompt, under
-the same version, because the server uses the version as cache salt. Nothing is ever evicted, and no turn
-is preempted.
+the same version. The version matters because the server uses it as cache salt. Nothing is ever evicted,
+and no turn is preempted.
 """
 
 from __future__ import annotations
