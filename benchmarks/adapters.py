@@ -1,13 +1,16 @@
-"""What a switch means for turns in flight: to an adapter, and to a full version.
+"""How long turns in flight wait for tokens during a switch, to an adapter and to a full version.
 
     python benchmarks/adapters.py [--model DIR] [--rounds 6] [--turns 16] [--in-flight keep]
 
-Two real `penstock serve`, one that takes adapters and one that does not, and the trainer's own publisher
-for each, through shared memory. In each round both switch once, with turns in flight whose tokens come one
-by one. A switch to an adapter pauses nothing, but the engine takes the adapter between two steps, so the
-next step waits for that. What it costs is the longest that any turn waited for its next token, from the
-order to switch until the first tokens after the version was active, beside what the same turns waited for
-a token before. That differs between the two: on the CPU vLLM samples with adapters more slowly.
+Runs two real `penstock serve` processes, one that takes adapters and one that does not. For each, the
+trainer's publisher uploads through shared memory. In each round both servers switch once, with turns in
+flight whose tokens are streamed one by one.
+
+A switch to an adapter pauses nothing. But the engine loads the adapter between two steps, so the next step
+waits for that. The cost of a switch is the longest wait of any turn for its next token. It is measured from
+the order to switch until the first tokens after the version is active. The ordinary wait of the same turns
+before the switch is shown next to it. It differs between the two servers, because vLLM on the CPU samples
+more slowly with adapters.
 
 Rounds are interleaved and figures are medians over rounds. The last line is one JSON object, in seconds:
 {"adapter_longest_wait": .., "adapter_ordinary_wait": .., "full_longest_wait": .., "full_ordinary_wait": ..,
@@ -48,15 +51,15 @@ from penstock.v1 import weights_pb2
 ADAPTER, FULL = "adapter", "full"
 LABELS = {ADAPTER: f"an adapter of rank {LORA_RANK}", FULL: "a full version"}
 MAX_ADAPTERS = 3
-"""That sample at once: the new one, and those that turns of a round before might still need."""
+"""Adapters that sample at the same time: the new one, and earlier ones that turns may still need."""
 TURN_TOKENS = 96
 AFTER_SECONDS = 2.0
-"""From the beginning of the turns to the switch: their first steps, with the prompts in them, are long."""
+"""From the start of the turns to the switch. Their first steps are slow, because they compute prompts."""
 
 
 @dataclass
 class Site:
-    """A server, what its trainer switches between, and what that brought."""
+    """A server, the weights its trainer switches between, and the measured switches."""
 
     stack: contextlib.AsyncExitStack
     weights: Sequence[Weights]
@@ -68,7 +71,7 @@ class Site:
     switches: list[Switch] = field(default_factory=list[Switch])
 
     async def start(self, model: Path) -> None:
-        """Starts the server, and a trainer's session with it."""
+        """Starts the server and opens a trainer session with it."""
         lora = ("--enable-lora", "--max-lora-rank", str(LORA_RANK))
         lora += ("--max-loras", str(MAX_ADAPTERS))
         options = lora if self.adapter is not None else ()
@@ -85,7 +88,7 @@ class Site:
         self.stack.callback(self._publisher.close)
 
     async def switch(self, turns: int) -> None:
-        """Publishes the next version, and switches to it with turns in flight."""
+        """Publishes the next version and switches to it with turns in flight."""
         self.version += 1
         weights = self.weights[self.version % len(self.weights)]
         await self._publisher.fill(weights, self.version, DTYPE)
@@ -108,12 +111,12 @@ class Site:
 
 
 def adapters_of(model: Path) -> tuple[weights_pb2.LoraAdapter, list[Weights]]:
-    """Two adapters that change what is sampled, and what an upload says of them."""
+    """Returns the upload's adapter description, and the weights of two adapters that change sampling."""
     adapter = Adapter(load_model(model), LoraConfig(rank=LORA_RANK, alpha=LORA_ALPHA))
     found: list[Weights] = []
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
-        # PEFT's own second matrix is zero, and so would be what it changes.
+        # PEFT initializes the second matrix to zero, so a fresh adapter would change nothing.
         tensors = [
             (name, 0.02 * torch.randn(tensor.shape, generator=generator))
             for name, tensor in adapter.weights()
@@ -148,7 +151,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             for site in found.values():
                 await site.switch(arguments.turns)
                 if not number:
-                    # What the first brings up, mappings and an adapter's kernels, is not measured.
+                    # The first switch also sets up mappings and the adapter's kernels: not counted.
                     site.switches.clear()
             if number:
                 console.print(f"round {number} of {arguments.rounds}")
@@ -162,7 +165,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
 
 
 def waits(site: Site) -> tuple[list[float], list[float]]:
-    """The longest waits for a token at each switch, and the ordinary ones before, in seconds."""
+    """Returns the longest wait for a token at each switch and the ordinary wait before, in seconds."""
     found = [switched.waits for switched in site.switches if switched.waits is not None]
     return [longest for longest, _ in found], [ordinary for _, ordinary in found]
 
@@ -183,12 +186,12 @@ def show(console: Console, found: dict[str, Site], arguments: argparse.Namespace
         longest, ordinary = waits(site)
         table.add_section()
         table.add_row(f"[bold]{LABELS[name]}[/], {site.bytes_sent / 1e6:.1f} MB")
-        line("pause, as the server says", [switched.pause for switched in site.switches])
+        line("pause, as reported by the server", [switched.pause for switched in site.switches])
         line("from the order until it is active", [switched.active for switched in site.switches])
-        line("longest wait for a token meanwhile", longest)
+        line("longest wait for a token during the switch", longest)
         line("ordinary wait for a token before", ordinary)
         more = [long - usual for long, usual in zip(longest, ordinary, strict=True)]
-        line("longer than ordinary by", more)
+        line("difference", more)
     console.print(table)
 
 
@@ -200,7 +203,7 @@ def main() -> None:
     parser.add_argument("--in-flight", default="keep", choices=("keep", "recompute"))
     arguments = parser.parse_args()
     if arguments.turns < 1:
-        parser.error("--turns has to be at least 1: nobody else waits for a token")
+        parser.error("--turns must be at least 1: without turns, no wait can be measured")
     print(json.dumps(asyncio.run(measure(arguments, Console(width=110)))))
 
 

@@ -1,15 +1,17 @@
-"""Thousands of attempts in flight in one worker: what one more that waits for its tool costs.
+"""The cost of one more attempt that waits for its tool, with thousands in flight in one worker.
 
     python benchmarks/attempts.py [--attempts 5000] [--prompt-tokens 200] [--spread-seconds 60]
 
-A server around the fake engine and one worker, each a process of its own. Every attempt takes a turn and
-waits for its tool; when all of them wait, memory is taken of both processes, then what both cost while
-nothing happens but the renewal of leases. Then the tools answer, evenly over --spread-seconds, and each
-attempt takes its second turn (`Continue`), whose time is measured from the call to the turn's end. Sampling
-itself takes no time.
+Runs a server with the fake engine and one worker, each in a separate process. Sampling takes no time.
 
-Memory per attempt is what a process has grown by since a hundred attempts had been made in it, divided by
-the number of attempts. The last line is one JSON object.
+1. Every attempt takes a turn and waits for its tool.
+2. When all of them wait, the benchmark measures the memory of both processes. Then it measures their
+   processor time while nothing happens except renewals of leases.
+3. The tools answer, evenly over --spread-seconds. Each attempt takes its second turn (`Continue`), which is
+   timed from the call to the turn's end.
+
+Memory per attempt is a process's growth since it finished its first hundred attempts, divided by the number
+of attempts. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ SETTINGS = (
 
 @dataclass
 class Cost:
-    """Of a process: what it holds, and the processor it has used."""
+    """Memory, threads and processor time of one process."""
 
     resident_bytes: int
     threads: int
@@ -58,7 +60,7 @@ def cost_of(pid: int) -> Cost:
 
 @dataclass
 class Tools:
-    """What attempts wait for, and what came of it."""
+    """The simulated tools that attempts wait for, and the times of the turns after them."""
 
     count: int
     spread_seconds: float
@@ -68,7 +70,6 @@ class Tools:
     continues: list[float] = field(default_factory=list[float])
 
     async def agent(self, task: object, trajectory: object) -> float:
-        """Turn, tool, turn."""
         await trajectory.turn()  # type: ignore[attr-defined]
         self.waiting += 1
         if self.waiting == self.count:
@@ -84,7 +85,7 @@ class Tools:
 async def work(
     address: str, server_pid: int, count: int, prompt: int, spread: float
 ) -> dict[str, object]:
-    """The worker's process."""
+    """Runs in the worker's process and returns all figures."""
     from penstock.client import SamplingParams, Task, connect
 
     sampling = SamplingParams(max_tokens=TURN_TOKENS, ignore_eos=True)
@@ -140,17 +141,17 @@ async def work(
 
 
 def per_attempt(before: Cost, after: Cost, count: int) -> float:
-    """KiB."""
+    """Growth in KiB per attempt."""
     return round((after.resident_bytes - before.resident_bytes) / 1024 / count, 2)
 
 
 def cpu_ms(before: Cost, after: Cost, count: int) -> float:
-    """Milliseconds of processor time for each second turn, the attempt's close included."""
+    """Processor time in milliseconds for each second turn, including the attempt's close."""
     return round((after.cpu_seconds - before.cpu_seconds) * 1000 / count, 2)
 
 
 def percentile(seconds: list[float], at: float) -> float:
-    """Milliseconds."""
+    """Percentile `at` of the times, in milliseconds."""
     return round(float(np.percentile(seconds, at)) * 1000, 2)
 
 
@@ -162,7 +163,7 @@ def percentile(seconds: list[float], at: float) -> float:
 def main(
     attempts: int, prompt_tokens: int, spread_seconds: float, worker: tuple[str, str] | None
 ) -> None:
-    """Measures it, or is the worker that is measured."""
+    """Measure what attempts that wait for a tool cost their worker and server."""
     if worker is not None:
         address, pid = worker
         result = asyncio.run(work(address, int(pid), attempts, prompt_tokens, spread_seconds))

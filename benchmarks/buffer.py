@@ -2,36 +2,39 @@
 
     python benchmarks/buffer.py [--groups 64] [--rounds 7] [--window 16] [--folder DIR]
 
-A group is 8 trajectories of 8,192 sampled tokens: token ids and log-probabilities, 512 KiB. Both ways have
-three processes on this machine, and both end with numpy arrays in the consumer, each of which is compared
-with what was sampled once the clock has stopped.
+A group is 8 trajectories of 8,192 sampled tokens: token ids and log-probabilities, 512 KiB. Each system
+runs three processes on this machine and ends with numpy arrays in the consumer. After the clock has
+stopped, the benchmark compares each array with the samples.
 
-Penstock: agent -> server -> trainer, over gRPC. The tokens are in the server, which sampled them, as they
-always are; the clock of a group begins when its agent sends the last outcome (`CompleteTrajectory`), which
-makes it a finished group. Then everything a server does: the group put together -> written to the journal
-and made durable with fdatasync, in a folder on a disk -> answered -> selected by the gate -> delivered on
-`Exchange` -> arrays -> receipts and checkpoint notices, which are written as well, and compaction. The
-engine alone is a fake, which wrote the turns before the clock began; so were the outcomes of the other
-seven sent, as their agents do when each is done. `penstock, 8 outcomes` has those within the clock, too:
-eight calls for each group.
+**Penstock**: agent -> server -> trainer, over gRPC. As always, the tokens are in the server, which sampled
+them. A group's clock starts when its agent sends the last outcome (`CompleteTrajectory`), which finishes
+the group. Then the server does everything it always does:
 
-The trainer is on the server's host, and does what it does there: `Exchange` tells it where in the journal a
-group lies, and it reads it there. `penstock, over a socket` is what a trainer of another host has, to which
-the group itself is sent.
+    assemble the group -> write it to the journal in a folder on disk, with fdatasync -> answer ->
+    select it at the gate -> deliver it on `Exchange` -> arrays
 
-Ray: producer -> queue (an actor) -> consumer. The producer has the group in the form that it puts, and the
-clock begins when it does. Nothing is durable. What that form is makes all the difference; `buffer_ray` has
-four. A Ray actor queue *with cloudpickle* is what the fully asynchronous trainers of rllm (`pickled lists`)
-and verl (`pickled tensors`) have: they pickle a group themselves and pass the bytes through an actor.
-rllm's is the one that `vs_ray_queue` compares with: its items are what is moved here, groups of token ids
-and log-probabilities. `vs_ray_arrays` is against the best that Ray's own queue can do, for whoever keeps
-numpy arrays all the way: those never enter a pickle.
+It also writes receipts and checkpoint notices, and compacts the journal. Only the engine is fake; it wrote
+the turns before the clock started. The other seven outcomes were sent before it too, because agents send
+each one when it is ready. `penstock, 8 outcomes` includes them in the time: eight calls for each group.
 
-So a group crosses one process boundary here and two there: that the server owns the tokens is the design.
-Each way has `window` groups at a time in the hands of its producer, enough that it is busy and not waiting;
-so a group's time is that of one among many. Rounds are interleaved in random order, and ratios are taken
-within a round, because machines are shared and noisy. CPU is the time of all processes of a way, Ray's own
-included, per group.
+The trainer is on the server's host. `Exchange` sends it the location of the group in the journal, and it
+reads the group there. `penstock, over a socket` measures a trainer on another host, which is sent the
+group.
+
+**Ray**: producer -> queue (an actor) -> consumer. The producer already has the group in the form that it
+puts, and the clock starts when it puts it. Nothing is durable. The form makes all the difference;
+`buffer_ray` has four. The fully asynchronous trainers of rllm (`pickled lists`) and verl (`pickled
+tensors`) use a Ray actor queue *with cloudpickle*: they pickle a group themselves and pass the bytes
+through an actor. `vs_ray_queue` compares with rllm's, because its items are the same: groups of token ids
+and log-probabilities. `vs_ray_arrays` compares with the best that Ray's queue can do, for a program that
+keeps numpy arrays all the way. Those never enter a pickle.
+
+So a group crosses one process boundary with Penstock and two with Ray. That follows from the design, in
+which the server owns the tokens.
+
+Each producer has `window` groups in flight at a time, enough to stay busy, so a group's time is that of one
+among many. Rounds are interleaved in random order, and ratios are taken within a round, because machines
+are shared and noisy. CPU is the time of all processes of a system, including Ray's own, per group.
 
 The last line is one JSON object: groups per second relative to a Ray actor queue with cloudpickle, and to
 one with numpy arrays, and the 99th percentile of a group's time in milliseconds: {"vs_ray_queue": ..,
@@ -61,9 +64,9 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-# The parts run as modules of the checkout, in processes of their own.
+# The parts run as modules of the checkout, in separate processes.
 sys.path.insert(0, str(ROOT))
-# Nothing here is forked to go on with gRPC, which would say so each time.
+# No forked child uses gRPC here. Without this setting, gRPC would log a warning at each fork.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 from benchmarks.buffer_groups import GROUP_BYTES, SIBLINGS  # noqa: E402
@@ -76,11 +79,11 @@ SYNCS = 50
 
 @dataclass
 class Round:
-    """What one way took for a number of groups."""
+    """Times of one system for a number of groups."""
 
     seconds: float
     latencies: list[float]
-    """Of each group, in seconds."""
+    """Time of each group, in seconds."""
     cpu_seconds: float
 
 
@@ -89,16 +92,16 @@ Run = Callable[[Sequence[int]], Awaitable[Round]]
 
 @dataclass
 class Figures:
-    """All rounds of one way."""
+    """All rounds of one system."""
 
     seconds_per_group: list[float] = field(default_factory=list[float])
     latencies: list[float] = field(default_factory=list[float])
     cpu_seconds_per_group: list[float] = field(default_factory=list[float])
     ratios: list[float] = field(default_factory=list[float])
-    """Penstock's groups per second to its own, in the same round."""
+    """Penstock's groups per second divided by this system's, in the same round."""
 
     def percentile(self, percent: int) -> float:
-        """Of a group's time, in milliseconds."""
+        """Percentile of a group's time, in milliseconds."""
         return statistics.quantiles(self.latencies, n=100)[percent - 1] * 1e3
 
 
@@ -127,7 +130,10 @@ def through_ray(hand_over: Hand, window: int, form: str) -> Run:
 
 
 def cpu_seconds(*, penstock_way: bool) -> float:
-    """Of this process and of its children, of which Penstock's are modules of this benchmark."""
+    """Processor time of this process and of one system's children.
+
+    Penstock's children are the ones that run modules of this benchmark.
+    """
     total = sum(psutil.Process().cpu_times()[:2])
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -147,7 +153,7 @@ def _round(
 async def measure(
     runs: Mapping[str, Run], count: int, rounds: int, log: Console
 ) -> dict[str, Figures]:
-    """Medians need rounds in which every way met the same machine."""
+    """Runs all systems in interleaved rounds, so that each meets the same load of the machine."""
     figures = {name: Figures() for name in runs}
     first = 0
 
@@ -193,7 +199,7 @@ def show(figures: Mapping[str, Figures], log: Console) -> None:
 
 @contextlib.contextmanager
 def disk_folder(given: Path | None, log: Console) -> Iterator[Path]:
-    """A folder of its own, and how long a group takes there to be durable."""
+    """Creates a temporary folder, and prints how long a group takes to become durable there."""
     parent = given or ROOT / "runs"
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix="bench-buffer-") as name:
@@ -209,19 +215,19 @@ def disk_folder(given: Path | None, log: Console) -> Iterator[Path]:
                 seconds.append(time.perf_counter() - began)
         path.unlink()
         log.print(
-            f"{parent}: a group is written and made durable in "
-            f"{statistics.median(seconds) * 1e3:.2f} ms in the median"
+            f"{parent}: writing a group and making it durable takes "
+            f"{statistics.median(seconds) * 1e3:.2f} ms (median)"
         )
         yield Path(name) / "journal"
 
 
 async def compare(groups: int, rounds: int, window: int, folder: Path | None, log: Console) -> str:
-    """The last line."""
+    """Runs the comparison and returns the last line to print."""
     async with contextlib.AsyncExitStack() as stack:
         journal = stack.enter_context(disk_folder(folder, log))
         theirs: dict[str, Run] = {}
         if importlib.util.find_spec("ray") is None:
-            log.print("Ray is not installed (`make bench-buffer` does it): there is no comparison")
+            log.print("Ray is not installed (`make bench-buffer` installs it): no comparison")
         else:
             hand_over = await stack.enter_async_context(ray_queue(2 * window))
             theirs = {form: through_ray(hand_over, window, form) for form in FORMS}
@@ -251,14 +257,14 @@ async def compare(groups: int, rounds: int, window: int, folder: Path | None, lo
 @click.command()
 @click.option("--groups", default=64, show_default=True, help="Groups in a round.")
 @click.option("--rounds", default=7, show_default=True, help="Rounds to take medians over.")
-@click.option("--window", default=16, show_default=True, help="Groups in the producer's hands.")
+@click.option("--window", default=16, show_default=True, help="Groups in flight at a time.")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="A folder on the disk to measure. Default: runs of this checkout.",
+    help="Folder on the disk to measure. Default: `runs` in this checkout.",
 )
 def main(groups: int, rounds: int, window: int, folder: Path | None) -> None:
-    """Compares the durable buffer with Ray actor queues."""
+    """Compare the durable buffer with Ray actor queues."""
     os.chdir(ROOT)
     log = Console(width=110)
     print(asyncio.run(compare(groups, rounds, window, folder, log)))

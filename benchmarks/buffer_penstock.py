@@ -1,6 +1,8 @@
-"""Penstock's side of `benchmarks/buffer.py`: an agent's calls, and a trainer in a process of its own.
+"""Penstock's side of `benchmarks/buffer.py`: an agent's calls, and a trainer in a separate process.
 
-python -m benchmarks.buffer_penstock ADDRESS    # the trainer; a line of JSON in, a line of JSON out
+    python -m benchmarks.buffer_penstock ADDRESS
+
+That command runs the trainer. It reads one line of JSON and answers with one line of JSON, repeatedly.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ Outcome = T(trajectory_pb2.Outcome)
 CompleteTrajectoryRequest = T(task_service_pb2.CompleteTrajectoryRequest)
 ExchangeRequest = T(trainer_service_pb2.ExchangeRequest)
 STEP_GROUPS = 8
-"""Groups that the trainer takes for a step; then it says so, and that they are in a checkpoint."""
+"""Groups in a step. After each step the trainer sends their receipts and a checkpoint notice."""
 PREPARING = 32
-"""Turns at a time, before the clock runs."""
+"""Concurrent turns while groups are prepared, before the clock starts."""
 
 
 class Agent:
-    """Takes turns and closes trajectories."""
+    """Opens trajectories, takes their turns and closes them."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=client_options())
@@ -61,7 +63,7 @@ class Agent:
         )
 
     async def open(self, group: int, sibling: int) -> None:
-        """One turn of TOKENS tokens."""
+        """Opens a trajectory with one turn of TOKENS tokens."""
         prompt = np.asarray([sample_number(group, sibling)], np.int32)
         request = GenerateRequest(
             trajectory_id=f"{group}-{sibling}",
@@ -76,7 +78,7 @@ class Agent:
             pass
 
     async def close_trajectory(self, group: int, sibling: int) -> bool:
-        """Returns whether its group is complete."""
+        """Closes a trajectory; returns whether its group is complete."""
         answer = await self._complete(
             CompleteTrajectoryRequest(
                 trajectory_id=f"{group}-{sibling}", outcome=Outcome(reward=0.5)
@@ -85,7 +87,7 @@ class Agent:
         return bool(answer.group_completed)
 
     async def prepare(self, groups: Sequence[int], closed: int) -> None:
-        """Opens all siblings of groups, and closes the first `closed` of each."""
+        """Opens all siblings of the groups, and closes the first `closed` ones of each group."""
         await self._channel.channel_ready()
         places = [(group, sibling) for group in groups for sibling in range(SIBLINGS)]
         await at_a_time(PREPARING, [self.open(*place) for place in places])
@@ -96,7 +98,10 @@ class Agent:
     async def hand_over(
         self, groups: Sequence[int], closed: int, window: int
     ) -> tuple[float, dict[int, float]]:
-        """Closes the others, a `window` of groups at a time; when it began, in all and by group."""
+        """Closes the remaining siblings, `window` groups at a time.
+
+        Returns the time of the start, and that of the start of each group.
+        """
         began: dict[int, float] = {}
 
         async def one(group: int) -> None:
@@ -115,7 +120,7 @@ class Agent:
 
 
 async def at_a_time(count: int, work: Sequence[Coroutine[Any, Any, object]]) -> None:
-    """Runs all, so many at a time, in order."""
+    """Runs all coroutines in order, `count` at a time."""
     waiting = iter(work)
 
     async def worker() -> None:
@@ -125,13 +130,16 @@ async def at_a_time(count: int, work: Sequence[Coroutine[Any, Any, object]]) -> 
     await asyncio.gather(*(worker() for _ in range(count)))
 
 
-# The trainer
+# The trainer.
 
 
 async def trainer(address: str) -> None:
-    """Takes as many groups as each line says, and read where they lie or not; answers with when each was
-    there as numpy arrays."""
-    # As `penstock train`.
+    """Runs the trainer process.
+
+    Each input line has the number of groups to take, and whether to read them from the journal's files.
+    The answer has the time at which each group was available as numpy arrays.
+    """
+    # The same settings as in `penstock train`.
     allocator.keep_freed_memory(allocator.TRAINER_TRIM_BYTES, allocator.TRAINER_MAP_BYTES)
     channel = grpc.aio.insecure_channel(address, options=client_options())
     await channel.channel_ready()
@@ -151,7 +159,7 @@ async def trainer(address: str) -> None:
     hello.hello.staleness.max_lag, hello.hello.staleness.groups_per_step = 8, 1_000
     outgoing.put_nowait(hello)
     stored = StoredGroups.find((await call.read()).welcome.group_folder)
-    assert stored is not None, "the journal is on this host, and cannot be read"
+    assert stored is not None, "cannot read the journal, although it is on this host"
     print("ready", flush=True)
     loop, step = asyncio.get_running_loop(), 0
     while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -183,14 +191,14 @@ async def trainer(address: str) -> None:
 
 
 def delivered(response: Any) -> Sequence[Any]:
-    """Its deliveries: one, or several by their places."""
+    """Returns the deliveries of a response: one, or several by their locations."""
     if response.HasField("deliveries"):
         return response.deliveries.deliveries
     return [response.delivery]
 
 
 def receipts(delivery_ids: list[int], step: int) -> list[Any]:
-    """That a step used groups, and that a durable checkpoint contains it."""
+    """Returns the receipt of a step, and the notice that a durable checkpoint contains the step."""
     receipt, checkpoint = ExchangeRequest(), ExchangeRequest()
     receipt.receipt.delivery_ids.extend(delivery_ids)
     receipt.receipt.step = checkpoint.checkpoint.step = step
@@ -198,23 +206,25 @@ def receipts(delivery_ids: list[int], step: int) -> list[Any]:
 
 
 def check(groups: list[tuple[int, Any]]) -> None:
-    """After the clock: every token and log-probability is what was sampled."""
+    """Checks, after the clock stopped, that all tokens and log-probabilities equal the samples."""
     for group, trajectories in groups:
         assert len(trajectories) == SIBLINGS
         for sibling, ((prompt, _), (ids, logprobs)) in enumerate(trajectories):
             number = sample_number(group, sibling)
             assert prompt.tolist() == [number]
-            assert sample_of(number).equals(ids, logprobs), f"group {group} is not what it was"
+            assert sample_of(number).equals(ids, logprobs), (
+                f"group {group} differs from its samples"
+            )
 
 
 class Trainer:
-    """The process of `trainer`."""
+    """A handle on the process that runs `trainer`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def take(self, count: int, *, by_place: bool = True) -> dict[int, float]:
-        """When each of the next groups was there."""
+        """Takes the next groups; returns the arrival time of each."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{json.dumps([count, by_place])}\n".encode())
         line = await self._process.stdout.readline()
@@ -224,7 +234,7 @@ class Trainer:
 
 @contextlib.asynccontextmanager
 async def penstock(folder: Path, *settings: str) -> AsyncIterator[tuple[Agent, Trainer]]:
-    """A server whose journal is in `folder`, an agent in this process, and a trainer in another."""
+    """Starts a server with its journal in `folder`, an agent in this process, and a trainer process."""
     options = [argument for setting in settings for argument in ("--set", setting)]
     server = await _start("benchmarks.buffer_server", str(folder), *options)
     assert server.stdout is not None and server.stdin is not None

@@ -1,21 +1,21 @@
 """Ray's side of `benchmarks/buffer.py`: a producer, a queue in an actor, and a consumer, each a process.
 
-Four ways to put a group into it, each of which ends with numpy arrays in the consumer:
+There are four forms in which a group is put into the queue. Each ends with numpy arrays in the consumer:
 
-    arrays            numpy arrays in `ray.util.queue.Queue`. Ray serializes with its cloudpickle, protocol
-                      5: arrays go beside the pickle into shared memory, and the consumer gets views of
-                      that, which is as good as it gets
-    lists             the same with Python lists, which is what samples are where nobody thought of it
-    pickled lists     rllm's fully asynchronous trainer: a group is a dataclass of trajectories of lists
-                      (token ids, log-probabilities, mask), `ray.cloudpickle.dumps` makes bytes of it, which
+    arrays            numpy arrays in `ray.util.queue.Queue`. Ray serializes with cloudpickle, protocol 5:
+                      the arrays bypass the pickle and go into shared memory, and the consumer gets views
+                      of it. This is the best case
+    lists             the same with Python lists, the form of samples in a program not tuned for this
+    pickled lists     rllm's fully asynchronous trainer. A group is a dataclass of trajectories of lists
+                      (token ids, log-probabilities, mask). `ray.cloudpickle.dumps` serializes it, the bytes
                       go through methods of an actor, and `ray.cloudpickle.loads` reads them
-    pickled tensors   verl's fully asynchronous policy: the same actor and the same two calls; what is
-                      pickled has the padded tensors of a `DataProto` (ids, masks and positions of 64 bits),
-                      which `torch.save` makes bytes of first. Its TensorDict, consolidated first, costs
-                      more than the plain dict here
+    pickled tensors   verl's fully asynchronous policy: the same actor and the same two calls. The pickled
+                      object has the padded tensors of a `DataProto` (ids, masks and positions of 64 bits),
+                      which `torch.save` serializes first. verl's consolidated TensorDict costs more than
+                      the plain dict used here
 
-Both projects' queue is a deque in an actor, with a condition that consumers wait on. Theirs throws the
-oldest group away when it is full; this one has the producer wait.
+In both projects the queue is a deque in an actor, with a condition that consumers wait on. Their queues
+drop the oldest group when full; this one makes the producer wait.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ Arrays = list[tuple[Any, Any]]
 
 
 class Hand(Protocol):
-    """Hands groups over in one of the forms."""
+    """Moves groups from producer to consumer in one of the forms."""
 
     async def __call__(
         self, form: str, items: Sequence[tuple[int, Any]], window: int
     ) -> tuple[float, dict[int, float], dict[int, float]]:
-        """When it began, when each group was put, and when it was there as numpy arrays."""
+        """Returns the start time, the time each group was put, and the time its arrays were available."""
         ...
 
 
-# What is put
+# The objects that are put.
 
 
 @dataclass
 class Answer:
-    """One answer, as rllm has it."""
+    """One answer, in rllm's form."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -65,7 +65,7 @@ class Answer:
 
 @dataclass
 class Trajectory:
-    """The same."""
+    """One trajectory, in rllm's form."""
 
     sequences: list[Answer]
     reward: float = 0.5
@@ -74,7 +74,7 @@ class Trajectory:
 
 @dataclass
 class TrajectoryGroup:
-    """The same."""
+    """One group, in rllm's form."""
 
     group_id: int
     trajectories: list[Trajectory]
@@ -82,7 +82,7 @@ class TrajectoryGroup:
 
 @dataclass
 class Batch:
-    """The tensors of a group, all of one length, as verl has them."""
+    """The tensors of a group, padded to one length, in verl's form."""
 
     tensors: Mapping[str, Any]
 
@@ -101,7 +101,7 @@ class Batch:
 
 @dataclass
 class RolloutSample:
-    """The same."""
+    """One group, in verl's form."""
 
     full_batch: Batch
     sample_id: int
@@ -169,7 +169,7 @@ def _tensors(group: int) -> RolloutSample:
     return RolloutSample(Batch(tensors), group)
 
 
-# What the consumer makes of it
+# How the consumer reads them.
 
 
 def _read_dicts(found: dict[str, Any]) -> tuple[int, Arrays]:
@@ -198,10 +198,10 @@ class Form:
     """One way to put a group into a queue."""
 
     make: Callable[[int], Any]
-    """As a sampler has it, before the clock."""
+    """Makes the group as a sampler would have it; runs before the clock starts."""
     read: Callable[[Any], tuple[int, Arrays]]
     pickled: bool
-    """Whether it goes as bytes through methods of an actor, and not through Ray's own queue."""
+    """Whether it is sent as bytes through methods of an actor instead of Ray's queue."""
 
 
 ARRAYS, PICKLED = "ray, arrays", "ray, pickled lists"
@@ -213,11 +213,11 @@ FORMS = {
 }
 
 
-# The processes
+# The processes.
 
 
 class MessageQueue:
-    """Bytes in a deque; a Ray actor."""
+    """A queue of bytes in a deque; runs as a Ray actor."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -225,7 +225,7 @@ class MessageQueue:
         self._changed = asyncio.Condition()
 
     async def put_sample(self, sample: bytes) -> bool:
-        """Waits for room."""
+        """Adds an item, and waits for room first."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._queue) < self._depth)
             self._queue.append(sample)
@@ -233,7 +233,7 @@ class MessageQueue:
         return True
 
     async def get_sample(self) -> tuple[bytes, int]:
-        """The oldest, and how many are left."""
+        """Returns the oldest item and the number of remaining ones."""
         async with self._changed:
             await self._changed.wait_for(lambda: bool(self._queue))
             sample = self._queue.popleft()
@@ -242,14 +242,14 @@ class MessageQueue:
 
 
 class Consumer:
-    """Takes groups, several calls at a time; a Ray actor."""
+    """Takes groups with several concurrent calls; runs as a Ray actor."""
 
     def __init__(self, queue: Any, messages: Any) -> None:
         self._queue = queue
         self._messages = messages
 
     async def take(self, form: str, count: int, window: int) -> dict[int, float]:
-        """When each was there as numpy arrays, all of which are checked afterwards."""
+        """Returns when each group was available as numpy arrays; checks the arrays afterwards."""
         from ray import cloudpickle
 
         arrived: dict[int, float] = {}
@@ -277,7 +277,10 @@ class Consumer:
 
 @contextlib.asynccontextmanager
 async def ray_queue(depth: int) -> AsyncIterator[Hand]:
-    """Queues of `depth` groups, their consumer, and this process as the producer."""
+    """Starts both queues, each with room for `depth` groups, and their consumer.
+
+    This process is the producer.
+    """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     import ray
@@ -290,7 +293,7 @@ async def ray_queue(depth: int) -> AsyncIterator[Hand]:
         logging_level="ERROR",
         log_to_driver=False,
         object_store_memory=1 << 30,
-        # So that the workers find this module.
+        # The workers import this module.
         runtime_env={"env_vars": {"PYTHONPATH": str(Path.cwd())}},
     )
     queue = Queue(maxsize=depth)

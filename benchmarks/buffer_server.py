@@ -1,8 +1,8 @@
-"""The server of `benchmarks/buffer.py`: `penstock serve`, but its engine writes a whole turn at once.
+"""The server of `benchmarks/buffer.py`: `penstock serve` with an engine that writes a whole turn at once.
 
     python -m benchmarks.buffer_server FOLDER [--set KEY=VALUE]...
 
-Run in the root of a checkout. Prints one line, `serving PORT`, and ends with its standard input.
+Run it in the root of a checkout. It prints one line, `serving PORT`, and stops when standard input ends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from penstock.server.serving import Serving, bind
 
 
 class InstantEngine(FakeEngine):
-    """Samples what `sample_of` says, in no time: sampling is not what is measured."""
+    """Returns the tokens of `sample_of` at once, because this benchmark does not measure sampling."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
-        """The prompt says which sample."""
+        """Yields the sample whose number is the prompt's first token."""
         return self._at_once(sample_of(int(request.token_ids[0])))
 
     async def _at_once(self, sample: Sample) -> AsyncGenerator[Delta]:
@@ -39,7 +39,7 @@ class InstantEngine(FakeEngine):
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--set", "settings", multiple=True)
 def main(folder: Path, settings: tuple[str, ...]) -> None:
-    """Serves until standard input ends."""
+    """Serve until standard input ends."""
     allocator.keep_freed_memory()
     asyncio.run(serve(folder, list(settings)))
 

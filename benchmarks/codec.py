@@ -1,9 +1,8 @@
 """Encode plus decode of one long trajectory, to and from numpy: `python benchmarks/codec.py`.
 
-Each format takes the same numpy arrays (int32 token ids, float32 log-probabilities) and must give
-equal numpy arrays back; that is checked before anything is measured. Rounds are interleaved, so
-that a busy moment of the machine meets every format alike, and the medians are shown.
-The last line is one JSON object with the figures of penstock.v1.
+Each format takes the same numpy arrays (int32 token ids, float32 log-probabilities) and must return equal
+numpy arrays, which is checked first. Rounds are interleaved, so that a busy moment of the machine affects
+every format alike. The figures are medians. The last line is one JSON object with those of penstock.v1.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ Arrays = tuple["NDArray[np.int32]", "NDArray[np.float32]"]
 
 TOKENS = 8_192
 VOCABULARY = 151_936
-"""Of Qwen3: token ids take up to three bytes as varints."""
+"""Vocabulary size of Qwen3: token ids take up to three bytes as varints."""
 
 SEGMENTS = 2
-"""The weights changed once while the policy wrote."""
+"""The weights changed once while the policy wrote the trajectory."""
 
 FIRST_VERSION = 7
 ROUNDS = 51
 ROUND_SECONDS = 5e-3
-"""A round repeats a format for about this long, so that it is measured warm."""
+"""A round repeats a format for about this long, so that the measurement is warm."""
 
 WARM_UP_CALLS = 3
 
 
 @dataclass(frozen=True)
 class Format:
-    """One way to put a trajectory on the wire."""
+    """One way to serialize a trajectory."""
 
     name: str
     encode: Callable[[NDArray[np.int32], NDArray[np.float32]], bytes]
@@ -114,7 +113,7 @@ def typed_format() -> Format:
 
 
 def varint_format() -> Format:
-    """Packed varints and floats with a parallel array of versions, as token protos often are."""
+    """Packed varints and floats with a parallel array of versions, a common design of token messages."""
     message_class = varint_message()
 
     def encode(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> bytes:
@@ -152,13 +151,13 @@ def varint_message() -> type[Message]:
 
 
 def pickled(sample: Mapping[str, object]) -> bytes:
-    """What cloudpickle makes of a sample; the one place that meets its missing types."""
+    """Serializes a sample with cloudpickle; the only function that has to deal with its missing types."""
     dumps = cast("Callable[[object], bytes]", cloudpickle.dumps)  # pyright: ignore[reportUnknownMemberType]
     return dumps(sample)
 
 
 def cloudpickle_format() -> Format:
-    """A dictionary of lists, as a Ray object of an agent's own making."""
+    """A dictionary of lists, like a Ray object that an agent makes itself."""
 
     def encode(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> bytes:
         sample = {
@@ -177,7 +176,7 @@ def cloudpickle_format() -> Format:
 
 
 def cloudpickle_numpy_format() -> Format:
-    """A dictionary of numpy arrays: pickle at its best, and still pickle."""
+    """A dictionary of numpy arrays: the best case for pickle."""
 
     def encode(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> bytes:
         return pickled({"token_ids": ids, "logprobs": logprobs, "version": FIRST_VERSION})
@@ -190,7 +189,7 @@ def cloudpickle_numpy_format() -> Format:
 
 
 def json_format() -> Format:
-    """Two arrays of numbers: the least that JSON over HTTP can be."""
+    """Two arrays of numbers: the smallest form of JSON over HTTP."""
 
     def encode(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> bytes:
         sample = {
@@ -209,7 +208,7 @@ def json_format() -> Format:
 
 
 def openai_format() -> Format:
-    """What an OpenAI-compatible endpoint answers: one object per token."""
+    """The response of an OpenAI-compatible endpoint: one object per token."""
 
     def encode(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> bytes:
         content: list[dict[str, object]] = [
@@ -227,7 +226,7 @@ def openai_format() -> Format:
 
 
 def sample_arrays(tokens: int) -> Arrays:
-    """Token ids over the whole vocabulary, log-probabilities of policy tokens."""
+    """Returns random token ids over the whole vocabulary and log-probabilities of policy tokens."""
     generator = np.random.default_rng(0)
     ids = generator.integers(0, VOCABULARY, tokens, dtype=np.int32)
     logprobs = -generator.exponential(0.5, tokens).astype(np.float32)
@@ -235,23 +234,23 @@ def sample_arrays(tokens: int) -> Arrays:
 
 
 def check(form: Format, arrays: Arrays) -> None:
-    """Raises ValueError where a round trip does not give equal arrays of the same types back."""
+    """Raises ValueError if a round trip does not return equal arrays of the same types."""
     parts = form.decode(form.encode(*arrays))
     decoded = [np.concatenate([part[column] for part in parts]) for column in range(2)]
     for before, after in zip(arrays, decoded, strict=True):
         if after.dtype != before.dtype or not np.array_equal(before, after):
-            raise ValueError(f"{form.name} does not give back what it was given")
+            raise ValueError(f"{form.name}: the round trip changed the arrays")
 
 
 def calls_per_round(form: Format, arrays: Arrays) -> int:
-    """How often to repeat a format in one round; measured warm, as the rounds themselves are."""
+    """Repetitions of a format in one round; measured warm, like the rounds themselves."""
     encode = partial(form.encode, *arrays)
     seconds_per_call(encode, WARM_UP_CALLS)
     return max(WARM_UP_CALLS, round(ROUND_SECONDS / seconds_per_call(encode, WARM_UP_CALLS)))
 
 
 def seconds_per_call(call: Callable[[], object], repeats: int) -> float:
-    """Mean of `repeats` calls."""
+    """Mean time of `repeats` calls."""
     started = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -287,7 +286,7 @@ def measure(formats: list[Format], arrays: Arrays, rounds: int) -> list[Figure]:
 @click.option("--tokens", default=TOKENS, show_default=True, help="Length of the trajectory.")
 @click.option("--rounds", default=ROUNDS, show_default=True, help="Rounds to take medians over.")
 def main(tokens: int, rounds: int) -> None:
-    """Compares penstock.v1 with other ways to move a trajectory."""
+    """Compare penstock.v1 with other ways to move a trajectory."""
     formats = [
         penstock_format(),
         typed_format(),

@@ -1,18 +1,25 @@
-"""What corrections are worth: the demo's task with data made stale on purpose, by off-policy correction.
+"""Final reward by off-policy correction, on the demo's task with data that is made stale on purpose.
 
     python benchmarks/corrections.py [--smollm2] [--steps N] [--seeds 3] [--only tis,icepop] [--out FOLDER]
 
-As `penstock demo`, but with the learning rate doubled, two optimizer updates a step, `max_lag` 8 and the
-controller off (`freshness = false`): the server always has nine steps' groups under way, and what the
-trainer gets is as old as it may be. `fresh` is the same with `max_lag` 0, where there is little to correct.
+Runs are like `penstock demo`, with these changes: the learning rate is doubled, a step has two optimizer
+updates, `max_lag` is 8, and the freshness controller is off (`freshness = false`). So the server always has
+the groups of nine steps in flight, and the trainer gets groups as old as `max_lag` allows. `fresh` is the
+same with `max_lag` 0, which leaves little to correct.
 
-It trains the small model of taught_model.py, 120 steps a run, an hour in all. That is trained faster than
-it is sampled from, so that nothing would get old: its verdicts come late, and the attempts of nine steps
-are in flight. `--smollm2` trains SmolLM2-135M-Instruct, 50 steps a run, two to six hours.
+By default it trains the small model of taught_model.py, 120 steps a run, about an hour in all. Training
+that model is faster than sampling from it, so its data would not get old. Therefore its rewards come late,
+and the attempts of nine steps are in flight. `--smollm2` trains SmolLM2-135M-Instruct, 50 steps a run,
+which takes two to six hours.
 
-Seeds are interleaved. With `--out FOLDER`, called again, only those runs are made that are not there in
-full. Printed by correction: the mean reward of the last ten steps of each seed, the mean lag of the trained
-tokens, the mean and the largest weight, and what it masked or cut.
+Seeds are interleaved. With `--out FOLDER`, a repeated call makes only the runs that are not yet complete.
+
+It prints for each correction:
+
+- the mean reward of the last ten steps of each seed;
+- the mean lag of the trained tokens;
+- the mean and the largest weight;
+- the share of tokens that it masked or cut.
 
 The last line is one JSON object: {"final_reward": {"off": [..], ..}}, one figure a seed.
 """
@@ -40,12 +47,12 @@ UPDATES_PER_STEP = 2
 LAST_STEPS = 10
 SMOLLM2_STEPS = 50
 VERDICT_SECONDS = 6.0
-"""Of the small model: longer than sampling and training nine steps take."""
+"""Delay of the small model's rewards: longer than sampling and training nine steps take."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One correction."""
+    """One correction, and the `max_lag` it is measured with."""
 
     correction: Mapping[str, object]
     max_lag: int = MAX_LAG
@@ -68,10 +75,10 @@ ARMS = {
 
 
 def train(folder: Path, arm: Arm, model: Model, steps: int, seed: int) -> list[dict[str, Any]]:
-    """The records of one run's steps; of one that is in `folder` already, as they are."""
+    """Returns the records of one run's steps. If `folder` has a complete run, it is not repeated."""
     rate = 2 * model.scale.learning_rate
     scale = replace(model.scale, max_lag=arm.max_lag, learning_rate=rate)
-    # SmolLM2 gets old by itself: it is trained more slowly than it is sampled from.
+    # SmolLM2's data gets old without a delay, because training it is slower than sampling from it.
     late = model is not SMOLLM2 and arm.max_lag > 0
     setup = Setup(
         scale,
@@ -94,12 +101,12 @@ def train(folder: Path, arm: Arm, model: Model, steps: int, seed: int) -> list[d
 
 
 def values_of(runs: list[list[dict[str, Any]]], name: str) -> list[float]:
-    """That of every step of every run that has the figure."""
+    """Values of one figure over every step of every run that has it."""
     return [step[name] for steps in runs for step in steps if step[name] is not None]
 
 
 def mean_of(runs: list[list[dict[str, Any]]], name: str) -> float | None:
-    """Over the same."""
+    """Mean of `values_of`; None without values."""
     values = values_of(runs, name)
     return fmean(values) if values else None
 
@@ -109,12 +116,14 @@ def shown(value: float | None, form: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What corrections are worth.")
+    parser = argparse.ArgumentParser(description="Compares off-policy corrections on stale data.")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M-Instruct")
-    parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--steps", type=int, help="steps of each run")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default=",".join(ARMS), help="these corrections")
-    parser.add_argument("--out", type=Path, help="keep the runs' folders here, and go on there")
+    parser.add_argument("--only", default=",".join(ARMS), help="corrections to run")
+    parser.add_argument(
+        "--out", type=Path, help="keep the runs' folders here, and resume from them"
+    )
     arguments = parser.parse_args()
     arms = {name: ARMS[name] for name in arguments.only.split(",")}
     console = Console(width=120)
@@ -154,7 +163,7 @@ def main() -> None:
 
 
 def reward(steps: list[dict[str, Any]]) -> float:
-    """Mean of the last steps of a run."""
+    """Mean reward of the last steps of a run."""
     return fmean(step["reward_mean"] for step in steps[-LAST_STEPS:])
 
 

@@ -1,17 +1,17 @@
-"""Weight deltas: how small, how fast, and whether the result is bitwise the dense one.
+"""Weight deltas: their size, their speed, and whether the result is bitwise the dense one.
 
     python benchmarks/delta.py [--part synthetic|grpo|both] [--steps 6] [--run 1e-6=FOLDER]
 
-1. Synthetic: the demo's model in bf16 with a share of its elements changed, everywhere alike, which
-   leaves no pattern to compress; by one unit in the last place, or to any other value. The codec as it
-   ships, and each coding of positions with each compression.
+1. Synthetic: the demo's model in bf16 with a share of its elements changed, evenly over all tensors, which
+   leaves no pattern to compress. Elements change by one unit in the last place, or to any other value.
+   Measured are the shipped codec, and each coding of positions with each compression.
 2. GRPO: the demo's task, trained by real processes at two learning rates. Every version is kept as the
-   trainer published it in bf16, and each is coded against the one before. `--run` reads the
-   versions of a run that is there already.
+   trainer published it in bf16, and coded against the previous one. `--run` reads the versions of an
+   existing run.
 
-Rounds are interleaved, so that a busy moment of the machine meets every form alike, and medians are
-shown. GB/s count the dense bytes of the model. The last line is one JSON object; a part that was left
-out has null. At 1 % its figures are those of any other value, the harder kind.
+Rounds are interleaved, so that a busy moment of the machine affects every form alike. The figures are
+medians. GB/s count the dense bytes of the model. The last line is one JSON object, with null for a part
+that was not run. Its figures at 1 % are those of changes to any other value, the harder kind.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ THREADS = 2
 SHARES = (0.001, 0.01, 0.05, 0.2)
 HEADLINE_SHARE = 0.01
 LEVELS = (None, 1, 3, 9)
-"""Of Zstandard; None is no compression."""
+"""Zstandard levels; None is no compression."""
 
 LEARNING_RATES = ("1e-6", "2e-5")
 ROUNDS = 5
@@ -74,7 +74,7 @@ class Form:
 
     name: str
     encode: Callable[[Elements, Elements], Encoded]
-    """From base and new."""
+    """Encodes the new tensor, given base and new."""
     apply: Callable[[Elements, Encoded], None]
     """Turns a copy of the base into the new tensor."""
 
@@ -91,7 +91,7 @@ class Figure:
 
 
 def shipped_form() -> Form:
-    """The codec as the trainer and the server use it."""
+    """The codec that the trainer and the server use."""
     return Form("penstock.wire.sparse", sparse.encode, apply_shipped)
 
 
@@ -104,7 +104,7 @@ def apply_shipped(target: Elements, encoded: Encoded) -> None:
 
 
 def forms() -> Iterator[Form]:
-    """Each coding of positions with each compression; values are coded alike in all of them."""
+    """Each coding of positions with each compression; all of them code values in the same way."""
     for coding, name in ((None, "LEB128 gaps"), (GAPS, "gaps, 255 escapes"), (BITMAP, "bitmap")):
         for level in LEVELS:
             suffix = "" if level is None else f", zstd {level}"
@@ -119,7 +119,7 @@ def encode_as(
     coding: weights_pb2.IndexCoding.ValueType | None,
     level: int | None,
 ) -> Encoded:
-    """Codes positions in one given way, None being LEB128, which the protocol does not have."""
+    """Encodes with the given coding of positions; None is LEB128, which the protocol does not have."""
     changes = list(sparse._changes(base, new))
     count = sum(len(change.positions) for change in changes)
     if not count:
@@ -142,7 +142,7 @@ def encode_as(
 
 
 def leb128(positions: NDArray[np.uint32]) -> bytes:
-    """Gaps as base-128 varints, seven bits to the byte, the highest bit meaning that more follows."""
+    """Gaps as base-128 varints: seven bits in each byte; a set highest bit means that more follow."""
     gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
     if gaps.max() < 128:
         return gaps.astype(np.uint8).tobytes()
@@ -182,7 +182,7 @@ def apply_leb128(target: Elements, encoded: Encoded) -> None:
 
 
 def read_version(folder: Path) -> dict[str, Elements]:
-    """Tensors of a folder of safetensors files, as integers; they have to be in bf16."""
+    """Reads the tensors of a folder of safetensors files, as integers; they must be in bf16."""
     tensors: dict[str, Elements] = {}
     for path in sorted(folder.glob("*.safetensors")):
         octets = np.fromfile(path, np.uint8)
@@ -200,7 +200,10 @@ def read_version(folder: Path) -> dict[str, Elements]:
 
 
 def changed_tensors(bases: Sequence[Elements], share: float, *, by_one: bool) -> Pairs:
-    """Each tensor with about `share` of its elements changed: +-1 at random, or to any other value."""
+    """Pairs each tensor with a copy in which about `share` of the elements are changed.
+
+    They change by +-1 at random, or to any other value.
+    """
     generator = np.random.default_rng(0)
     pairs: Pairs = []
     for base in bases:
@@ -215,7 +218,7 @@ def changed_tensors(bases: Sequence[Elements], share: float, *, by_one: bool) ->
 
 
 def in_threads(calls: Iterable[Callable[[], T]]) -> tuple[list[T], float]:
-    """Results of the calls, and the seconds that took."""
+    """Runs the calls in threads; returns their results and the seconds they took."""
     with ThreadPoolExecutor(THREADS) as pool:
         started = time.perf_counter()
         results = list(pool.map(lambda call: call(), calls))
@@ -223,7 +226,7 @@ def in_threads(calls: Iterable[Callable[[], T]]) -> tuple[list[T], float]:
 
 
 def measure(wanted: Sequence[Form], pairs: Pairs, rounds: int) -> list[Figure]:
-    """Medians over interleaved rounds; raises ValueError where a result is not bitwise the dense one."""
+    """Medians over interleaved rounds. Raises ValueError if a result is not bitwise the dense one."""
     pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
     targets = [np.empty_like(base) for base, _ in pairs]
     encode_seconds: dict[str, list[float]] = {form.name: [] for form in wanted}
@@ -245,7 +248,7 @@ def measure(wanted: Sequence[Form], pairs: Pairs, rounds: int) -> list[Figure]:
             if round_number == 0 and not all(
                 np.array_equal(target, new) for target, (_, new) in zip(targets, pairs, strict=True)
             ):
-                raise ValueError(f"{form.name}: not the dense tensors")
+                raise ValueError(f"{form.name}: the result differs from the dense tensors")
     return [
         Figure(
             form.name,
@@ -272,7 +275,7 @@ def table_row(name: str, figure: Figure, dense: int) -> None:
 
 
 def synthetic(model: Path, rounds: int, form_rounds: int) -> dict[str, float]:
-    """Part 1; returns the headline's figures."""
+    """Runs part 1; returns its figures for the last line."""
     bases = list(read_version(model).values())
     dense = sum(base.nbytes for base in bases)
     print(f"{len(bases)} tensors, {dense / 1e6:.0f} MB in bf16; {THREADS} threads\n")
@@ -305,7 +308,7 @@ def synthetic(model: Path, rounds: int, form_rounds: int) -> dict[str, float]:
 
 
 async def train(model: Path, out: Path, learning_rate: str, steps: int) -> None:
-    """Runs server, worker and trainer as the demo does; every version stays in `out`/weights."""
+    """Runs server, worker and trainer like the demo; every version stays in `out`/weights."""
     scale = dataclasses.replace(
         settings.SMALL_MODEL, learning_rate=float(learning_rate), warmup_steps=0
     )
@@ -320,7 +323,7 @@ async def train(model: Path, out: Path, learning_rate: str, steps: int) -> None:
         scale=scale,
     )
     overrides = (
-        # The demo's own goes down to zero; here every step is to have the rate that is stated.
+        # The demo's schedule decays to zero; here every step must have the stated rate.
         "train.schedule=constant",
         "weights.transport=checkpoint",
         f"weights.keep={steps + 1}",
@@ -352,24 +355,24 @@ def start(
     threads: int,
     on_line: Callable[[str], None] | None = None,
 ) -> Process:
-    """Starts one process; its log lies in `out`."""
+    """Starts one process; its log is in `out`."""
     command = Command(name, arguments, out / f"{name}.log", settings.environment(threads))
     return Process.start(command, on_line)
 
 
 def version_folders(run: Path) -> list[Path]:
-    """The versions a run kept, in order."""
+    """Folders of the versions that a run kept, in order."""
     folders = [path for path in (run / "weights").glob("*") if path.name.isdigit()]
     return sorted(folders, key=lambda path: int(path.name))
 
 
 def update_rows(model: Path, run: Path) -> float:
-    """Prints a row for each update of a run; returns the median of dense to payload."""
+    """Prints a row for each update of a run; returns the median ratio of dense bytes to payload."""
     older = read_version(model)
     ratios: list[float] = []
     for folder in version_folders(run):
         newer = read_version(folder)
-        # Where the embeddings are tied, the file of the base may hold them once or twice.
+        # If the embeddings are tied, the base's file may contain them once or twice.
         pairs = [(older[name], tensor) for name, tensor in newer.items()]
         started = time.perf_counter()
         encoded = sparse.encode_all(pairs, threads=THREADS)
@@ -378,12 +381,12 @@ def update_rows(model: Path, run: Path) -> float:
             target = base.copy()
             apply_shipped(target, one)
             if not np.array_equal(target, new):
-                raise ValueError(f"{folder}: not the dense tensors")
+                raise ValueError(f"{folder}: the result differs from the dense tensors")
         dense = sum(new.nbytes for _, new in pairs)
         length = sum(one.length_bytes for one in encoded)
         changed = sum(one.changed_element_count for one in encoded)
         kinds = Counter(one.encoding for one in encoded)
-        # Nothing to send is counted as one byte, so that the ratio stays a number.
+        # An empty payload counts as one byte, so that the ratio stays finite.
         ratios.append(dense / max(length, 1))
         print(
             f"{folder.name:>8}{changed / (dense / 2):12.3%}{kinds[SAME]:8}{kinds[SPARSE]:8}{kinds[RAW]:8}"
@@ -396,7 +399,7 @@ def update_rows(model: Path, run: Path) -> float:
 
 
 def grpo(model: Path, steps: int, runs: dict[str, Path]) -> dict[str, float]:
-    """Part 2; returns the median ratio of each learning rate."""
+    """Runs part 2; returns the median ratio of each learning rate."""
     ratios: dict[str, float] = {}
     for learning_rate in LEARNING_RATES:
         with tempfile.TemporaryDirectory(prefix="delta-") as temporary:
@@ -405,21 +408,23 @@ def grpo(model: Path, steps: int, runs: dict[str, Path]) -> dict[str, float]:
                 run = Path(temporary)
                 print(f"training {steps} steps at learning rate {learning_rate} ...", flush=True)
                 asyncio.run(train(model, run, learning_rate, steps))
-            print(f"GRPO at learning rate {learning_rate}: each version against the one before")
+            print(f"GRPO at learning rate {learning_rate}: each version against the previous one")
             print(
                 f"{'version':>8}{'changed':>12}{'SAME':>8}{'SPARSE':>8}{'RAW':>8}"
                 f"{'bytes':>14}{'dense/bytes':>12}{'B/changed':>11}{'GB/s':>10}"
             )
             ratio = update_rows(model, run)
             ratios[f"bytes_ratio_lr_{learning_rate}"] = round(ratio, 2)
-            print(f"median of dense/bytes: {ratio:.1f}; every result bitwise the dense one\n")
+            print(
+                f"median of dense/bytes: {ratio:.1f}; every result equals the dense one bitwise\n"
+            )
     return ratios
 
 
 def named_run(text: str) -> tuple[str, Path]:
     learning_rate, separator, folder = text.partition("=")
     if not separator or learning_rate not in LEARNING_RATES:
-        raise argparse.ArgumentTypeError(f"RATE=FOLDER with RATE one of {LEARNING_RATES}")
+        raise argparse.ArgumentTypeError(f"must be RATE=FOLDER, with RATE one of {LEARNING_RATES}")
     return learning_rate, Path(folder)
 
 
@@ -427,9 +432,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--part", default="both", choices=("synthetic", "grpo", "both"))
     parser.add_argument("--model", help="model directory or hub name; default: the demo's")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the codec in part 1")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of the codec in part 1")
     parser.add_argument(
-        "--form-rounds", type=int, default=3, help="of the other codings; 0 leaves them out"
+        "--form-rounds", type=int, default=3, help="rounds of the other codings; 0 skips them"
     )
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of each GRPO run")
     parser.add_argument(

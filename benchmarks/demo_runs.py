@@ -1,4 +1,4 @@
-"""A run of the demo's task with everything about it changeable: what some benchmarks repeat."""
+"""A configurable run of the demo's task, which several benchmarks repeat."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ CORES = tuple(sorted(os.sched_getaffinity(0)))
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, and the sizes that go with it."""
+    """The model to train, and the sizes that go with it."""
 
     folder: str
     scale: Scale
 
 
 SMOLLM2 = Model("", settings.SMALL_MODEL)
-"""Without a folder: where the demo has it."""
+"""An empty folder means the demo's own model."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One run."""
+    """The settings of one run."""
 
     scale: Scale
     steps: int
     seed: int
     in_flight: int
-    """Attempts that the worker keeps going."""
+    """Concurrent attempts of the worker."""
     reward: str
     generate: str = ""
     """The default is a single turn."""
     engine_cores: tuple[int, ...] = CORES
-    """The worker's too."""
+    """Cores of the engine and of the worker."""
     trainer_cores: tuple[int, ...] = CORES
     model: str = ""
-    """Folder; the default is the demo's own."""
+    """Model folder; the default is the demo's model."""
     server_options: tuple[str, ...] = ()
     trainer_sections: Mapping[str, Mapping[str, object]] = field(
         default_factory=dict[str, Mapping[str, object]]
     )
-    """Put over the demo's."""
+    """Settings that override the demo's."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def run_once(folder: Path, setup: Setup) -> None:
-    """`run`, unless `folder` has all of its steps already; what was broken off there is begun again.
+    """Calls `run`, unless `folder` already has all of its steps. An incomplete run is started again.
 
     Raises ValueError for a folder of another setup.
     """
@@ -72,7 +72,7 @@ def run_once(folder: Path, setup: Setup) -> None:
     text = json.dumps(asdict(setup), indent=1)
     if folder.exists():
         if not note.exists() or note.read_text() != text:
-            raise ValueError(f"{folder} has a run of other settings, or what is not a run")
+            raise ValueError(f"{folder} has a run with other settings, or is not a run")
         if len(read_lines(folder / "metrics.jsonl")) >= setup.steps:
             return
         shutil.rmtree(folder)
@@ -82,10 +82,10 @@ def run_once(folder: Path, setup: Setup) -> None:
 
 
 async def run(folder: Path, setup: Setup) -> None:
-    """Server, worker and trainer from the start to the last step, on sums.
+    """Runs server, worker and trainer from the start to the last step, on the demo's sums.
 
-    `folder`, which is there, has `metrics.jsonl`, `activity.jsonl` and `ledger.jsonl` afterwards. Raises
-    ProcessFailed where one of the three ends before its time.
+    `folder` must exist. Afterwards it has `metrics.jsonl`, `activity.jsonl` and `ledger.jsonl`. Raises
+    ProcessFailed if one of the three ends too early.
     """
     model = prepare_model(setup.model or None, lambda _: None)
     scale = setup.scale

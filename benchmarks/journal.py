@@ -1,14 +1,14 @@
-"""What the journal costs the demo: its speed with every group and outcome on the disk, and without.
+"""The cost of the journal in the demo: speed with durable groups and outcomes, and without.
 
     python benchmarks/journal.py [--steps 16] [--rounds 3]
 
-Each round runs `penstock demo` from the same seed with `--durability fsync`, `process` and `none`, in any
-order. Speed is what the trainer trained per second, from the end of its third step to that of its last:
-before that the server fills up. Ratios are taken within a round, because machines are shared and noisy, and
-the median is printed.
+Each round runs `penstock demo` from the same seed with `--durability fsync`, `process` and `none`, in
+random order. Speed is trained tokens per second, from the end of the trainer's third step to that of its
+last. Before that the server is still filling up. Ratios are taken within a round, because machines are
+shared and noisy, and the median is printed.
 
-The last line is one JSON object: tokens per second with fsync and with what survives the process alone, as
-ratios to none: {"fsync": .., "process": ..}
+The last line is one JSON object: tokens per second with `fsync` and with `process`, each as a ratio to
+`none`: {"fsync": .., "process": ..}
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FILLING_STEPS = 3
 
 
 def tokens_per_second(folder: Path, steps: int, durability: str) -> float:
-    """Of one demo."""
-    command = [sys.executable, "-m", "penstock.cli", "demo", "--steps", str(steps)]
+    """Trained tokens per second of one demo."""
+    command = [sys.executable, "-m", "penstock.client", "demo", "--steps", str(steps)]
     command += ["--out", str(folder), "--durability", durability]
     with (folder.parent / f"{folder.name}.log").open("wb") as log:
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
@@ -45,9 +45,11 @@ def tokens_per_second(folder: Path, steps: int, durability: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the journal costs the demo.")
-    parser.add_argument("--steps", type=int, default=16, help="of each demo")
-    parser.add_argument("--rounds", type=int, default=3, help="each with one demo of every kind")
+    parser = argparse.ArgumentParser(description="Measures the cost of the journal in the demo.")
+    parser.add_argument("--steps", type=int, default=16, help="steps of each demo")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds, each with one demo of every kind"
+    )
     arguments = parser.parse_args()
     if arguments.steps <= FILLING_STEPS + 1:
         parser.error(f"--steps must be more than {FILLING_STEPS + 1}")
@@ -64,7 +66,12 @@ def main() -> None:
                 }
             )
     table = Table(title=f"demo of {arguments.steps} steps, {arguments.rounds} rounds")
-    for column in ("journal", "tokens per second", "of none, median", "of none, each round"):
+    for column in (
+        "journal",
+        "tokens per second",
+        "ratio to none, median",
+        "ratio to none, each round",
+    ):
         table.add_column(column, justify="right")
     ratios: dict[str, float] = {}
     for kind in DURABILITIES:

@@ -1,11 +1,16 @@
-"""Appends per second of the journal in a folder and of the one in a stream of NATS JetStream, side by side.
+"""Appends per second of a journal in a folder, and of one in a stream of NATS JetStream.
 
     python benchmarks/journal_stores.py [--rounds 5] [--seconds 2]
 
-Each round appends to every store for a while, in any order: records of 300 bytes one after the other and by
-64 callers at a time, and groups of 500 KB, held and released, by 8 callers at a time. A NATS server runs
-beside it, on the same disk. Both are measured with `durability = "process"` and with "fsync", the stream on
-one NATS server for each; Debian's 2.9.10 has no equal of "fsync", and that column is left out with it.
+Each round appends to every store for a while, in random order:
+
+- records of 300 bytes, one after the other;
+- the same records by 64 concurrent callers;
+- groups of 500 KB, held and released, by 8 concurrent callers.
+
+A NATS server runs on the same host and disk. Both stores are measured with `durability = "process"` and
+with "fsync"; the stream uses a separate NATS server for each. Debian's NATS 2.9.10 has no equivalent of
+"fsync", so that row is left out with it.
 
 The last line is one JSON object: appends per second by store and kind, medians of the rounds.
 """
@@ -37,7 +42,7 @@ KINDS = {"one by one": (300, 1), "64 callers": (300, 64), "groups": (500_000, 8)
 async def appends_per_second(
     section: JournalSection, size: int, callers: int, seconds: float
 ) -> float:
-    """Of one store, for so long."""
+    """Measures one store for `seconds`."""
     journal = await open_journal(section)
     async for _ in journal.replay():
         pass
@@ -51,7 +56,7 @@ async def appends_per_second(
 
 
 async def call(journal: Journal, record: object, until: float) -> int:
-    """One caller, which waits for each of its appends."""
+    """One caller, which waits for each of its appends; returns their number."""
     count = 0
     while time.perf_counter() < until:
         (stored,) = await journal.append([record], hold_last=True)  # type: ignore[list-item]
@@ -63,7 +68,7 @@ async def call(journal: Journal, record: object, until: float) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Appends per second, by store.")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
     arguments = parser.parse_args()
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     with (

@@ -1,41 +1,44 @@
-"""What it brings not to wait: steps per hour and idle time by `max_lag`, beside the best there can be.
+"""Speed of overlapped training: steps per hour and idle time by `max_lag`, compared with the upper bound.
 
     python benchmarks/overlap.py [--rounds 1] [--steps 36] [--regimes tools,pinned,shared]
         [--max-lags 0,1,2,4,8] [--out FOLDER]
     python benchmarks/overlap.py --part reward [--smollm2] [--reward-steps 120] [--seeds 3]
         [--max-lags 0,1,2,4,8]
 
-SmolLM2-135M-Instruct on the demo's sums, 32 attempts a step, server, worker and trainer as processes of
-their own, in three regimes:
+Trains SmolLM2-135M-Instruct on the demo's sums, 32 attempts a step, with server, worker and trainer as
+separate processes, in three regimes:
 
     tools     each attempt takes two turns and waits for a tool between them, Pareto from 0.05 to 5 s with
-              shape 1; four steps' attempts are in flight. The engine has one core, the trainer the other
+              shape 1; the attempts of four steps are in flight. The engine has one core, the trainer the
+              other
     pinned    single turns; the engine and the worker have one core, the trainer the other
-    shared    single turns; every process may use every core, the trainer has a thread on each. Both sides
-              need the same cores, so that the bound below, which lets them compute side by side, is out of
-              reach: what can be gained is what either side leaves idle
+    shared    single turns; every process may use every core, and the trainer has a thread on each. Both
+              sides need the same cores, so the bound below, which assumes that they compute in parallel,
+              is out of reach: only time that either side leaves idle can be gained
 
-With `max_lag = 0` a step of T_sync is t_generate, when the trainer waits, and then t_train. Overlapped, no
-step can be shorter than the longer of the two, unless the waits of one step overlap those of the next: the
-bound is T_sync / max(t_generate, t_train). `of_bound` is the speed-up over T_sync as a share of it; it is
-above 1 where slow attempts no longer hold up a batch (tools). T is taken from the end of the tenth step,
-when the pipeline is full, to that of the last. With many fewer steps than the default it says little: now
-and then the controller tries whether a group less would do, and that costs one or two of them. t_generate
-is at `max_lag` 0, with one step's attempts in flight. Rewards are by chance and the learning rate is next
-to nothing, so that every step costs the same.
+**The bound.** With `max_lag = 0` a step takes T_sync: t_generate, while the trainer waits, then t_train. An
+overlapped step cannot be shorter than the longer of the two, unless the waits of one step overlap those of
+the next. So the bound is T_sync / max(t_generate, t_train). `of_bound` is the speed-up over T_sync as a
+share of the bound. It is above 1 if slow attempts no longer delay a batch (tools).
 
-Lags are counted again from outside: the worker logs which version sampled how many tokens of each
-trajectory, the trainer's ledger says which step trained it. A violation is a step whose masked tokens are
-not exactly those older than `max_lag`. The controller (`freshness`) is on, as by default.
+T is measured from the end of the tenth step, when the pipeline is full, to the end of the last one. Results
+with far fewer steps than the default mean little: the controller sometimes tries one group less, and that
+costs a step or two. t_generate is measured at `max_lag` 0, with the attempts of one step in flight. Rewards
+are random and the learning rate is almost zero, so that every step costs the same.
 
-From `max_lag` 4 on, a run should reach 90 % of the bound, with the mean lag of its trained tokens at half
-of `max_lag` or less, and without a violation at any `max_lag`. What does not is named under its table.
+**Lag** is counted independently. The worker logs how many tokens of each trajectory each version sampled,
+and the trainer's ledger has the step that trained it. A violation is a step whose masked tokens are not
+exactly those older than `max_lag`. The freshness controller (`freshness`) is on, as by default.
 
-All of it takes hours. With `--out FOLDER` the runs' folders stay, and called again with the same folder
-only those are run that are not there in full, so that it can be broken off, and put together from parts.
+**Goals.** From `max_lag` 4 on, a run should reach 90 % of the bound, and the mean lag of its trained tokens
+should be at most half of `max_lag`. No run should have a violation. Runs that miss a goal are listed under
+their table.
+
+A full benchmark takes hours. With `--out FOLDER` the runs' folders are kept. A repeated call with the same
+folder makes only the runs that are not yet complete, so a benchmark can be interrupted and resumed.
 
 `--part reward` trains each `max_lag` from the same seeds and compares the mean reward of the last ten
-steps: of the small model of taught_model.py, or with `--smollm2` of SmolLM2-135M-Instruct.
+steps. It trains the small model of taught_model.py, or SmolLM2-135M-Instruct with `--smollm2`.
 
 The last line is one JSON object: {"of_bound": {"tools": {"1": .., ..}, ..}, "lag_violations": 0}, or
 {"final_reward": {"0": [..], ..}}.
@@ -64,22 +67,22 @@ FILLING_STEPS = 10
 GROUPS_PER_STEP = 4
 LAST_STEPS = 10
 ASKED_FROM = 4
-"""The least `max_lag` that should reach the two below."""
+"""Smallest `max_lag` that should reach the two goals below."""
 ASKED_SHARE = 0.9
-"""Of the bound."""
+"""Goal for the share of the bound."""
 ASKED_LAG = 0.5
-"""Mean lag of the trained tokens at most, as a share of `max_lag`."""
+"""Largest mean lag of the trained tokens, as a share of `max_lag`."""
 
 
 @dataclass(frozen=True)
 class Regime:
-    """How the processes share the machine, and what agents do."""
+    """How the processes share the machine, and how agents behave."""
 
     generate: str = ""
     engine_cores: tuple[int, ...] = CORES
     trainer_cores: tuple[int, ...] = CORES
     steps_in_flight: int = 1
-    """Attempts that the worker keeps going, in those of one step, where more than one step may be."""
+    """Concurrent attempts of the worker, in steps' worth, if `max_lag` allows more than one step."""
 
 
 REGIMES = {
@@ -91,32 +94,32 @@ REGIMES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One run."""
+    """Figures of one run."""
 
     regime: str
     max_lag: int
     step_seconds: float
     wait_seconds: float
-    """Of a step, that the trainer waited for groups."""
+    """Time per step that the trainer waited for groups."""
     trainer_idle: float
     engine_idle: float
-    """Part of the time without a turn in the engine."""
+    """Share of the time without a turn in the engine."""
     lag_mean: float
-    """Of the trained tokens, versions."""
+    """Mean lag of the trained tokens, in versions."""
     masked: float
-    """Part of the tokens."""
+    """Share of the tokens that were masked."""
     violations: int
     reward: float
-    """Mean of the last steps."""
+    """Mean reward of the last steps."""
 
     @property
     def bound_seconds(self) -> float:
-        """The longer of the two sides; of a run with `max_lag` 0."""
+        """The longer of generating and training a step; for a run with `max_lag` 0."""
         return max(self.wait_seconds, self.step_seconds - self.wait_seconds)
 
     @property
     def speed_up(self) -> float:
-        """The most there can be; of a run with `max_lag` 0."""
+        """Upper bound of the speed-up; for a run with `max_lag` 0."""
         return self.step_seconds / self.bound_seconds
 
 
@@ -128,7 +131,7 @@ def run_cell(
     seed: int,
     learning: Model | None = None,
 ) -> Cell:
-    """Server, worker and trainer from the start to the last step, unless `folder` has them already."""
+    """Runs server, worker and trainer to the last step, unless `folder` already has the run."""
     regime = REGIMES[regime_name]
     model = learning or SMOLLM2
     scale = replace(model.scale, max_lag=max_lag)
@@ -151,7 +154,7 @@ def run_cell(
 
 
 def read_cell(folder: Path, regime: str, max_lag: int) -> Cell:
-    """What a run left behind."""
+    """Reads the figures of a finished run."""
     steps = read_lines(folder / "metrics.jsonl")
     first = min(FILLING_STEPS, len(steps) // 2)
     counted = steps[first:]
@@ -179,7 +182,7 @@ def read_cell(folder: Path, regime: str, max_lag: int) -> Cell:
 
 
 def count_violations(folder: Path, max_lag: int, steps: list[dict[str, Any]]) -> int:
-    """Steps whose masked tokens are not those that the worker and the ledger tell."""
+    """Counts steps whose masked tokens differ from those computed from worker log and ledger."""
     seen = {
         line["trajectory_id"]: Counter({int(k): n for k, n in line["tokens"].items()})
         for line in read_lines(folder / "seen.jsonl")
@@ -193,7 +196,7 @@ def count_violations(folder: Path, max_lag: int, steps: list[dict[str, Any]]) ->
             count
             for group in entry.groups
             for trajectory_id in group.trajectory_ids
-            # Of one whose attempt failed no reward was asked, and nothing is trained.
+            # A failed attempt has no entry: its reward was never requested, and it is not trained.
             for version, count in seen.get(trajectory_id, {}).items()
             if held_version - version > max_lag
         )
@@ -203,7 +206,7 @@ def count_violations(folder: Path, max_lag: int, steps: list[dict[str, Any]]) ->
 
 
 def show(rounds: list[list[Cell]], console: Console) -> dict[str, dict[str, float]]:
-    """A table for each regime; returns `of_bound`. Ratios are within a round, and their median is told."""
+    """Prints a table for each regime; returns `of_bound`, the median of ratios within a round."""
     shares: dict[str, dict[str, float]] = {}
     every = [cell for cells in rounds for cell in cells]
     for regime in dict.fromkeys(cell.regime for cell in every):
@@ -214,10 +217,10 @@ def show(rounds: list[list[Cell]], console: Console) -> dict[str, dict[str, floa
         step, wait = middle(syncs, "step_seconds"), middle(syncs, "wait_seconds")
         table = Table(
             title=f"{regime}: T_sync {step:.2f} s = generate {wait:.2f} + train {step - wait:.2f}; "
-            f"at most {median(sync.speed_up for sync in syncs):.2f} times as fast"
+            f"upper bound of the speed-up {median(sync.speed_up for sync in syncs):.2f}"
         )
         for column in (
-            "max_lag", "steps/hour", "faster", "of bound", "trainer idle", "engine idle",
+            "max_lag", "steps/hour", "speed-up", "of bound", "trainer idle", "engine idle",
             "mean lag", "masked", "violations",
         ):  # fmt: skip
             table.add_column(column, justify="right")
@@ -249,21 +252,21 @@ def show(rounds: list[list[Cell]], console: Console) -> dict[str, dict[str, floa
 
 
 def misses(max_lag: int, share: float, cells: list[Cell]) -> list[str]:
-    """What the runs of one `max_lag` do not reach, in words; `share` is of the bound."""
+    """Describes the goals that the runs of one `max_lag` miss; `share` is of the bound."""
     found: list[str] = []
     lag = middle(cells, "lag_mean")
     violations = sum(cell.violations for cell in cells)
     if max_lag >= ASKED_FROM and share < ASKED_SHARE:
-        found.append(f"{share:.3f} of the bound, {ASKED_SHARE} asked")
+        found.append(f"{share:.3f} of the bound, goal {ASKED_SHARE}")
     if max_lag >= ASKED_FROM and lag > ASKED_LAG * max_lag:
-        found.append(f"mean lag {lag:.2f}, at most {ASKED_LAG * max_lag:g} asked")
+        found.append(f"mean lag {lag:.2f}, goal at most {ASKED_LAG * max_lag:g}")
     if violations:
-        found.append(f"{violations} steps whose masked tokens are not those too old")
+        found.append(f"{violations} steps masked other tokens than those older than max_lag")
     return found
 
 
 def middle(cells: list[Cell], name: str) -> float:
-    """The median of one figure."""
+    """Median of one figure over the cells."""
     return median(getattr(cell, name) for cell in cells)
 
 
@@ -287,7 +290,7 @@ def measure_reward(folder: Path, arguments: argparse.Namespace, console: Console
     model = SMOLLM2 if arguments.smollm2 else taught_in(folder)
     steps = arguments.reward_steps
     found: dict[int, list[Cell]] = {lag: [] for lag in lags}
-    # Interleaved, so that what else the machine does falls on all of them.
+    # Interleaved, so that other load of the machine affects all of them alike.
     for seed in range(arguments.seeds):
         for lag in lags:
             name = f"reward-{lag}-{seed}"
@@ -319,18 +322,22 @@ def lags_of(arguments: argparse.Namespace) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What it brings not to wait.")
+    parser = argparse.ArgumentParser(description="Measures the speed of overlapped training.")
     parser.add_argument("--part", choices=("speed", "reward"), default="speed")
-    parser.add_argument("--steps", type=int, default=36, help="of each run")
-    parser.add_argument("--rounds", type=int, default=1, help="each with every run of --part speed")
+    parser.add_argument("--steps", type=int, default=36, help="steps of each run")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="rounds, each with every run of --part speed"
+    )
     parser.add_argument("--regimes", default=",".join(REGIMES))
-    parser.add_argument("--max-lags", default="0,1,2,4,8", help="with 0, for --part speed")
+    parser.add_argument("--max-lags", default="0,1,2,4,8", help="must include 0 for --part speed")
     parser.add_argument("--reward-steps", type=int, default=120)
     parser.add_argument(
         "--smollm2", action="store_true", help="for --part reward, which takes hours"
     )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="keep the runs' folders here, and go on there")
+    parser.add_argument(
+        "--out", type=Path, help="keep the runs' folders here, and resume from them"
+    )
     arguments = parser.parse_args()
     console = Console(width=110)
     measure = {"speed": measure_speed, "reward": measure_reward}[arguments.part]

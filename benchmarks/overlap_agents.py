@@ -1,7 +1,7 @@
-"""What the workers of benchmarks/overlap.py run: turns, waits on tools, and a log of what they saw.
+"""The agents of benchmarks/overlap.py: turns, waits for tools, and a log of weight versions.
 
-Each outcome adds a line to the file that $OVERLAP_LOG names: the trajectory, and how many tokens each
-weight version sampled. From it and the trainer's ledger alone the benchmark computes every lag again.
+Each outcome adds a line to the file named by $OVERLAP_LOG: the trajectory, and how many tokens each weight
+version sampled. From that file and the trainer's ledger the benchmark computes every lag independently.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from penstock.demo.rewards import last_integer_is_answer
 SHORTEST_SECONDS = 0.05
 LONGEST_SECONDS = 5.0
 TAIL = 1.0
-"""Shape of the Pareto distribution: the mean of the waits is 0.23 s, one in a hundred is cut."""
+"""Shape of the Pareto distribution. The mean wait is 0.23 s, and one wait in a hundred is cut off."""
 
 
 def tool_seconds(rng: random.Random) -> float:
-    """One wait."""
     return min(SHORTEST_SECONDS * rng.paretovariate(TAIL), LONGEST_SECONDS)
 
 
 async def with_tools(task: Task, trajectory: Trajectory) -> None:
-    """A turn, a tool that answers what it was asked, and the turn that is scored."""
+    """Takes a turn, waits for a tool that repeats the question, and takes the turn that is scored."""
     await trajectory.turn()
     # The same waits in every run.
     rng = random.Random(f"{task.index} {trajectory.sample_index}")
@@ -37,19 +36,19 @@ async def with_tools(task: Task, trajectory: Trajectory) -> None:
 
 
 async def reward(task: Task, trajectory: Trajectory) -> float:
-    """As the demo's."""
+    """The demo's reward; also writes the log."""
     note(trajectory)
     return last_integer_is_answer(task, trajectory)
 
 
 async def chance(task: Task, trajectory: Trajectory) -> float:
-    """Of no meaning, and different for siblings, so that every step costs the trainer the same."""
+    """A random reward, different for siblings, so that every step costs the trainer the same."""
     note(trajectory)
     return random.Random(trajectory.trajectory_id).random()
 
 
 def note(trajectory: Trajectory) -> None:
-    """Adds a line to the log."""
+    """Adds a trajectory's line to the log."""
     counts: Counter[int] = Counter()
     for turn in trajectory.turns:
         for segment in turn.segments:

@@ -1,12 +1,12 @@
-"""Advantages, losses, KL and corrections beside verl's own functions: `python benchmarks/parity.py`.
+"""Compares advantages, losses, KL and corrections with verl's functions: `python benchmarks/parity.py`.
 
-verl is not installed with anything here: `make bench-parity` puts it into a folder of its own, without what
-it would bring along (15 MB; it also imports ray, which `make bench-buffer` installs too).
+No extra of this project installs verl. `make bench-parity` installs it into a separate folder, without its
+dependencies (15 MB). verl also imports ray, which `make bench-buffer` installs too.
 
-Random batches in float64: sequences of several lengths with tokens of the environment among the policy's,
-some masked altogether, groups without spread. The figure of each line is the largest difference of any
-advantage, weight, loss or derivative. The last line is one JSON object. Exits with 1 where a difference is
-above 1e-6.
+The batches are random and in float64. Their sequences have different lengths, with environment tokens
+among the policy's; some sequences are fully masked, and some groups have no spread. Each line shows the
+largest difference of any advantage, weight, loss or derivative. The last line is one JSON object. The exit
+status is 1 if a difference is above 1e-6.
 """
 # ruff: noqa: N803, N806, N815 - a name ends with its dimensions.
 
@@ -51,7 +51,7 @@ CLIPPED: dict[tuple[str, str | float], dict[str, Any]] = {
         "level": "token", "mode": "mask", "quantity": "ratio", "threshold": [0.7, 1.4],
     },
 }  # fmt: skip
-# verl's k1 bounds behaviour over training; ours is the other way round.
+# verl's k1 bounds the ratio of behaviour policy to trained policy; ours bounds the inverse.
 MASKED: dict[tuple[str, str | float], dict[str, Any]] = {
     ("token_k1", f"{1 / 1.4}_{1 / 0.7}"): {
         "level": "token", "mode": "mask", "quantity": "ratio", "threshold": [0.7, 1.4],
@@ -74,7 +74,7 @@ MASKED: dict[tuple[str, str | float], dict[str, Any]] = {
 
 @dataclass
 class Batch:
-    """S sequences of L positions, as verl has them, and N trained tokens, as they are here."""
+    """S sequences of L positions, in verl's layout, and N trained tokens, in Penstock's layout."""
 
     mask_SL: Tensor
     rewards: RewardBatch
@@ -99,7 +99,7 @@ def make(seed: int) -> Batch:
     rewards_S = rng.normal(size=count)
     rewards_S[groups_S == len(sizes) - 1] = 0.1
     mask = rng.random((count, LENGTH)) < 0.6
-    # One that is too old altogether; whatever else has at least one token.
+    # One sequence is fully masked as too old; every other one has at least one trained token.
     mask[np.arange(count), rng.integers(0, LENGTH, count)] = True
     mask[0] = False
     near = [torch.tensor(rng.normal(-2, 0.3, mask.shape)) for _ in range(3)]
@@ -112,7 +112,7 @@ def make(seed: int) -> Batch:
 
 
 def largest(one: Any, other: Any) -> float:
-    """Infinite where either is not a number."""
+    """Largest absolute difference; infinite if either value is NaN."""
     return float(np.nan_to_num(np.abs(np.asarray(one) - np.asarray(other)), nan=np.inf).max())
 
 
@@ -126,7 +126,7 @@ def advantages(core: Any, batch: Batch) -> Iterator[tuple[str, float]]:
     last = torch.where(mask > 0, positions, -1).argmax(1)
     rows = torch.arange(len(mask))
     scores[rows, last] += torch.tensor(rewards.rewards_S)
-    # The one without tokens has no place for a penalty, and its reward counts all the same.
+    # The sequence without tokens cannot carry a penalty, but its reward still counts.
     index = rewards.groups_S
     theirs = {
         "grpo": lambda: core.compute_grpo_outcome_advantage(scores.clone(), mask, index),
@@ -159,7 +159,7 @@ def critics(core: Any, batch: Batch) -> Iterator[tuple[str, float]]:
     last = torch.where(mask > 0, torch.arange(LENGTH).expand_as(mask), -1).argmax(1)
     some = mask.sum(1) > 0
     scores[torch.arange(len(mask))[some], last[some]] += torch.tensor(rewards.rewards_S)[some]
-    # What stands where nothing is trained must not matter.
+    # Values at untrained positions must not matter.
     values_SL = batch.other_SL
     theirs, targets_SL = core.compute_gae_advantage_return(scores, values_SL, mask, 0.97, 0.9)
     ours = replace(rewards, values_N=batch.ours(values_SL).numpy())

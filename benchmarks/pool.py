@@ -1,23 +1,23 @@
-"""What a hub costs: throughput next to direct calls, its processor time, and a pool of 1,024 engines.
+"""The cost of a hub: throughput compared with direct calls, processor time, and a pool of 1,024 engines.
 
     python -m benchmarks.pool [--part throughput] [--part cost] [--part fleet] [--rounds 3] [--seconds 5]
 
-Every part has the real `penstock serve --engines`, in a process of its own; the engines are fake, and so is
-what the agents do with what they get (`pool_engines`, `pool_agents`).
+Every part runs the real `penstock serve --engines` in a separate process. Engines and agents are fake
+(`pool_engines`, `pool_agents`).
 
 - **throughput**: 1, 2 and 4 engine servers, each a process, that sample 20,000 tokens a second over 32
-  turns; 32 agents for each, with conversations of four turns. Through the hub, and spread evenly over the
-  same engine servers by hand, in interleaved rounds.
-- **cost**: the hub's processor time over the same work with short turns and with long ones, from which come
-  that of a turn and that of a token.
-- **fleet**: 1,024 addresses with nothing behind them. What the hub costs at rest; with one weight version
-  after the other, as fast as it goes; with 10 engines a second that start again and are given their
-  weights; and with 10,000 agents. An *update* is one engine that is given one version, from the header to
-  its answer that it samples it.
+  turns. Each has 32 agents with conversations of four turns. The agents call through the hub, and directly
+  with an even spread over the same engine servers, in interleaved rounds.
+- **cost**: the hub's processor time for the same work with short turns and with long ones. From it follow
+  the time of a turn and the time of a token.
+- **fleet**: 1,024 addresses with no engine behind them. It measures the hub at rest; with weight versions
+  one after the other, as fast as possible; with 10 engines a second that restart and receive their weights;
+  and with 10,000 agents. An *update* is the transfer of one version to one engine, from the header to the
+  engine's response that the version is active.
 
-The last line is one JSON object: `hub_of_direct` is the least of the three medians, `us_per_turn` is of a
-turn without its tokens, `core_share_at_10_updates_per_second` is all that the hub uses with the 10 restarts
-a second, its looks at the other engines among it.
+The last line is one JSON object. `hub_of_direct` is the smallest of the three medians. `us_per_turn` is for
+a turn without its tokens. `core_share_at_10_updates_per_second` is everything the hub uses with 10 restarts
+a second, including its polls of the other engines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHORT, LONG = 64, 2048
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the agents, and what the processes used meanwhile, in cores."""
+    """One run of the agents, and the cores that the processes used during it."""
 
     done: Done
     hub: float
@@ -59,7 +59,7 @@ class Run:
 async def measured(
     agent: Process, wanted: Work, hub_process: Process | None, engine_processes: Sequence[Process]
 ) -> Run:
-    """Has the agents work."""
+    """Runs the agents and measures the processes."""
 
     def used() -> list[float]:
         hub_seconds = hub_process.cpu_seconds if hub_process is not None else 0.0
@@ -74,8 +74,8 @@ async def measured(
 
 
 async def throughput(folder: Path, tokenizer: Path, rounds: int, seconds: float) -> float:
-    """Prints the table; returns the least of the medians of hub over direct."""
-    table = Table(title="tokens per second, hub next to direct")
+    """Prints the table; returns the smallest of the median ratios of hub to direct."""
+    table = Table(title="tokens per second, hub and direct")
     for name in ("engines", "direct", "hub", "ratio", "ratios", "p50 direct", "p50 hub"):
         table.add_column(name)
     for name in ("hub", "agents", "engines"):
@@ -123,14 +123,13 @@ async def throughput(folder: Path, tokenizer: Path, rounds: int, seconds: float)
 
 
 def median(values: Sequence[float]) -> float:
-    """As a float."""
     return float(statistics.median(values))
 
 
 async def cost(folder: Path, tokenizer: Path, rounds: int, seconds: float) -> tuple[float, float]:
-    """Prints the table; returns the hub's microseconds for a turn and for a token, each in the median."""
+    """Prints the table; returns the hub's median microseconds for a turn and for a token."""
     table = Table(title="the hub's processor time, two engines")
-    for name in ("tokens of a turn", "turns/s", "hub cores", "ms of a turn, its tokens included"):
+    for name in ("tokens of a turn", "turns/s", "hub cores", "ms per turn, with its tokens"):
         table.add_column(name)
     fits: list[tuple[float, float]] = []
     async with contextlib.AsyncExitStack() as stack:
@@ -157,14 +156,14 @@ async def cost(folder: Path, tokenizer: Path, rounds: int, seconds: float) -> tu
             fits.append(((short - per_token * few) * 1e6, per_token * 1e6))
     Console(width=150).print(table)
     per_turn, per_token = (median([fit[at] for fit in fits]) for at in (0, 1))
-    print(f"{per_turn:.0f} us for a turn and {per_token:.3f} us for a token")
+    print(f"{per_turn:.0f} us per turn and {per_token:.3f} us per token")
     return per_turn, per_token
 
 
 async def run(
     parts: Sequence[str], rounds: int, seconds: float, count: int, agent_count: int
 ) -> None:
-    """Measures and prints."""
+    """Runs the parts and prints their results."""
     from tests.support.tiny_model import make_byte_tokenizer
 
     result: dict[str, float] = {}
@@ -182,18 +181,22 @@ async def run(
             result["engines"] = count
             share = await pool_fleet.measure(folder, tokenizer, count, agent_count)
             result["core_share_at_10_updates_per_second"] = round(share, 3)
-        print(f"{time.monotonic() - began:.0f} s in all")
+        print(f"{time.monotonic() - began:.0f} s in total")
     print(json.dumps(result))
 
 
 @click.command()
-@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, help="All without.")
+@click.option(
+    "--part", "parts", type=click.Choice(PARTS), multiple=True, help="Default: all parts."
+)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--seconds", default=5.0, show_default=True)
-@click.option("--engines", "count", default=1024, show_default=True, help="Of the fleet.")
-@click.option("--agents", "agent_count", default=10_000, show_default=True, help="Of the fleet.")
+@click.option("--engines", "count", default=1024, show_default=True, help="Engines of the fleet.")
+@click.option(
+    "--agents", "agent_count", default=10_000, show_default=True, help="Agents of the fleet."
+)
 def main(parts: tuple[str, ...], rounds: int, seconds: float, count: int, agent_count: int) -> None:
-    """Measures it."""
+    """Measure the cost of a hub."""
     asyncio.run(run(parts or PARTS, rounds, seconds, count, agent_count))
 
 

@@ -1,10 +1,10 @@
-"""The agents of `benchmarks/pool.py`: conversations of a few turns, as many at a time as they are told.
+"""The agents of `benchmarks/pool.py`: concurrent conversations of a few turns.
 
     python -m benchmarks.pool_agents
 
-A line of JSON in (`Work`), a line of JSON out (`Done`), until standard input ends. Each agent asks for its
-turns as a whole, as `trajectory.turn()` does, closes each conversation, and goes on until the time is over
-and its turn has ended.
+The process reads a line of JSON (`Work`) and answers with a line of JSON (`Done`), until standard input
+ends. Each agent requests whole turns, like `trajectory.turn()`, and closes each conversation. It continues
+until the time is over and its turn has ended.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ Outcome = codec.twin(trajectory_pb2.Outcome)
 PROMPT = TokenSequence(token_ids=codec.array_bytes(np.full(64, 98, np.int32)))
 OBSERVATION = TokenSequence(token_ids=codec.array_bytes(np.full(16, 99, np.int32)))
 WHOLE = StreamOptions(final_only=True)
-# What tells the agents of one run from those of all others.
+# Makes the agents' names unique over all runs.
 names = itertools.count()
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done."""
+    """The work of one run."""
 
     addresses: list[str]
-    """Agents are spread over these evenly, and stay where they are."""
+    """Servers. Agents are spread over them evenly, and each stays with its server."""
     agents: int
-    """Conversations at a time."""
+    """Concurrent conversations."""
     tokens: int
-    """Of a turn."""
+    """Tokens of a turn."""
     seconds: float
     turns: int = 4
-    """Of a conversation."""
+    """Turns of a conversation."""
     connections: int = 1
-    """To each address."""
+    """Connections to each address."""
     ramp_seconds: float = 0.0
-    """Over which the agents begin."""
+    """Period over which the agents start."""
     leave: bool = False
-    """Whether turns in flight at the end are left, and not waited for."""
+    """Whether to abandon turns in flight at the end instead of waiting for them."""
 
 
 @dataclass
 class Done:
-    """What came of it."""
+    """The results of one run."""
 
     turns: int = 0
     tokens: int = 0
     tokens_per_second: float = 0.0
-    """Sum over the agents of what each got in its own time."""
+    """Sum of the agents' rates, each over the agent's own time."""
     turns_per_second: float = 0.0
-    """Of those that ended between the last agent's beginning and the end."""
+    """Rate of turns that ended between the start of the last agent and the end."""
     cpu_seconds: float = 0.0
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list[float])
@@ -78,10 +78,10 @@ class Done:
 
 
 class Server:
-    """Calls by one connection, as bytes: what is in an answer is not looked at."""
+    """Calls over one connection, as bytes; responses are not parsed."""
 
     def __init__(self, address: str) -> None:
-        # Not shared with others of this process.
+        # A connection that is not shared within this process.
         self.channel = grpc.aio.insecure_channel(
             address, options=client_options(own_connection=True)
         )
@@ -92,7 +92,7 @@ class Server:
 
 
 async def work(work: Work) -> Done:
-    """Does it."""
+    """Runs the agents and returns the results."""
     servers = [Server(a) for _ in range(work.connections) for a in work.addresses]
     begun_cpu, begun = time.process_time(), time.perf_counter()
     deadline = begun + work.ramp_seconds + work.seconds
@@ -101,7 +101,7 @@ async def work(work: Work) -> Done:
     async def agent(number: int) -> None:
         server = servers[number % len(servers)]
         await asyncio.sleep(work.ramp_seconds * number / work.agents)
-        # Of all lengths at first, so that not all agents come back at the same time.
+        # The first turns have different lengths, so that agents do not return all at the same time.
         first = random.randrange(1, work.tokens + 1)
         begun, tokens = time.perf_counter(), 0
         while time.perf_counter() < deadline:
@@ -131,7 +131,7 @@ async def work(work: Work) -> Done:
         began, answers = time.perf_counter(), 0
         async for _ in server.continue_(request) if index else server.generate(request):
             answers += 1
-        assert answers >= 3, "a turn begins, has tokens and ends"
+        assert answers >= 3, "a turn must start, have tokens and end"
         ended = time.perf_counter()
         done.turns += 1
         if begun + work.ramp_seconds <= ended <= deadline:
@@ -156,7 +156,7 @@ async def work(work: Work) -> Done:
 
 
 async def main() -> None:
-    """One run after the other."""
+    """Reads and runs work until standard input ends."""
     loop = asyncio.get_running_loop()
     print("ready", flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):

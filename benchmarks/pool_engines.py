@@ -1,12 +1,14 @@
-"""The engine servers of `benchmarks/pool.py`: sampling costs no processor, its pace is a real one's.
+"""The engine servers of `benchmarks/pool.py`: sampling takes no processor time, at a realistic pace.
 
-    python -m benchmarks.pool_engines served            one: `penstock serve`, but for its engine
-    python -m benchmarks.pool_engines many --count N    N addresses of one process, which speak the protocol
-                                                        and have nothing behind it
+    python -m benchmarks.pool_engines served            one `penstock serve` with a fake engine
+    python -m benchmarks.pool_engines many --count N    N addresses in one process, which speak the protocol
+                                                        but have no engine
 
-Run in the root of a checkout. Prints one line, `serving PORT...`, and ends with its standard input. `many`
-reads there, a line each: `count`, which prints as JSON what it was asked so far, and `restart N`, from
-which on N of its engines a second become other processes, which know no weights.
+Run it in the root of a checkout. It prints one line, `serving PORT...`, and stops when standard input ends.
+`many` reads commands there, one a line:
+
+- `count` prints the number of calls so far, by kind, as JSON;
+- `restart N` makes N engines a second behave like new processes, which have no weights.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from penstock.wire.channel import server_options
 
 SLOTS = 32
 TOKENS_PER_SECOND = 20_000.0
-"""Of one engine, with SLOTS turns or more."""
+"""Rate of one engine with SLOTS turns or more."""
 FEWEST = 64
-"""Tokens after which the pace is looked at again."""
+"""Tokens after which the pace is computed again."""
 MAX_CONTEXT = 32_768
 ENGINES_PER_HOST = 8
 
@@ -52,8 +54,10 @@ read_info = codec.decoder(rollout_service_pb2.GetServerInfoRequest)
 
 
 class PacedEngine(FakeEngine):
-    """Samples any tokens, each turn as fast as on an engine with 20,000 tokens a second over 32 turns, and
-    slower with more of them."""
+    """Samples arbitrary tokens at the pace of an engine with 20,000 tokens a second over 32 turns.
+
+    With more than 32 turns, each turn is slower.
+    """
 
     def __init__(self) -> None:
         super().__init__(max_context=MAX_CONTEXT, keeps_history=False)
@@ -73,7 +77,7 @@ class PacedEngine(FakeEngine):
         due = loop.time()
         try:
             while True:
-                # The first token at once, as vLLM does.
+                # The first token is sent at once, as with vLLM.
                 wanted = min(total, handed_over + interval) if handed_over else 1
                 count = min(wanted - sampled, FEWEST)
                 due += count * max(SLOTS, self._running_count) / TOKENS_PER_SECOND
@@ -100,7 +104,7 @@ class PacedEngine(FakeEngine):
 
 
 async def serve() -> None:
-    """One engine server as `penstock serve` makes it."""
+    """Serves one engine server, built like `penstock serve`."""
     loaded = config.load(None, ["listen=127.0.0.1:0", "http.listen="])
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
     journal = await open_journal(loaded.journal)
@@ -113,7 +117,7 @@ async def serve() -> None:
 
 @cache
 def segment_bytes(count: int, version: int) -> bytes:
-    """An event with so many tokens."""
+    """An event with `count` tokens, as bytes."""
     segment = Segment(
         author=trajectory_pb2.AUTHOR_POLICY,
         token_ids=codec.array_bytes(np.full(count, 97, np.int32)),
@@ -125,22 +129,22 @@ def segment_bytes(count: int, version: int) -> bytes:
 
 
 class BareEngine:
-    """What a hub sees of one engine server."""
+    """The parts of one engine server that a hub sees."""
 
     def __init__(self, number: int, tokens_per_second: float, asked: Counter[str]) -> None:
-        """`tokens_per_second` is a turn's pace; what it is asked for is counted in `asked`."""
+        """`tokens_per_second` is the pace of a turn; calls are counted in `asked`."""
         self._host_id = f"host-{number // ENGINES_PER_HOST}"
         self._tokens_per_second = tokens_per_second
         self._asked = asked
         self.restart()
 
     def restart(self) -> None:
-        """It is another process."""
+        """Behaves like a new process from now on."""
         self._server_id = uuid.uuid4().hex
         self._active = 0
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """As a grpc server takes them: bytes in, bytes out."""
+        """Handlers for a gRPC server, with bytes as requests and responses."""
         return grpc.method_handlers_generic_handler(
             "penstock.v1.RolloutService",
             {
@@ -168,7 +172,7 @@ class BareEngine:
             "server_id": self._server_id,
             "host_id": self._host_id,
             "load": {"kv_cache_usage": 0.2},
-            # It would take a version from the engine server of another host.
+            # So the hub can have it fetch a version from the engine server of another host.
             "weight_sources": [weights_pb2.WEIGHT_SOURCE_KIND_PEER],
             "replicas": [{"state": rollout_service_pb2.REPLICA_STATE_SERVING}],
             "tensors": tensors,
@@ -221,7 +225,7 @@ class BareEngine:
                 weight_version=version, state=state, active_weight_version=self._active
             )
             if state == weights_pb2.WEIGHT_STATE_STAGED:
-                # Others of its host are told to take it from here.
+                # The hub makes other engine servers of this host read the version here.
                 answer.memory.name = "/dev/null"
                 answer.memory.host_namespace = self._host_id
             yield answer.SerializeToString()
@@ -230,7 +234,7 @@ class BareEngine:
 
 
 async def serve_many(count: int, tokens_per_second: float) -> None:
-    """Each on a port of its own, and so with a connection of its own."""
+    """Serves each engine on a separate port, and so with a separate connection."""
     asked: Counter[str] = Counter()
     engines = [BareEngine(number, tokens_per_second, asked) for number in range(count)]
     servers: list[grpc.aio.Server] = []
@@ -257,7 +261,7 @@ async def serve_many(count: int, tokens_per_second: float) -> None:
 
 
 async def restart(engines: Sequence[BareEngine], per_second: float) -> None:
-    """One after the other, at an even pace."""
+    """Restarts the engines one after the other, at an even pace."""
     if not per_second:
         return
     due = asyncio.get_running_loop().time()
@@ -272,7 +276,7 @@ async def restart(engines: Sequence[BareEngine], per_second: float) -> None:
 @click.option("--count", default=1)
 @click.option("--tokens-per-second", default=TOKENS_PER_SECOND / SLOTS)
 def main(kind: str, count: int, tokens_per_second: float) -> None:
-    """Serves until standard input ends."""
+    """Serve until standard input ends."""
     allocator.keep_freed_memory()
     asyncio.run(serve() if kind == "served" else serve_many(count, tokens_per_second))
 

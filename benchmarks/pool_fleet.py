@@ -1,4 +1,4 @@
-"""The part of `benchmarks/pool.py` with 1,024 engines and 10,000 agents."""
+"""The fleet part of `benchmarks/pool.py`: 1,024 engines and 10,000 agents."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from penstock.wire.upload import upload
 MIB = 1 << 20
 TURN_TOKENS = 256
 TOKENS_PER_SECOND = 25.0
-"""Of a turn: so long that all agents have one in flight most of the time."""
+"""Pace of a turn, slow enough that all agents have a turn in flight most of the time."""
 REST_SECONDS = 10.0
 AGENT_SECONDS = 30.0
 RAMP_SECONDS = 15.0
 VERSIONS = 5
 RESTARTS_PER_SECOND = 10.0
 RESTART_SECONDS = 20.0
-# One caller opens as much as all together; the defaults are for a caller among others.
+# One caller opens all trajectories here; the default limits are for one caller among many.
 SETTINGS = (
     "limits.concurrent_calls=40000",
     "limits.open_trajectories=40000",
@@ -36,27 +36,27 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Spent:
-    """Over some time."""
+    """Processor time and calls over a period."""
 
     seconds: float
     hub: float
     engines: float
-    """Processor seconds."""
+    """Processor time in seconds."""
     asked: dict[str, int]
-    """What the engines were asked for meanwhile."""
+    """Number of calls to the engines, by kind."""
 
     @property
     def hub_cores(self) -> float:
-        """Of the hub, in the mean."""
+        """Mean number of cores that the hub used."""
         return self.hub / self.seconds
 
     def rate(self, name: str) -> float:
-        """A second."""
+        """Calls of a kind per second."""
         return self.asked.get(name, 0) / self.seconds
 
 
 class Watch:
-    """Counts what is spent from its making on."""
+    """Measures what is spent from its creation on."""
 
     def __init__(self, hub_process: Process, engine: Process, asked: dict[str, int]) -> None:
         self._processes = hub_process, engine
@@ -65,11 +65,10 @@ class Watch:
 
     @classmethod
     async def begin(cls, hub_process: Process, engine: Process) -> Watch:
-        """From now on."""
         return cls(hub_process, engine, json.loads(await engine.ask("count")))
 
     async def end(self) -> Spent:
-        """Up to now."""
+        """Returns what was spent until now."""
         now = time.perf_counter(), *(p.cpu_seconds for p in self._processes)
         asked = json.loads(await self._processes[1].ask("count"))
         seconds, own, engine = (
@@ -80,7 +79,7 @@ class Watch:
 
 
 async def measure(folder: Path, tokenizer: Path, count: int, agent_count: int) -> float:
-    """Prints a line for each part; returns the hub's share of a core with 10 updates a second."""
+    """Prints a line for each part; returns the hub's core share with 10 updates a second."""
     print(f"a hub with {count:,} engines")
     tell("", "a second", "hub cores", "of one", "hub MiB")
     options = ("--count", str(count), "--tokens-per-second", str(TOKENS_PER_SECOND))
@@ -91,27 +90,27 @@ async def measure(folder: Path, tokenizer: Path, count: int, agent_count: int) -
         rest = await at_rest(own, engine)
         await with_versions(own, engine, count)
         share = await with_restarts(own, engine, count, rest)
-        # Last, for their turns are left in the middle.
+        # Last, because it leaves turns unfinished.
         await with_agents(own, engine, agent_count)
     return share
 
 
 def tell(name: str, *cells: str) -> None:
-    """A line of the table, as soon as it is known."""
+    """Prints a line of the table as soon as its values are known."""
     print(f"{name:58}", *(f"{cell:>11}" for cell in cells), flush=True)
 
 
 async def at_rest(own: Hub, engine: Process) -> Spent:
-    """Nothing but looks."""
+    """Measures the hub when it only polls its engines."""
     watch = await Watch.begin(own.process, engine)
     await asyncio.sleep(REST_SECONDS)
     spent = await watch.end()
-    tell("at rest: looks", *row(spent, "looks", own))
+    tell("at rest: polls", *row(spent, "looks", own))
     return spent
 
 
 def row(spent: Spent, name: str, own: Hub, rest: float = 0.0) -> list[str]:
-    """How many a second, the hub's cores, and its time for one beyond what it spends at rest."""
+    """Cells of a row: rate, the hub's cores, and its time per call beyond what it spends at rest."""
     each = (spent.hub - rest * spent.seconds) / max(1, spent.asked.get(name, 0))
     memory = own.process.resident_bytes / MIB
     cells = [f"{spent.rate(name):,.1f}", f"{spent.hub_cores:.2f}", f"{each * 1e6:,.0f} us"]
@@ -119,7 +118,7 @@ def row(spent: Spent, name: str, own: Hub, rest: float = 0.0) -> list[str]:
 
 
 async def with_agents(own: Hub, engine: Process, agent_count: int) -> None:
-    """Turns."""
+    """Measures the hub with agents."""
     async with agents() as agent:
         wanted = Work(
             [own.address],
@@ -148,7 +147,7 @@ async def with_agents(own: Hub, engine: Process, agent_count: int) -> None:
 
 
 async def with_versions(own: Hub, engine: Process, count: int) -> None:
-    """One weight version after the other, to every engine."""
+    """Measures weight versions one after the other, each to every engine."""
     watch = await Watch.begin(own.process, engine)
     for version in range(1, VERSIONS + 1):
         head, data = header(version)
@@ -168,18 +167,20 @@ async def with_versions(own: Hub, engine: Process, count: int) -> None:
 
 
 async def with_restarts(own: Hub, engine: Process, count: int, rest: Spent) -> float:
-    """Engines that start again, and are given the version; returns the hub's cores at as many a second as
-    are started."""
+    """Measures engines that restart and receive the version.
+
+    Returns the hub's cores at a rate of RESTARTS_PER_SECOND.
+    """
     await own.in_rotation(count)
     engine.write(f"restart {RESTARTS_PER_SECOND}")
-    # Each is seen when it is looked at.
+    # The hub notices each restart at its next poll.
     await asyncio.sleep(max(5.0, count / 150))
     watch = await Watch.begin(own.process, engine)
     await asyncio.sleep(RESTART_SECONDS)
     spent = await watch.end()
     engine.write("restart 0")
-    tell("engines that start again: updates", *row(spent, "updates", own, rest.hub_cores))
+    tell("engines that restart: updates", *row(spent, "updates", own, rest.hub_cores))
     await own.in_rotation(count)
     rate = spent.rate("updates")
-    assert rate > RESTARTS_PER_SECOND / 2, f"only {rate:.1f} updates a second came about"
+    assert rate > RESTARTS_PER_SECOND / 2, f"only {rate:.1f} updates a second"
     return rest.hub_cores + (spent.hub_cores - rest.hub_cores) * RESTARTS_PER_SECOND / rate

@@ -1,4 +1,4 @@
-"""The processes of `benchmarks/pool.py`, and what each costs."""
+"""The processes of `benchmarks/pool.py`, with their processor time and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GetServerInfoRequest = codec.twin(rollout_service_pb2.GetServerInfoRequest)
 
 
 class Process:
-    """One that answers a line on its standard input with a line."""
+    """A process that answers each line on standard input with a line on standard output."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -31,38 +31,36 @@ class Process:
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time since it began."""
+        """Processor time since the process started."""
         times = self._counted.cpu_times()
         return times.user + times.system
 
     @property
     def resident_bytes(self) -> int:
-        """Memory it holds."""
         return self._counted.memory_info().rss
 
     async def read(self) -> str:
-        """Its next line."""
+        """Returns the next line of its output."""
         assert self._process.stdout is not None
         line = (await self._process.stdout.readline()).decode().strip()
-        assert line, "it ended"
+        assert line, "the process ended"
         return line
 
     def write(self, line: str) -> None:
-        """Tells it something."""
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
 
     async def ask(self, line: str) -> str:
-        """Its answer."""
+        """Writes a line and returns the answer."""
         self.write(line)
         return await self.read()
 
     def terminate(self) -> None:
-        """Tells it to stop, where its standard input does not."""
+        """Stops a process that does not stop when its standard input ends."""
         self._process.terminate()
 
     async def end(self) -> None:
-        """By its standard input, or at last by force."""
+        """Closes its standard input; kills it if it does not end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -75,7 +73,7 @@ class Process:
 
 @contextlib.asynccontextmanager
 async def started(*arguments: str, log: Path | None = None) -> AsyncGenerator[Process]:
-    """A Python process in the root of the checkout."""
+    """Starts a Python process in the root of the checkout, and ends it on exit."""
     with contextlib.ExitStack() as stack:
         errors = None if log is None else stack.enter_context(log.open("ab"))
         process = await asyncio.create_subprocess_exec(
@@ -96,27 +94,27 @@ async def started(*arguments: str, log: Path | None = None) -> AsyncGenerator[Pr
 
 @contextlib.asynccontextmanager
 async def agents() -> AsyncGenerator[Process]:
-    """The process of the agents."""
+    """Starts the process of the agents."""
     async with started("-m", "benchmarks.pool_agents") as process:
         assert await process.read() == "ready"
         yield process
 
 
 async def work(process: Process, wanted: Work) -> Done:
-    """Has the agents work."""
+    """Runs the agents and returns their results."""
     return Done(**json.loads(await process.ask(json.dumps(asdict(wanted)))))
 
 
 @contextlib.asynccontextmanager
 async def engines(kind: str, *options: str) -> AsyncGenerator[tuple[Process, list[str]]]:
-    """A process with engine servers, and their addresses."""
+    """Starts a process with engine servers; yields it and their addresses."""
     async with started("-m", "benchmarks.pool_engines", kind, *options) as process:
         ports = (await process.read()).split()[1:]
         yield process, [f"127.0.0.1:{port}" for port in ports]
 
 
 class Hub:
-    """`penstock serve --engines`, as anybody would start it."""
+    """A hub: `penstock serve --engines`."""
 
     def __init__(self, process: Process, address: str) -> None:
         self.process = process
@@ -126,7 +124,7 @@ class Hub:
         )
 
     async def serving_count(self) -> int:
-        """Engines in rotation."""
+        """Number of engines in rotation."""
         call = self.channel.unary_unary(
             "/penstock.v1.RolloutService/GetServerInfo",
             codec.encode,
@@ -137,9 +135,9 @@ class Hub:
         return sum(replica.state == serving for replica in info.replicas)
 
     async def in_rotation(self, count: int, seconds: float = 120.0) -> None:
-        """Waits until so many are."""
+        """Waits until `count` engines are in rotation."""
         async with asyncio.timeout(seconds):
-            while await self.serving_count() < count:  # noqa: ASYNC110 - nobody tells of it.
+            while await self.serving_count() < count:  # noqa: ASYNC110 - the hub sends no event.
                 await asyncio.sleep(0.1)
 
 
@@ -147,7 +145,7 @@ class Hub:
 async def hub(
     folder: Path, tokenizer: Path, addresses: Sequence[str], *settings: str
 ) -> AsyncGenerator[Hub]:
-    """One in front of these engine servers, once all are in rotation."""
+    """Starts a hub in front of these engine servers; yields it once all are in rotation."""
     listed = folder / "engines"
     listed.write_text("".join(f"{address}\n" for address in addresses))
     command = ["-m", "penstock.cli", "serve", "--engines", f"file:{listed}"]

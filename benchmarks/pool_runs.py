@@ -1,9 +1,10 @@
-"""Real runs of a hub with its engines, and what each part of them took: what the simulator is held against.
+"""Real runs of a hub with its engines, and the time of each part. The simulator is compared with them.
 
-Hub and engines are processes of their own: `penstock serve --engines` in front of `tests.support.fake_serve`,
-whose engine sleeps for each step, the longer the more turns it has, or of `penstock serve` with vLLM.
-Agents and trainer are in this process, on the wire: agents lease and take the turns of the workload; the
-trainer demands, receives, sleeps for its step, uploads, switches and receipts, as `trainer.loop` does.
+Hub and engines are separate processes: `penstock serve --engines` in front of `tests.support.fake_serve`, or of
+`penstock serve` with vLLM. The fake engine sleeps for each step, longer with more turns. Agents and trainer
+are in this process and use the protocol. Agents lease attempts and take the turns of the workload. The
+trainer works like `trainer.loop`: it demands, receives groups, sleeps for its step, uploads, switches and
+sends receipts.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from penstock.wire.staleness import lag
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
 TASKS = 1_000
-"""Of a run, which is over before they are."""
+"""Tasks submitted for a run, more than it uses."""
 WORDS = 256
-"""Token ids below it are of the vocabulary."""
+"""Token ids below this are in the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,17 @@ class Engines:
     count: int = 1
     vllm: bool = False
     step_seconds: float = 0.0
-    """Of the engine that sleeps: nothing but its process is told."""
+    """Step time of the sleeping engine. It is passed only to the engine's process."""
     turn_seconds: float = 0.0
     context: int = 2048
 
     def command(self, number: int) -> tuple[str, ...]:
-        """One engine server."""
+        """Command line of one engine server."""
         listen = ("--listen", "127.0.0.1:0", "--http-listen", "")
         model = ("--model", str(self.model), "--max-model-len", str(self.context))
         if self.vllm:
-            # What is uploaded is of this precision.
-            return ("-m", "penstock.cli", "serve", *model, "--dtype", "float32", *listen)
+            # Uploads have this precision.
+            return ("-m", "penstock.client", "serve", *model, "--dtype", "float32", *listen)
         pace = ("--step-seconds", str(self.step_seconds), "--turn-seconds", str(self.turn_seconds))
         return ("-m", "tests.support.fake_serve", *model, *pace, *listen)
 
@@ -82,7 +83,7 @@ class Engines:
 async def running_pool(
     folder: Path, engines: Engines
 ) -> AsyncGenerator[tuple[str, psutil.Process]]:
-    """The address of a hub with all of its engines in rotation, and its process."""
+    """Starts a pool; yields the hub's address and process once all engines are in rotation."""
     folder.mkdir(parents=True)  # noqa: ASYNC240
     processes: list[Process] = []
 
@@ -101,7 +102,7 @@ async def running_pool(
         hub += ("--model", str(engines.model), "--listen", "127.0.0.1:0", "--http-listen", "")
         address = await start("hub", hub)
         async with connect(address) as client, asyncio.timeout(60):
-            # Nobody tells when the last of them is in rotation.
+            # The hub sends no event when the last engine is in rotation.
             while any(replica.problem for replica in (await client.server_info()).replicas):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         yield address, psutil.Process(processes[-1].pid)
@@ -112,26 +113,26 @@ async def running_pool(
 
 @dataclass
 class Observed:
-    """What a run took, each measured where it happened, seconds."""
+    """Times of a run in seconds, each measured where it occurred."""
 
     tally: Tally
     computing: list[float] = field(default_factory=list[float])
     publishing: list[float] = field(default_factory=list[float])
     switching: list[float] = field(default_factory=list[float])
     pausing: list[float] = field(default_factory=list[float])
-    """Of an engine, the longest of a switch."""
+    """Longest pause of any engine at each switch."""
     closing: list[float] = field(default_factory=list[float])
-    """Of an attempt, by its agent."""
+    """Time an agent takes to close an attempt."""
     hub_seconds: float = 0.0
-    """Of processor time, that the hub took."""
+    """Processor time of the hub."""
     turns: list[float] = field(default_factory=list[float])
-    """As the agents see them."""
+    """Times of turns, measured by the agents."""
     failures: int = 0
-    """Turns that were not as planned."""
+    """Turns that did not go as planned."""
 
 
 class Agents:
-    """Takes the turns of the workload, so many attempts at a time."""
+    """Agents that take the turns of the workload."""
 
     def __init__(self, address: str, workload: Workload, seed: int, observed: Observed) -> None:
         self._address = address
@@ -140,7 +141,7 @@ class Agents:
         self._observed = observed
 
     async def work(self, concurrency: int) -> None:
-        """Until it is cancelled."""
+        """Works on `concurrency` attempts at a time until cancelled."""
         async with (
             connect(self._address) as client,
             asyncio.TaskGroup() as attempts,
@@ -165,7 +166,7 @@ class Agents:
 
 
 class Trainer:
-    """Steps of a fixed time on an `Exchange` of its own."""
+    """A trainer with steps of a fixed time and its own `Exchange` stream."""
 
     def __init__(
         self, wire: Any, contract: StalenessContract, workload: Workload, model: Path
@@ -180,10 +181,10 @@ class Trainer:
         self._deliveries: asyncio.Queue[Any] = asyncio.Queue()
         self._receipts: asyncio.Queue[Any] = asyncio.Queue()
         self._steps: list[tuple[float, float, int, Counter[int]]] = []
-        """When it ended, how long it waited, its trajectories, and its tokens by lag."""
+        """Of each step: its end, how long it waited, its trajectories, and its tokens by lag."""
 
     async def train(self, seconds: float, step_seconds: float, observed: Observed) -> None:
-        """Steps until the time is over."""
+        """Makes steps until the time is over."""
         exchange = await hello(
             self._wire,
             max_lag=self._contract.max_lag,
@@ -254,7 +255,7 @@ class Trainer:
         observed.pausing.append(receipt.pause.ToNanoseconds() / 1e9)
 
     async def _upload(self, version: int) -> None:
-        # Every version is another one, as that of a step is.
+        # Every version differs from the previous one, like that of a real step.
         name = next(iter(self._tensors))
         self._tensors[name].flat[version % 8] += 1e-3
         data, specs = payload_of(self._tensors)
@@ -278,7 +279,7 @@ class Trainer:
         self._steps.append((time.monotonic(), waited, count, lags))
 
     def tally(self, warmup: int, engines: int) -> Tally:
-        """Of the steps after the warm-up."""
+        """Tally of the steps after the warm-up."""
         tally = Tally(self._contract.max_lag, engines)
         tally.seconds = self._steps[-1][0] - self._steps[warmup - 1][0]
         for _, waited, count, lags in self._steps[warmup:]:
@@ -290,19 +291,19 @@ class Trainer:
 
     @property
     def step_count(self) -> int:
-        """Made so far."""
+        """Number of steps so far."""
         return len(self._steps)
 
 
 def words(count: int, key: str) -> list[int]:
-    """Tokens that are the same for the same key."""
+    """Returns `count` tokens, the same ones for the same key."""
     rng = random.Random(key)
     return [rng.randrange(WORDS) for _ in range(count)]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a pool that is there."""
+    """The settings of one run."""
 
     contract: StalenessContract
     workload: Workload
@@ -313,7 +314,7 @@ class Run:
 
 
 async def run(folder: Path, engines: Engines, asked: Run) -> Observed:
-    """A pool from its start to the trainer's last step, and what it came to."""
+    """Runs a pool from its start to the trainer's last step; returns what was observed."""
     observed = Observed(Tally(asked.contract.max_lag, engines.count))
     async with running_pool(folder, engines) as (address, hub):
         before = sum(hub.cpu_times()[:2])
@@ -342,5 +343,8 @@ async def run(folder: Path, engines: Engines, asked: Run) -> Observed:
 
 
 def warmup_of(steps: int) -> int:
-    """Steps that are not counted, of so many: until the pipeline is full and its bound is found."""
+    """Number of warm-up steps, which are not counted.
+
+    They end when the pipeline is full and the controller has found its bound.
+    """
     return max(1, steps // 5)

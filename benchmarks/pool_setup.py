@@ -1,4 +1,4 @@
-"""What `pool_simulation` is given, and what it comes to."""
+"""The inputs and results of `pool_simulation`."""
 
 from __future__ import annotations
 
@@ -17,37 +17,40 @@ class TurnPlan:
     """One turn of an attempt."""
 
     observation_tokens: int
-    """Added to the context before it: the prompt, or what a tool answered."""
+    """Tokens added to the context before the turn: the prompt, or a tool's answer."""
     token_count: int
-    """That the policy writes."""
+    """Tokens that the policy writes."""
     tool_seconds: float
-    """From its end to the next one."""
+    """Time from the end of the turn to the start of the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What attempts are like: a function of seed, task and place in the group, so that a real run and a
-    simulated one have the same."""
+    """The shape of attempts.
+
+    It is a function of seed, task and position in the group, so that a real run and a simulated run have
+    the same attempts.
+    """
 
     siblings: int = 4
-    """Attempts of a group."""
+    """Attempts in a group."""
     turns: int = 1
     prompt_tokens: int = 16
     observation_tokens: int = 8
     median_tokens: float = 64.0
-    """Of a turn's log-normal length."""
+    """Median of a turn's length, which is log-normal."""
     sigma: float = 0.0
-    """Of the same; 0 makes all of them the median."""
+    """Sigma of the same distribution; with 0, all turns have the median length."""
     alike: float = 0.5
-    """Part of the variance of the lengths' logarithm that siblings have in common."""
+    """Share of the variance of the logarithm of lengths that siblings have in common."""
     most_tokens: int = 1 << 20
-    """Where a turn is cut."""
+    """Maximum length of a turn; longer ones are cut."""
     tool_seconds: float = 0.0
-    """Median of the log-normal time between two turns."""
+    """Median time between two turns, which is log-normal."""
     tool_sigma: float = 0.0
 
     def plan(self, seed: int, task: int, index: int) -> tuple[TurnPlan, ...]:
-        """One attempt's turns."""
+        """Returns the turns of one attempt."""
         common = random.Random(f"{seed} {task}").gauss(0.0, 1.0) if self.alike else 0.0
         rng = random.Random(f"{seed} {task} {index}")
         shared, own = math.sqrt(self.alike), math.sqrt(1.0 - self.alike)
@@ -65,19 +68,19 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class TrainerTimes:
-    """How long the trainer takes, as measured."""
+    """Measured times of the trainer."""
 
     step_seconds: float
-    """Of a step, from a whole batch to its new weights, whatever is in it."""
+    """Fixed time of a step, from a complete batch to the new weights."""
     token_seconds: float = 0.0
-    """Further, of each token that is delivered."""
+    """Additional time for each delivered token."""
     publish_seconds: float = 0.0
-    """From the new weights to the switch: every engine has them staged."""
+    """Time from the new weights to the switch, when every engine has them staged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is simulated."""
+    """The system to simulate."""
 
     contract: StalenessContract
     workload: Workload
@@ -85,22 +88,22 @@ class Setup:
     trainer: TrainerTimes
     engines: int = 1
     agents: int | None = None
-    """Attempts worked on at a time; None for as many as are admitted."""
+    """Concurrent attempts; None for as many as the gate admits."""
     hub_seconds: float = 0.0
-    """That the hub, one process, is busy with each turn: those that come together go one after another."""
+    """Time the hub is busy with each turn. It is one process, so simultaneous turns queue up."""
     attempt_seconds: float = 0.0
-    """Of an attempt outside its turns and its tools."""
+    """Time of an attempt outside its turns and its tools."""
     switch_seconds: float = 0.0
-    """That an engine is out of rotation for a switch; at least until it samples again."""
+    """Time an engine is out of rotation for a switch; at least until it samples again."""
     rules: PoolRules = field(default_factory=PoolRules)
     freshness: bool = True
     stuck_seconds: float = 1e6
-    """Without a turn's end or a step of the trainer, that a run which will never end is given up after."""
+    """Time without the end of a turn or a step after which a run counts as stuck."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a run came to, after its warm-up."""
+    """Results of a run after its warm-up."""
 
     max_lag: int
     engines: int = 1
@@ -109,47 +112,46 @@ class Tally:
     idle_seconds: float = 0.0
     trajectories: int = 0
     tokens_by_lag: dict[int, int] = field(default_factory=dict[int, int])
-    """Delivered tokens, those too old to train among them."""
+    """Delivered tokens, including those too old to train."""
     discarded: int = 0
-    """Groups thrown away for their age."""
+    """Groups dropped because of their age."""
     busy_seconds: float = 0.0
     turn_seconds: float = 0.0
     prefilled: int = 0
-    """Context tokens computed."""
+    """Context tokens that were computed."""
     reused: int = 0
-    """Context tokens that were in a cache."""
+    """Context tokens that were in a prefix cache."""
     turns: int = 0
     waited_seconds: float = 0.0
-    """That agents waited for turns."""
+    """Total time that agents waited for turns."""
 
     def add(self, tokens_by_lag: dict[int, int]) -> None:
-        """Delivered tokens."""
         for behind, count in tokens_by_lag.items():
             self.tokens_by_lag[behind] = self.tokens_by_lag.get(behind, 0) + count
 
     @property
     def per_hour(self) -> float:
-        """Trained trajectories an hour."""
+        """Trained trajectories per hour."""
         return 3600.0 * self.trajectories / self.seconds
 
     @property
     def idle(self) -> float:
-        """Part of the time that the trainer waited for groups."""
+        """Share of the time that the trainer waited for groups."""
         return self.idle_seconds / self.seconds
 
     @property
     def trained_tokens(self) -> int:
-        """Those not too old."""
+        """Delivered tokens that were not too old to train."""
         return sum(n for behind, n in self.tokens_by_lag.items() if behind <= self.max_lag)
 
     @property
     def masked(self) -> float:
-        """Part of the delivered tokens that were too old to train."""
+        """Share of the delivered tokens that were too old to train."""
         return 1.0 - self.trained_tokens / max(1, sum(self.tokens_by_lag.values()))
 
     @property
     def mean_lag(self) -> float:
-        """Of trained tokens."""
+        """Mean lag of trained tokens."""
         lags = sum(b * n for b, n in self.tokens_by_lag.items() if b <= self.max_lag)
         return lags / max(1, self.trained_tokens)
 
@@ -160,15 +162,15 @@ class Tally:
 
     @property
     def busy(self) -> float:
-        """Part of the time that an engine had a turn."""
+        """Share of the time that an engine had a turn."""
         return self.busy_seconds / (self.seconds * self.engines)
 
     @property
     def turn(self) -> float:
-        """Seconds of a turn, as its agent sees it."""
+        """Mean time of a turn in seconds, measured by its agent."""
         return self.waited_seconds / max(1, self.turns)
 
     @property
     def batch(self) -> float:
-        """Turns that an engine decoded at a time, while it had any."""
+        """Mean number of turns that an engine decoded at a time, while it had any."""
         return self.turn_seconds / self.busy_seconds if self.busy_seconds else 0.0

@@ -1,22 +1,23 @@
 """A hub, its engines, agents and a trainer on a virtual clock, around the server's own policy code.
 
-What decides is the server's, as it is: `StalenessGate` with its `FreshnessController`, the placing and the
-limits of `simulated_pool`, and `lag`. What this module adds is when the server calls them, and mirrors
+All decisions are made by the server's code: `StalenessGate` with its `FreshnessController`, the placing and
+the limits of `simulated_pool`, and `lag`. This module adds the times at which the server calls them. It
+mirrors:
 
-    lease      task_servicer.lease_tasks, task_queue.lease: waiting attempts first, else a new group, which
-               the gate admits under the pool's active version; looked at after every change
-    turn       turns, client.trajectory: the context grows by what a tool answered
+    lease      task_servicer.lease_tasks, task_queue.lease: waiting attempts first, otherwise a new group,
+               which the gate admits under the pool's active version; checked after every change
+    turn       turns, client.trajectory: the context grows by the tool's answer
     complete   closing: the last sibling finishes the group, with the version of its oldest token
-    deliver    trainer_servicer._deliver: the gate selects after every change, also without credit
-    switch     trainer_servicer._read and _switch: the gate advances when the trainer asks, before the
-               engines switch
-    step       trainer.loop: gather, train, the switch before concluded, publish, switch, demand
+    deliver    trainer_servicer._deliver: the gate selects after every change, even without credit
+    switch     trainer_servicer._read and _switch: the gate advances when the trainer requests the switch,
+               before the engines switch
+    step       trainer.loop: gather, train, wait for the previous switch, publish, switch, demand
 
-Each token carries the version of the engine that sampled it; its lag is taken when its group's step is
-made, which is by the version that the trainer holds while it gathers.
+Each token carries the version of the engine that sampled it. Its lag is computed when its group's step is
+made, from the version that the trainer holds while it gathers.
 
-The hub is busy with each turn for a while, one after another. What fails, leases that run out, evaluation
-and the journal are not simulated.
+The hub is busy with each turn for a while, one after another. Failures, expiring leases, evaluation and the
+journal are not simulated.
 """
 
 from __future__ import annotations
@@ -36,41 +37,41 @@ from penstock.wire.staleness import lag
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A group and what became of it."""
+    """A group and its progress."""
 
     group_id: str
     task: int
     open_count: int
-    """Siblings that are not complete."""
+    """Number of siblings that are not complete."""
     homes: set[tuple[SimulatedEngine, int]] = field(
         default_factory=set["tuple[SimulatedEngine, int]"]
     )
     tokens: dict[int, int] = field(default_factory=dict[int, int])
-    """Policy tokens by version."""
+    """Policy tokens by weight version."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One place of a group."""
+    """The attempt at one sample_index of a group."""
 
     group: Group
     trajectory_id: str
     plan: tuple[TurnPlan, ...]
     turn: int = 0
-    """The next one."""
+    """Index of the next turn."""
     context: int = 0
     asked_at: float = 0.0
-    """When its last turn began."""
+    """When its last turn started."""
     home: tuple[SimulatedEngine, int] | None = None
-    """Where its last turn was computed."""
+    """Engine and version that computed its last turn."""
 
 
 class Stuck(AssertionError):
-    """Nothing is left to happen, and the trainer has not made its steps."""
+    """No events are left, but the trainer has not made all of its steps."""
 
 
 class Simulation:
-    """One run; `play` plays it, in a running loop."""
+    """One run. `play` simulates it and needs a running event loop."""
 
     def __init__(
         self,
@@ -78,19 +79,19 @@ class Simulation:
         seed: int,
         on_trained: Callable[[Group, dict[int, int]], None] = lambda group, lags: None,
     ) -> None:
-        """`on_trained` is called with each group of a step, and its tokens by lag."""
+        """`on_trained` is called with each group of a step and its tokens by lag."""
         self.setup = setup
         self.clock = Clock()
         self.gate = StalenessGate(setup.contract, freshness=setup.freshness)
         self.pool = SimulatedPool(setup, self.clock, seed, self._sampled)
         self.version = 0
-        """The trainer's."""
+        """Version that the trainer holds."""
         self.credit = 0
         self.batch: list[Group] = []
-        """Taken and not trained."""
+        """Groups taken and not yet trained."""
         self.finished: dict[str, Group] = {}
         self.admitted_count = self.trained_count = self.discarded_count = 0
-        """Groups, ever."""
+        """Total numbers of groups."""
         self.tally = Tally(setup.contract.max_lag, setup.engines)
         self._on_trained = on_trained
         self._seed = seed
@@ -106,7 +107,7 @@ class Simulation:
         self._counted_from = 0.0
 
     def play(self, steps: int, warmup: int = 0) -> Tally:
-        """Until the trainer has made so many steps after those of the warm-up, which do not count."""
+        """Simulates `warmup` steps, which are not counted, and then `steps` counted ones."""
         self.gate.advance(0, 0.0)
         self.pool.look()
         self._demand()
@@ -120,7 +121,7 @@ class Simulation:
         return self.tally
 
     def _play_until(self, steps: int) -> None:
-        # The looks at the engines never end: without a turn nothing else would ever come of them.
+        # Polls of the engines never end, so a stuck run would still have events forever.
         idle_since = self.clock.now
         while self._steps_made < steps:
             made, turns = self._steps_made, self.tally.turns
@@ -133,7 +134,7 @@ class Simulation:
     # Agents and the task queue
 
     def _lease(self) -> None:
-        """Attempts that wait, else those of a group that may begin, while there is an agent."""
+        """Leases waiting attempts, or those of a newly admitted group, while an agent is free."""
         agents = self.setup.agents
         while agents is None or self._working < agents:
             if not self._unleased:
@@ -157,7 +158,7 @@ class Simulation:
             self._unleased.append(Attempt(group, f"{group.group_id}-{index}", plan))
 
     def _ask(self, attempt: Attempt) -> None:
-        """The agent takes its next turn."""
+        """The agent starts the attempt's next turn."""
         planned = attempt.plan[attempt.turn]
         attempt.asked_at = self.clock.now
         turn = Turn(
@@ -178,7 +179,7 @@ class Simulation:
         self.pool.place(turn, attempt.trajectory_id, attempt.group.group_id)
 
     def _sampled(self, turn: Turn) -> None:
-        """An engine has ended a turn; its agent hears of it a little later."""
+        """An engine has ended a turn; the agent receives it a little later."""
         assert turn.home is not None
         attempt: Attempt = turn.owner
         tokens = attempt.group.tokens
@@ -241,7 +242,7 @@ class Simulation:
             self.clock.after(self.setup.trainer.publish_seconds, self._step)
 
     def _concluded(self) -> None:
-        """Every engine has the trainer's version."""
+        """Called when every engine has the trainer's version."""
         self._switching = False
         self._lease()
         if self._publish_waits:
@@ -290,7 +291,7 @@ class Simulation:
 
 
 def simulate(setup: Setup, seed: int, steps: int, warmup: int = 0) -> Tally:
-    """Plays one run to its end."""
+    """Simulates one run to its end."""
 
     async def play() -> Tally:
         return Simulation(setup, seed).play(steps, warmup)

@@ -1,16 +1,19 @@
-"""How much of a turn's context comes from the prefix cache, by the policy that places it.
+"""The share of a turn's context that comes from the prefix cache, by routing policy.
 
     python -m benchmarks.prefix_cache [--model DIR] [--engines 2] [--groups 4] [--siblings 4] [--turns 5]
 
-Real vLLM: so many `penstock serve`, and in front of the same ones a hub for each policy (`pool.routing`),
-of which one at a time is used, in interleaved rounds. The siblings of a group begin with one prompt, at the
-same time; each turn appends what a tool said, which takes a moment. Every round has prompts that no cache
-has seen. Without --model it is a small model made on the spot, with one token per byte: the hit rate is a
-matter of the tokens alone.
+Runs several `penstock serve` with real vLLM, and one hub for each policy (`pool.routing`) in front of the
+same engine servers. One hub at a time is used, in interleaved rounds. The siblings of a group start with
+the same prompt at the same time. Each turn appends a tool's answer, which takes a moment. Every round has
+prompts that no cache has seen.
 
-The hit rate is what the engine says it took from its cache (`TurnFinished.cached_token_count`) over the
-context of all turns. The last line is one JSON object: {"hit_rate": {policy: ..}, "first_token_seconds":
-{policy: ..}, "seconds": {policy: ..}}, the latter two as medians of a turn and of a round.
+Without --model, the benchmark creates a small model with one token per byte. That is enough, because the
+hit rate depends only on the tokens.
+
+The hit rate is the number of tokens that the engine took from its cache
+(`TurnFinished.cached_token_count`) divided by the context of all turns. The last line is one JSON object:
+{"hit_rate": {policy: ..}, "first_token_seconds": {policy: ..}, "seconds": {policy: ..}}. The latter two
+are medians over turns and over rounds.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ ENGINE = ("--max-model-len", "2048", "--max-num-seqs", "32", "--kv-cache-memory-
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the conversations of a round."""
+    """Number and size of the conversations in a round."""
 
     groups: int
     siblings: int
@@ -63,18 +66,18 @@ class Shape:
 
 @dataclass
 class Seen:
-    """What one policy came to."""
+    """Measurements of one policy."""
 
     context: list[int] = field(default_factory=list[int])
     cached: list[int] = field(default_factory=list[int])
-    """Tokens, of each turn."""
+    """Cached context tokens of each turn."""
     opens: list[bool] = field(default_factory=list[bool])
-    """Whether it was the first of its conversation."""
+    """Whether each turn was the first of its conversation."""
     first_token_seconds: list[float] = field(default_factory=list[float])
     round_seconds: list[float] = field(default_factory=list[float])
 
     def hit_rate(self, *, opens: bool | None = None) -> float:
-        """Of all turns, or of those that open their conversation, or of the others."""
+        """Hit rate of all turns, or only of first turns (`opens`), or only of later ones."""
         chosen = [i for i, first in enumerate(self.opens) if opens is None or first == opens]
         return sum(self.cached[i] for i in chosen) / sum(self.context[i] for i in chosen)
 
@@ -100,7 +103,7 @@ class Agents:
         self._rng = rng
 
     async def round(self, name: str, shape: Shape) -> None:
-        """Every conversation once."""
+        """Runs every conversation once."""
         began = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for group in range(shape.groups):
@@ -162,14 +165,14 @@ class Agents:
 
 
 def prompt_stream() -> rollout_service_pb2.StreamOptions:
-    """Each token as it comes."""
+    """Stream options that send each token as soon as it is sampled."""
     options = StreamOptions()
     options.flush_interval.FromNanoseconds(0)
     return options
 
 
 async def measure(model: Path, count: int, shape: Shape, rounds: int) -> dict[str, Seen]:
-    """What each policy comes to."""
+    """Measures every routing policy in interleaved rounds."""
     seen = {policy: Seen() for policy in POLICIES}
     rng = random.Random(0)
     async with contextlib.AsyncExitStack() as stack:
@@ -194,13 +197,13 @@ async def measure(model: Path, count: int, shape: Shape, rounds: int) -> dict[st
             for policy in random.sample(POLICIES, len(POLICIES)):
                 await hubs[policy].round(f"{policy}-{number}", shape)
                 if number == 0:
-                    # What vLLM does for the first time.
+                    # The first round includes vLLM's warm-up.
                     seen[policy].__init__()
     return seen
 
 
 async def address_of(process: Process) -> str:
-    """Where a server listens, once it does."""
+    """Waits until a server is listening; returns its address."""
     while not (line := await process.read()).startswith("penstock serving"):
         pass
     return line.split(" on ")[1].split()[0]
@@ -232,7 +235,7 @@ def show(seen: dict[str, Seen]) -> None:
 
 
 @click.command()
-@click.option("--model", type=click.Path(path_type=Path, exists=True), help="A folder.")
+@click.option("--model", type=click.Path(path_type=Path, exists=True), help="Model folder.")
 @click.option("--engines", "count", default=2, show_default=True)
 @click.option("--groups", default=4, show_default=True)
 @click.option("--siblings", default=4, show_default=True)
@@ -241,7 +244,7 @@ def show(seen: dict[str, Seen]) -> None:
 def main(
     model: Path | None, count: int, groups: int, siblings: int, turns: int, rounds: int
 ) -> None:
-    """Measures it."""
+    """Measure prefix-cache hit rates by routing policy."""
     with tempfile.TemporaryDirectory() as name:
         if model is None:
             from tests.support.tiny_model import make_tiny_model

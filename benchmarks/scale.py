@@ -1,10 +1,10 @@
-"""Arithmetic of a deployment: messages, bytes, memory, syncs a second, and what is full first.
+"""Arithmetic of a deployment: messages, bytes, memory, syncs, and which resource is full first.
 
     python -m benchmarks.scale [--engines 1024] [--tokens-per-second 20000] [--turn-tokens 1000] ...
 
-Nothing is run. `Measured` has what one hub on one core was measured to take, by the commands that
-docs/scale.md names; `Deployment` is what somebody wants to run. Rates are per second, sizes in bytes.
-Without options the deployments of docs/scale.md are computed.
+It runs no servers. `Measured` has the costs of one hub on one core, measured with the commands listed in
+docs/scale.md. `Deployment` is the planned system. Rates are per second, sizes in bytes. Without options it
+computes the deployments of docs/scale.md.
 """
 
 from __future__ import annotations
@@ -21,81 +21,81 @@ from rich.table import Table
 Command = Callable[..., Any]
 GIB, MIB = 2**30, 2**20
 BYTES_PER_TOKEN = 8
-"""An id and a log-probability, packed; on each hop of what was sampled, and in the journal."""
+"""A token id and a log-probability, packed; for sampled tokens on each hop, and in the journal."""
 BYTES_PER_ID = 4
-"""Of the context, which an engine is sent whole with each turn."""
+"""A token id of the context, which is sent whole to an engine with each turn."""
 JOURNAL_COPIES = 2
 """A finished group is in the journal as its turns and as the group, until the next compaction."""
 RECORDS_PER_TURN, RECORDS_PER_TRAJECTORY, RECORDS_PER_GROUP = 2, 3, 3
-"""A turn begins and ends; opened, leased, closed; accepted, finished, receipted."""
+"""Turn: start, end. Trajectory: opened, leased, closed. Group: accepted, finished, receipted."""
 VERSIONS_HELD = 2
-"""By a hub, whole: the one that is sampled, for who joins, and the next one while it is switched to."""
+"""Full versions held by a hub: the active one, for engines that join, and the next one during a switch."""
 CALLS_PER_TURN, CALLS_PER_TRAJECTORY, CALLS_PER_GROUP = 4, 4, 4
-"""Request and answer at the agent's side and at the engine's; lease and completion; submission,
-delivery and receipt."""
+"""Messages per turn: request and answer on the agent's side and on the engine's. Messages per trajectory:
+lease and completion. Messages per group: submission, delivery and receipt."""
 WHOLE_TURN_SECONDS = 1.0
-"""A turn that its agent reads as a whole comes from its engine this often,"""
+"""How often an engine sends the tokens of a turn that its agent reads as a whole."""
 WHOLE_TURN_MESSAGES = 2_000
-"""or as much later as keeps one hub at so many messages."""
+"""With more turns, the interval grows so that one hub receives this many messages a second."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of one hub, one trainer and one disk."""
+    """Measured costs of one hub, one trainer and one disk."""
 
     turn_seconds: float = 0.0019
     """Processor time of a turn without its tokens."""
     token_seconds: float = 1.61e-6
-    """Of each token of it."""
+    """Processor time of each token of a turn."""
     trajectory_seconds: float = 0.0054
-    """Of lease, outcome, gate and delivery of one attempt."""
+    """Processor time of lease, outcome, gate and delivery of one attempt."""
     attempt_bytes: float = 7.3 * 1024
     """Memory of one open trajectory, without its tokens."""
     rest_bytes: float = 552 * MIB
-    """Memory of a hub that has nothing to do."""
+    """Memory of an idle hub."""
     records_per_second: float = 7_003
-    """Appends that are made durable, with 64 callers at a time."""
+    """Durable appends of one journal, with 64 concurrent callers."""
     syncs_per_second: float = 756
-    """Of one journal: appends from one caller, each of which has a sync of its own."""
+    """Durable appends of one journal with one caller, each with a separate sync."""
     stream_bytes_per_second: float = 0.79e9
-    """Of an upload over TCP, out of one process."""
+    """Rate of an upload over TCP out of one process."""
     compare_bytes_per_second: float = 2.98e9
-    """Of two versions, until what changed from one to the other is coded; on two cores."""
+    """Rate of comparing two versions and coding the differences, on two cores."""
     decode_seconds: float = 2e-9
-    """Of a token, from its message to numpy, at the trainer."""
+    """Time to decode a token from its message to numpy, at the trainer."""
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is to be run."""
+    """The sizes and rates of a planned deployment."""
 
     name: str
     engines: int
     tokens_per_second: float
-    """Of one engine."""
+    """Tokens per second of one engine."""
     turns_per_engine: int
-    """In flight, of one engine."""
+    """Turns in flight on one engine."""
     turn_tokens: int
-    """Sampled in one turn, in the mean."""
+    """Mean number of tokens sampled in a turn."""
     turns: int
-    """Of a trajectory."""
+    """Turns of a trajectory."""
     group_size: int
     tool_seconds: float
-    """Between two turns of a trajectory."""
+    """Time between two turns of a trajectory."""
     model_bytes: float
-    """Of a whole version as it is sampled."""
+    """Size of a full version in the precision of sampling."""
     delta: float
-    """Part of it that one version's difference takes."""
+    """Size of a delta, as a share of the full version."""
     step_seconds: float
-    """Between two versions."""
+    """Time between two versions."""
     link_bytes_per_second: float
-    """Of the network of one host, in each direction."""
+    """Network rate of one host, in each direction."""
     branches: int = 2
 
 
 @dataclass(frozen=True)
 class Load:
-    """What that makes for the hubs and the trainer together."""
+    """The resulting load of all hubs and the trainer."""
 
     tokens: float
     turns: float
@@ -103,29 +103,29 @@ class Load:
     messages: float
     hub_cores: float
     hubs: int
-    """Of a core each, used to seven tenths."""
+    """Number of hubs, each with one core that is used to seven tenths."""
     memory_bytes: float
-    """Of one hub."""
+    """Memory of one hub."""
     token_bytes: float
-    """Into and out of all hubs, without the journal."""
+    """Token bytes into and out of all hubs, without the journal."""
     journal_bytes: float
     records: float
-    """Of one hub."""
+    """Journal records of one hub."""
     syncs: float
-    """Of one hub, at most: whatever waits together is one sync."""
+    """Syncs of one hub, at most: records that wait at the same time share one sync."""
     trainer_bytes: float
     trainer_cores: float
     version_bytes: float
-    """Out of one hub, for one version: what changed to each host, or all of it to the first of a tree,
-    whichever is less."""
+    """Bytes out of one hub for one version: a delta to each host, or the full version to the first hosts of
+    a tree, whichever is less."""
     uploaded_bytes: float
-    """Out of the trainer, for one version: its difference, to each hub."""
+    """Bytes out of the trainer for one version: a delta to each hub."""
     version_seconds: float
-    """From when the hub has it to the last byte at the last host, where every link has the stream's rate or
-    its own, whichever is less."""
+    """Time from when the hub has a version to the last byte at the last host. Every link has the rate of a
+    stream or its own, whichever is less."""
     fullest: dict[str, float]
-    """By what could be full: the part of it that is used, were there one hub of one core; of the trainer
-    with as many hubs as it takes."""
+    """Utilization by resource, as if there were one hub with one core. For the trainer, with as many hubs
+    as needed."""
 
 
 USED = 0.7
@@ -133,8 +133,10 @@ PIECE_BYTES = 4 * MIB
 
 
 def tree(hosts: int, branches: int) -> tuple[int, int]:
-    """How many hosts one hub sends a version to, and how many hops the last one is away; `branches` as in
-    `pool.branches`: with 0 the hub sends it to each, with 1 the hosts are a chain."""
+    """Returns how many hosts one hub sends a version to, and the number of hops to the last host.
+
+    `branches` is as in `pool.branches`: with 0 the hub sends it to each host, with 1 the hosts are a chain.
+    """
     if branches == 0:
         return hosts, 1
     depth, reached, level = 0, 0, 1
@@ -146,21 +148,24 @@ def tree(hosts: int, branches: int) -> tuple[int, int]:
 
 
 def spread(hosts: int, d: Deployment, m: Measured) -> tuple[float, float, float]:
-    """What one hub does to give so many hosts a version: bytes out of it, seconds of comparing it with the
-    one before, and seconds until the last byte is there."""
+    """The work of one hub to send a version to `hosts` hosts.
+
+    Returns the bytes out of the hub, the seconds of comparing it with the previous version, and the seconds
+    until the last byte has arrived.
+    """
     link = min(d.link_bytes_per_second, m.stream_bytes_per_second)
     difference = d.model_bytes * d.delta
     fan, depth = tree(hosts, d.branches)
     if difference * hosts < d.model_bytes * fan:
         compare = d.model_bytes / m.compare_bytes_per_second
         return difference * hosts, compare, difference * hosts / link + compare
-    # A host hands on what it has while it still receives: each level is late by a piece.
+    # A host forwards data while it still receives, so each level adds the delay of one piece.
     sent = d.model_bytes * fan
     return sent, 0.0, (sent + (depth - 1) * PIECE_BYTES) / link
 
 
 def load(deployment: Deployment, measured: Measured) -> Load:
-    """Everything in it, from what is wanted and what was measured."""
+    """Computes the load of a deployment from the measured costs."""
     d, m = deployment, measured
     tokens = d.engines * d.tokens_per_second
     turns = tokens / d.turn_tokens
@@ -173,12 +178,12 @@ def load(deployment: Deployment, measured: Measured) -> Load:
         turns * CALLS_PER_TURN + trajectories * CALLS_PER_TRAJECTORY + groups * CALLS_PER_GROUP
     )
     messages += min(in_flight / WHOLE_TURN_SECONDS, WHOLE_TURN_MESSAGES * hubs)
-    # Half of what a trajectory comes to, in the mean of those that are open.
+    # On average, an open trajectory has half of its final tokens.
     open_trajectories = in_flight + turns * d.tool_seconds
     open_bytes = m.attempt_bytes + BYTES_PER_TOKEN * d.turn_tokens * d.turns / 2
     fixed_bytes = m.rest_bytes + VERSIONS_HELD * d.model_bytes
-    # Sampled tokens come in from engines and go out to agents and trainer; with each turn its engine gets
-    # all that the trajectory has come to, in the mean of its turns half of the others.
+    # Sampled tokens come in from engines and go out to agents and trainer. Each turn also sends the
+    # trajectory's tokens so far to its engine: on average, those of half of its other turns.
     bytes_in = tokens * BYTES_PER_TOKEN
     bytes_out = 2 * tokens * BYTES_PER_TOKEN + tokens * BYTES_PER_ID * (d.turns - 1) / 2
     journal = tokens * BYTES_PER_TOKEN * JOURNAL_COPIES
@@ -266,7 +271,7 @@ DEPLOYMENTS = (
 
 
 def size(count: float) -> str:
-    """Bytes, as people read them."""
+    """Formats bytes for people."""
     for unit in ("B", "KB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -295,10 +300,10 @@ ROWS: dict[str, Callable[[Load], str]] = {
 
 
 def show(deployments: Sequence[Deployment], measured: Measured, console: Console) -> None:
-    """Prints both tables."""
+    """Prints the table of loads and the table of utilization."""
     loads = [load(one, measured) for one in deployments]
-    table = Table(title="what it makes")
-    full = Table(title="how full, were there one hub of one core; 1 is the wall")
+    table = Table(title="load")
+    full = Table(title="utilization as if there were one hub with one core; 1 is the limit")
     for one in (table, full):
         one.add_column("")
         for deployment in deployments:
@@ -311,7 +316,7 @@ def show(deployments: Sequence[Deployment], measured: Measured, console: Console
 
 
 def as_options(*kinds: type[Deployment] | type[Measured]) -> Callable[[Command], Command]:
-    """An option for each field that is a number."""
+    """Adds an option for each numeric field."""
 
     def decorate(command: Command) -> Command:
         for kind in kinds:
@@ -329,7 +334,7 @@ def as_options(*kinds: type[Deployment] | type[Measured]) -> Callable[[Command],
 @click.command(help=__doc__.split("\n")[0])
 @as_options(Deployment, Measured)
 def main(**given: float | None) -> None:
-    """Prints the tables of docs/scale.md, or that of the deployment the options say."""
+    """Print the tables of docs/scale.md, or those of the deployment given by the options."""
     wanted = {name: value for name, value in given.items() if value is not None}
     of = {kind: {f.name for f in fields(kind)} for kind in (Deployment, Measured)}
     measured = Measured(**{n: v for n, v in wanted.items() if n in of[Measured]})

@@ -1,28 +1,35 @@
-"""Output tokens per second through Generate, next to the raw engine and vLLM's own HTTP server.
+"""Output tokens per second through Generate, compared with the raw engine and vLLM's HTTP server.
 
     python benchmarks/serving.py [--model DIR] [--rounds 5] [--turns 1,8,32,64] [--tokens 128] [--secure]
                                  [--only chat,http_chat]
 
-Every system samples the same model with the same options and parameters, with log-probabilities of
-the sampled tokens, in a process of its own; the load comes from another process where the system is a
-server. Rounds are interleaved and ratios are taken within a round, because machines are shared and
-noisy; each measurement begins once no system is busy with the one before. The raw engine runs in
-whichever of its output modes is faster here. `penstock` asks for each turn as a whole, as agents do that
-wait for it (`trajectory.turn()`); `penstock_stream` for tokens as they come. `--secure` adds a second such
-server, `penstock_tls`, called by TLS and with a token that is read from its file for each call.
+Every system runs in a separate process. It samples the same model with the same options and parameters,
+with log-probabilities of the sampled tokens. If the system is a server, the load comes from another
+process. Rounds are interleaved and ratios are taken within a round, because machines are shared and noisy.
+Each measurement starts only when no system is still busy with the previous one.
 
-`chat`, `responses` and `messages`, each with a `.._stream`, are OpenAI's and Anthropic's endpoints of the
-same Penstock server, `http_chat` and so on those of vLLM's: same body, prompts as text. Penstock's samples
-with log-probabilities, because it keeps them for the trainer; vLLM's is not asked for any, and in
-`http_chat_logprobs`, `http_responses_logprobs` and their streams it is asked for those of the sampled
-tokens, which for `messages` it cannot be. `--only` measures the systems it names, beside the raw engine.
+- The raw engine runs in its faster output mode on this machine.
+- `penstock` requests each turn as a whole, like agents that wait for it (`trajectory.turn()`).
+- `penstock_stream` streams tokens as they are sampled.
+- `penstock_tls`, added by `--secure`, is a second server that is called over TLS. Each call carries a token
+  that is read from its file.
+- `chat`, `responses` and `messages`, each with a `.._stream`, are the OpenAI and Anthropic endpoints of the
+  same Penstock server. `http_chat` and so on are those of vLLM. Bodies are the same and prompts are text.
 
-The last line is one JSON object, all ratios to the raw engine's tokens per second:
-{"ratio_to_raw": {turns: ratio}, "penstock_stream": {...}, "chat": {...}, "http_stream": {...}, ...}
-and, of each endpoint to vLLM's in the same round, {"chat_to_http": {turns: ratio}, "chat_to_http_stream":
-{...}, "responses_to_http": ...} and the same for vLLM's with log-probabilities,
-{"chat_to_http_logprobs": {...}, ...}; with `--secure` those of penstock_tls and penstock_tls_stream, and,
-each to the same without TLS in the same round, "tls_to_plaintext" and "tls_to_plaintext_stream".
+Penstock's endpoints always sample with log-probabilities, because the server keeps them for the trainer.
+vLLM's endpoints are called without them. In `http_chat_logprobs`, `http_responses_logprobs` and their
+streams, vLLM also returns those of the sampled tokens, which `messages` does not support. `--only` measures
+the named systems and the raw engine.
+
+The last line is one JSON object. All of its values are ratios:
+
+- to the raw engine's tokens per second:
+  {"ratio_to_raw": {turns: ratio}, "penstock_stream": {...}, "chat": {...}, "http_stream": {...}, ...};
+- of each endpoint to vLLM's in the same round:
+  {"chat_to_http": {turns: ratio}, "chat_to_http_stream": {...}, "responses_to_http": ...};
+- the same for vLLM with log-probabilities: {"chat_to_http_logprobs": {...}, ...};
+- with `--secure`, those of penstock_tls and penstock_tls_stream, and, each to the same without TLS in the
+  same round, "tls_to_plaintext" and "tls_to_plaintext_stream".
 """
 
 from __future__ import annotations
@@ -64,7 +71,7 @@ StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
 TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 
 PROMPT_TOKENS = 32
-# What the machine is fast in: without instructions for it bfloat16 takes five times as long.
+# The faster type on this machine: without instructions for it, bfloat16 takes five times as long.
 DTYPE = (
     "bfloat16" if computes_bfloat16("cuda" if torch.cuda.is_available() else "cpu") else "float32"
 )
@@ -74,22 +81,22 @@ SECURE = ("tls_to_plaintext", "tls_to_plaintext_stream")
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 LOOK_SECONDS = 0.3
 QUIET_SHARE = 0.1
-"""Of one core, all systems together."""
+"""Share of one core that all systems together may use when quiet."""
 RESTLESS_SECONDS = 30.0
 
 Run = Callable[[int, int], Awaitable[float]]
 
 
 def prompt() -> list[int]:
-    """A prompt no cache has seen."""
+    """Returns a random prompt, which no cache has seen."""
     return [random.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
 
 
 async def quiet() -> None:
     """Returns once no system is busy.
 
-    The workers of vLLM's server turn round an empty queue for a second after their last step, at the cost
-    of whoever is measured next. Raises TimeoutError where one never rests.
+    The workers of vLLM's server poll an empty queue for a second after their last step, which would slow
+    down the next measurement. Raises TimeoutError if the systems stay busy.
     """
     async with asyncio.timeout(RESTLESS_SECONDS):
         before = _used_seconds()
@@ -102,7 +109,7 @@ async def quiet() -> None:
 
 
 def _used_seconds() -> float:
-    """Processor time of all systems so far."""
+    """Total processor time of all systems."""
     used = 0.0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -111,11 +118,11 @@ def _used_seconds() -> float:
     return used
 
 
-# The raw engine, in a process of its own: a line of JSON in, a line of JSON out.
+# The raw engine, in a separate process: a line of JSON in, a line of JSON out.
 
 
 async def raw_main(model: str) -> None:
-    """Answers {"turns", "tokens", "mode"} with the seconds they took."""
+    """Answers each line of {"turns", "tokens", "mode"} with the seconds that the turns took."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind
@@ -156,7 +163,7 @@ async def raw_main(model: str) -> None:
         )
         print(json.dumps(time.perf_counter() - began), flush=True)
     engine.shutdown()
-    # AsyncLLM shuts down once more when it is collected, by a half dismantled interpreter.
+    # AsyncLLM would shut down again when it is garbage-collected, in a partly finalized interpreter.
     os._exit(0)
 
 
@@ -184,7 +191,7 @@ async def raw_engine(model: str) -> AsyncIterator[Callable[[int, int, str], Awai
 
 
 def make_credentials(folder: Path) -> tuple[list[str], Security]:
-    """What a server is told of its certificate and its tokens, and what a client of it shows."""
+    """Creates a certificate and a token; returns the server's options and the client's security."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(folder / "ca.pem")
     server = authority.issue_cert("127.0.0.1")
@@ -283,20 +290,20 @@ def http_session() -> aiohttp.ClientSession:
 
 @dataclass(frozen=True)
 class Surface:
-    """One of the endpoints that agents know, as both servers have it."""
+    """An HTTP endpoint that both servers have."""
 
     path: str
     messages: str
-    """The field with what is asked."""
+    """Field of the request that has the messages."""
     max_tokens: str
     output_tokens: str
-    """What `usage` calls what was sampled."""
+    """Field of `usage` that counts sampled tokens."""
     ignores_eos: bool = True
-    """Whether vLLM can be told to; where not, a turn may end early on either server."""
+    """Whether vLLM's endpoint supports `ignore_eos`. If not, turns can end early on both servers."""
     counted_when_asked: bool = False
-    """Whether a stream has `usage` only on request."""
+    """Whether a stream includes `usage` only on request."""
     logprobs: Mapping[str, object] | None = None
-    """How vLLM is asked for those of the sampled tokens; None where it cannot be."""
+    """Fields that request log-probabilities from vLLM; None if it does not support them here."""
 
 
 SURFACES = {
@@ -331,7 +338,7 @@ def surface_runners(
     surface: Surface,
     logprobs: Mapping[str, object] | None = None,
 ) -> dict[str, Run]:
-    """Single turns of whoever serves them, whole and streamed."""
+    """Runners of single turns on one server's endpoint, whole and streamed."""
 
     async def turn(tokens: int, stream: bool) -> int:
         question = " ".join(
@@ -367,7 +374,7 @@ def surface_runners(
         async def run(turns: int, tokens: int) -> float:
             began = time.perf_counter()
             counts = await asyncio.gather(*(turn(tokens, stream) for _ in range(turns)))
-            # As if all had been of full length.
+            # Scaled to turns of full length.
             return (time.perf_counter() - began) * turns * tokens / sum(counts)
 
         return run
@@ -387,7 +394,7 @@ async def http_server(model: str) -> AsyncIterator[dict[str, Run]]:
         *("--generation-config", "vllm", "--served-model-name", "m", *ENGINE),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
-        # It closes idle connections after 5 s by itself, which are in the session's pool.
+        # By default vLLM closes idle connections after 5 s, while they are still in the session's pool.
         env={**os.environ, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75"},
     )
     base = f"http://127.0.0.1:{port}"
@@ -541,10 +548,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", default="1,8,32,64")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens per turn")
-    parser.add_argument("--no-http", action="store_true", help="leave out vLLM's HTTP server")
+    parser.add_argument("--no-http", action="store_true", help="do not measure vLLM's HTTP server")
     parser.add_argument("--only", help="names of systems to measure; default: all")
     parser.add_argument(
-        "--secure", action="store_true", help="also a server by TLS and tokens, beside plaintext"
+        "--secure", action="store_true", help="also measure a server with TLS and tokens"
     )
     parser.add_argument("--raw", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -552,7 +559,7 @@ def main() -> None:
         asyncio.run(raw_main(arguments.raw))
         return
     console = Console(width=110)
-    # All engines run with the settings that `penstock serve` gives its own.
+    # All engines run with the settings that `penstock serve` uses.
     vllm_environment.set_cpu_defaults()
     print(json.dumps(asyncio.run(measure(arguments, console))))
 

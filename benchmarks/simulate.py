@@ -1,4 +1,4 @@
-"""What many engines bring, on a virtual clock: a simulator, held against real runs first.
+"""Throughput with many engines, on a virtual clock, with an option to validate the simulator first.
 
     python benchmarks/simulate.py [--engines 1,2,4,8,16,32,64,128,256,512,1024] [--max-lags 0,1,2,4,8]
         [--scaling weak,strong] [--steps 6] [--warmup 4] [--hub-seconds 0]
@@ -6,25 +6,31 @@
         [--no-tables]
 
 The simulator (`pool_simulation`) drives the server's own gate, freshness controller, placing, turn limits
-and lag; docs/simulation.md says what else it has and what it leaves out.
+and lag. docs/simulation.md describes the rest of the model and what it leaves out.
 
-`--validate` starts real pools on this machine, measures what their parts take, runs each setting for real
-and simulated, and prints both (`simulate_validation`). The engines are processes that sleep for each step,
-the longer the more turns they have; with `--vllm` they are vLLM with a tiny model.
+`--validate` starts real pools on this machine and measures the times of their parts. It runs each setting
+for real and simulated, and prints both (`simulate_validation`). The engines are processes that sleep for
+each step, longer with more turns. With `--vllm` they are vLLM with a tiny model.
 
-The tables are fed with what `--validate` measured here of an engine that sleeps for 40 ms a step and 2 ms
-for each turn (`MEASURED`); it is given no more turns at a time than were measured. Groups of 4 attempts of
-2 turns, log-normal lengths with the shape of `staleness.py` (median 54, 99 % within 560; here the tokens
-of a turn), cut at 2,048, half of the variance common to siblings; a tool in between, log-normal, 1 s in
-the median. A step takes the trainer 10 s, about what one engine takes for 2 groups with 8 turns in flight.
-Weak scaling has 2 groups a step for each engine, and the trainer grows, too: its step takes as long
-whatever their number. Strong scaling has 64 groups a step for any number of engines. There are as many
-agents as attempts; late tokens are masked; the freshness controller is on; all else is as by default. The
-hub takes no time, unless --hub-seconds says how much for each turn. The first steps are not counted.
+The tables use times that `--validate` measured here for an engine that sleeps for 40 ms a step and 2 ms for
+each turn (`MEASURED`). The engine gets no more turns at a time than were measured. The setup is:
 
-The last line is one JSON object. `sync_of_async_at_1024`: trajectories an hour at `max_lag` 0 over those
-at the largest one, weak scaling, 1,024 engines; null where that was not simulated. The errors are the
-worst over the settings, each the median of its rounds, as parts of one; null without `--validate`.
+- Groups have 4 attempts of 2 turns. Lengths are log-normal with the shape of `staleness.py` (median 54, 99
+%
+  within 560, here in tokens of a turn), cut at 2,048. Siblings share half of the variance.
+- A tool runs between the turns, log-normal, with a median of 1 s.
+- A step takes the trainer 10 s, about the time one engine takes for 2 groups with 8 turns in flight.
+- Weak scaling has 2 groups a step for each engine. The trainer grows too, so its step always takes the same
+  time.
+- Strong scaling has 64 groups a step for any number of engines.
+- There are as many agents as attempts, late tokens are masked, and the freshness controller is on.
+  Everything else has its default.
+- The hub takes no time, unless --hub-seconds sets a time for each turn. The first steps are not counted.
+
+The last line is one JSON object. `sync_of_async_at_1024` is trajectories per hour at `max_lag` 0 divided by
+those at the largest `max_lag`, for weak scaling with 1,024 engines. It is null if that was not simulated.
+The errors are fractions, the worst over the settings, each the median of its rounds. They are null without
+`--validate`.
 """
 
 from __future__ import annotations
@@ -96,7 +102,7 @@ SCALING = {"weak": lambda engines: GROUPS_PER_ENGINE * engines, "strong": lambda
 
 @dataclass(frozen=True)
 class Length:
-    """Of a run, and what the hub takes in it."""
+    """Number of steps of a run, and the time the hub takes for each turn."""
 
     steps: int
     warmup: int
@@ -104,7 +110,7 @@ class Length:
 
 
 def measure(engines: int, max_lag: int, groups: int, length: Length) -> Tally:
-    """One cell of a table."""
+    """Simulates one cell of a table."""
     setup = Setup(
         StalenessContract(max_lag, groups),
         WORKLOAD,
@@ -119,7 +125,7 @@ def measure(engines: int, max_lag: int, groups: int, length: Length) -> Tally:
 
 
 def name_of(max_lag: int) -> str:
-    """What the field calls it."""
+    """The usual name of a `max_lag`."""
     return {0: "synchronous", 1: "one step off"}.get(max_lag, f"max_lag {max_lag}")
 
 
@@ -155,7 +161,7 @@ def print_table(
 
 
 def run_validation(arguments: argparse.Namespace) -> dict[str, float | None]:
-    """Real runs and simulated ones; returns the errors."""
+    """Compares real runs with simulated ones; returns the errors."""
     from pool_runs import Engines
     from simulate_validation import Plan, errors, validate
     from tests.support.tiny_model import make_tiny_model
@@ -176,7 +182,7 @@ def run_validation(arguments: argparse.Namespace) -> dict[str, float | None]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """1,2,4; none is negative."""
+    """Parses numbers such as 1,2,4, none of them negative."""
     found = tuple(int(number) for number in text.split(","))
     if min(found) < 0:
         raise argparse.ArgumentTypeError(f"negative: {text}")
@@ -184,36 +190,44 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """The same, each at least one."""
+    """Parses numbers such as 1,2,4, each at least one."""
     if 0 in (found := numbers(text)):
         raise argparse.ArgumentTypeError(f"none of them may be 0: {text}")
     return found
 
 
 def main() -> None:
-    """Prints what was asked for, and the figures."""
+    """Runs the command and prints its tables and figures."""
     parser = argparse.ArgumentParser(description="Simulates many engines behind one hub.")
     parser.add_argument("--engines", type=counts, default=ENGINES)
     parser.add_argument("--max-lags", type=numbers, default=MAX_LAGS)
     parser.add_argument("--scaling", default="weak,strong")
-    parser.add_argument("--steps", type=int, default=6, help="counted, of each cell of a table")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before them")
     parser.add_argument(
-        "--hub-seconds", type=float, default=0.0, help="that the hub is busy with each turn"
+        "--steps", type=int, default=6, help="counted steps of each cell of a table"
+    )
+    parser.add_argument("--warmup", type=int, default=4, help="steps before the counted ones")
+    parser.add_argument(
+        "--hub-seconds", type=float, default=0.0, help="time that the hub is busy with each turn"
     )
     parser.add_argument("--no-tables", action="store_true")
-    parser.add_argument("--validate", action="store_true", help="against real runs first")
+    parser.add_argument("--validate", action="store_true", help="compare with real runs first")
     parser.add_argument("--pools", type=counts, default=(1, 2), help="engines of the real pools")
     parser.add_argument(
         "--validated-lags", type=numbers, default=(0, 1, 4), help="max_lag of the real runs"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=90.0, help="of each real run")
+    parser.add_argument("--seconds", type=float, default=90.0, help="length of each real run")
     parser.add_argument(
-        "--step-seconds", type=float, default=0.15, help="that the real engines sleep for a step"
+        "--step-seconds",
+        type=float,
+        default=0.15,
+        help="time that the real engines sleep for a step",
     )
     parser.add_argument(
-        "--turn-seconds", type=float, default=0.0075, help="further, with each turn in flight"
+        "--turn-seconds",
+        type=float,
+        default=0.0075,
+        help="additional sleep for each turn in flight",
     )
     parser.add_argument("--vllm", action="store_true", help="real engines, with a tiny model")
     arguments = parser.parse_args()

@@ -1,18 +1,19 @@
-"""The simulator against reality: service times measured on one pool, then runs of it beside simulated ones.
+"""Validation of the simulator: measures the times of one pool, then compares real and simulated runs.
 
-What is measured, through the hub, with as many engines up as are simulated:
+It measures through the hub, with as many engines as are simulated:
 
-    steps        callers that take turns of 3 to 10 tokens in a loop, so many for each engine: the seconds
-                 of a turn over the steps that it was in flight for, in the middle of the turns
-    first token  turns of one token on an engine at rest: where the quickest takes less than half a step, a
-                 step begins with its tokens. What is left is the hub's and the wire's
-    prefill      one alone under fresh prompts of 8 to 1,200 tokens: the slope over the prompt
-    hub          its processor time over the turns of a short run with another seed
-    the rest     trainer, upload, switch, pause and the close of an attempt: means of that run, without
-                 the first upload and switch. What a lease takes is not measured
+    steps        a number of callers per engine take turns of 3 to 10 tokens in a loop. The time of a step
+    is
+                 that of a turn divided by its steps in flight; the median over the turns
+    first token  turns of one token on an idle engine. If the fastest takes less than half a step, tokens
+                 appear at the start of a step. The remaining time is that of the hub and the network
+    prefill      single turns with fresh prompts of 8 to 1,200 tokens: the slope over the prompt's length
+    hub          its processor time divided by the turns of a short run with another seed
+    the rest     trainer, upload, switch, pause and the close of an attempt: means of that run, without the
+                 first upload and switch. The time of a lease is not measured
 
-Then each setting is run for real and simulated over as many steps, with the same attempts, and the same
-first steps left out. Rounds have seeds of their own, and each has every setting.
+Then it runs each setting for real and simulated, over the same number of steps, with the same attempts. It
+leaves out the same first steps of both. Each round has its own seeds and includes every setting.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SETTLING_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Plan:
-    """What is validated."""
+    """The settings to validate."""
 
     workload: Workload
     groups_per_step: int = 4
@@ -51,16 +52,16 @@ class Plan:
     step_seconds: float = 1.5
     max_lags: tuple[int, ...] = (0, 1, 4)
     seconds: float = 60.0
-    """Of a run."""
+    """Length of a run."""
     callers: tuple[int, ...] = (1, 8, 16, 24, 32)
-    """For each engine, where its steps are measured."""
+    """Numbers of callers per engine for which steps are measured."""
     calling_seconds: float = 9.0
     calibration_seconds: float = 30.0
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the simulator is given of one pool."""
+    """The measured times of one pool, which the simulator uses."""
 
     engines: int
     times: EngineTimes
@@ -70,7 +71,7 @@ class Calibration:
     switch_seconds: float
 
     def line(self) -> str:
-        """For people."""
+        """Describes the calibration in one line."""
         steps = ", ".join(f"{count}: {seconds * 1e3:.1f}" for count, seconds in self.times.steps)
         return (
             f"{self.engines} engine(s): ms of a step by turns in flight {{{steps}}}, first token after "
@@ -85,7 +86,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Pair:
-    """One setting in one round."""
+    """The real and the simulated run of one setting in one round."""
 
     engines: int
     max_lag: int
@@ -94,19 +95,19 @@ class Pair:
 
     @property
     def rate_ratio(self) -> float:
-        """Trajectories an hour, simulated over real."""
+        """Trajectories per hour, simulated divided by real."""
         return self.simulated.per_hour / self.real.per_hour
 
     @property
     def lag_ratio(self) -> float:
-        """Mean lag, simulated over real; 1 where there is none in either."""
+        """Mean lag, simulated divided by real; 1 if both are zero."""
         if not self.real.mean_lag:
             return 1.0 if not self.simulated.mean_lag else float("inf")
         return self.simulated.mean_lag / self.real.mean_lag
 
 
 async def calibrate(folder: Path, engines: Engines, plan: Plan) -> Calibration:
-    """Measures one pool."""
+    """Measures the times of one pool."""
     async with running_pool(folder / "turns", engines) as (address, _):
         first, quickest, prefill = await _measure_rest(address)
         found = {
@@ -128,7 +129,7 @@ async def calibrate(folder: Path, engines: Engines, plan: Plan) -> Calibration:
         seed=10_000,
     )
     seen = await run(folder / "run", engines, short)
-    # A pool switches in two parts, but one engine alone.
+    # A pool switches in two parts, but a single engine switches as one.
     parts = min(2, engines.count)
     return Calibration(
         engines.count,
@@ -147,7 +148,7 @@ async def calibrate(folder: Path, engines: Engines, plan: Plan) -> Calibration:
 
 
 async def _measure_turns(address: str, callers: int, seconds: float) -> list[tuple[int, float]]:
-    """(Tokens, seconds) of turns while so many callers have one in flight."""
+    """Returns (tokens, seconds) of turns while `callers` callers each have one in flight."""
     found: list[tuple[int, float]] = []
     begin = time.monotonic() + SETTLING_SECONDS
     end = begin + seconds
@@ -171,15 +172,21 @@ async def _measure_turns(address: str, callers: int, seconds: float) -> list[tup
 
 
 def _step_seconds(turns: Sequence[tuple[int, float]], first_token_steps: int) -> float:
-    """A turn that follows another waits for the next step, and is in flight for one per token: from its
-    first token on where a step begins with them. The middle of the turns, because what else the machine
-    does now and then holds up all of them at once."""
+    """Returns the time of a step, as the median over turns.
+
+    A turn that follows another waits for the next step. Then it is in flight for one step per token,
+    counted from its first token if tokens appear at the start of a step. The median is used because other
+    load of the machine sometimes delays all turns at once.
+    """
     return median(seconds / (count + first_token_steps) for count, seconds in turns)
 
 
 async def _measure_rest(address: str) -> tuple[float, float, float]:
-    """(Seconds of a turn of one token, of the quickest, further seconds of each of its context) of an
-    engine at rest."""
+    """Measures turns of one token on an idle engine.
+
+    Returns the seconds of a turn, those of the fastest turn, and the additional seconds for each context
+    token.
+    """
     found: dict[int, list[float]] = {length: [] for length in PROMPTS}
     async with connect(address) as client:
         for number in range(10 * len(PROMPTS)):
@@ -200,7 +207,7 @@ async def _measure_rest(address: str) -> tuple[float, float, float]:
 async def compare(
     folder: Path, engines: Engines, calibration: Calibration, plan: Plan, max_lag: int, seed: int
 ) -> tuple[Pair, Observed]:
-    """One setting for real and simulated."""
+    """Runs one setting for real and simulated."""
     contract = StalenessContract(max_lag, plan.groups_per_step)
     asked = Run(contract, plan.workload, plan.agents, plan.step_seconds, plan.seconds, seed)
     observed = await run(folder, engines, asked)
@@ -219,7 +226,7 @@ async def compare(
         calibration.attempt_seconds,
         calibration.switch_seconds,
     )
-    # Beside a running loop: a simulation wants one of its own.
+    # In a thread, because a simulation runs its own event loop.
     simulated = await asyncio.to_thread(simulate, setup, seed, counted, warmup_of(steps))
     return Pair(engines.count, max_lag, observed.tally, simulated), observed
 
@@ -227,7 +234,7 @@ async def compare(
 def validate(
     folder: Path, engines: Engines, counts: Sequence[int], plan: Plan, rounds: int
 ) -> list[Pair]:
-    """Every setting in every round, printed as they come."""
+    """Runs every setting in every round, and prints each result."""
     pairs: list[Pair] = []
     print(
         f"{'engines':>7}{'max_lag':>8}{'round':>6}{'steps':>6}{'trajectories/h':>24}{'ratio':>7}",
@@ -248,14 +255,14 @@ def validate(
                         place / f"{max_lag}", pool, calibrations[count], plan, max_lag, number + 1
                     )
                 )
-                assert not observed.failures, f"{observed.failures} turns were not as planned"
+                assert not observed.failures, f"{observed.failures} turns did not go as planned"
                 pairs.append(pair)
                 print(describe(pair, number), flush=True)
     return pairs
 
 
 def describe(pair: Pair, number: int) -> str:
-    """A row."""
+    """Formats one row of the table."""
     real, simulated = pair.real, pair.simulated
     return (
         f"{pair.engines:>7}{pair.max_lag:>8}{number + 1:>6}{real.steps:>6}"
@@ -268,14 +275,17 @@ def describe(pair: Pair, number: int) -> str:
 
 
 def shares(tally: Tally) -> str:
-    """Per cent of the delivered tokens by lag, from 0 on."""
+    """Formats the percentages of delivered tokens by lag, from 0 on."""
     total = sum(tally.tokens_by_lag.values())
     top = max(tally.tokens_by_lag)
     return " ".join(f"{100 * tally.tokens_by_lag.get(n, 0) / total:.0f}" for n in range(top + 1))
 
 
 def errors(pairs: Sequence[Pair], engines: int) -> tuple[float, float]:
-    """Worst over the settings of the median error over the rounds: trajectories an hour, mean lag."""
+    """Returns the errors of trajectories per hour and of mean lag.
+
+    Each is the median over the rounds, and the worst of those over the settings.
+    """
     worst = [0.0, 0.0]
     for max_lag in sorted({pair.max_lag for pair in pairs}):
         same = [p for p in pairs if (p.engines, p.max_lag) == (engines, max_lag)]

@@ -1,17 +1,19 @@
-"""One engine on a virtual clock: turns in flight that each get a token with every step.
+"""One engine on a virtual clock: each turn in flight gets one token with every step.
 
     give -> waits -> joins at the next step boundary, its prefill before the step -> decodes -> `happen`
 
-Nothing happens per token. Between two changes of what is in flight all steps take the same time, so an
-engine knows how many steps it has made by arithmetic (`_steps` at `_anchor`, one more each `_pace`
-seconds), and a turn that joins knows the step of its last token. An event is the next boundary at which a
-turn ends, joins, or weights are switched.
+There is no event per token. Between two changes of the turns in flight, all steps take the same time. So an
+engine computes its number of steps by arithmetic: `_steps` at `_anchor`, and one more each `_pace` seconds.
+The step of a turn's last token is known when the turn joins. The next event is the next boundary at which a
+turn ends, a turn joins, or weights are switched.
 
-A switch takes effect at a step boundary: what was sampled up to it is of the version before, then the
-engine stands still for the pause, then turns in flight go on (`InFlight.KEEP`). Turns that waited at this
-boundary have joined; what comes in the pause joins a step later. A prefix is in the cache
-where the trajectory's last turn, or a sibling's prompt, was computed here by the same version: the
-server's cache salt is the version. Nothing is ever evicted, and no turn is preempted.
+A switch takes effect at a step boundary. Tokens sampled before it have the previous version. Then the
+engine is paused, and then turns in flight continue (`InFlight.KEEP`). Turns that were waiting at this
+boundary have joined. Turns that arrive during the pause join a step later.
+
+A prefix is in the cache if this engine computed the trajectory's last turn, or a sibling's prompt, under
+the same version. The version matters because the server uses it as cache salt. Nothing is ever evicted,
+and no turn is preempted.
 """
 
 from __future__ import annotations
@@ -25,27 +27,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROUNDING = 1e-9
-"""Part of a step by which an event may miss its boundary."""
+"""Fraction of a step by which an event may miss its boundary."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """How long an engine takes, as measured."""
+    """Measured times of an engine."""
 
     steps: tuple[tuple[int, float], ...]
-    """Seconds of a decode step with so many turns in flight, ascending; in between and beyond linear."""
+    """(Turns in flight, seconds of a decode step), ascending; linear in between and beyond."""
     prefill_seconds: float = 0.0
-    """Of each context token that is not in the cache; every turn in flight waits meanwhile."""
+    """Time of each context token that is not in the cache. Every turn in flight waits for it."""
     first_token_steps: int = 1
-    """Steps from joining to the first token: 1 where a step ends with its tokens, 0 where it begins so."""
+    """Steps from joining to the first token: 1 if tokens appear at the end of a step, 0 if at its start."""
     turn_seconds: float = 0.0
-    """Of a turn outside the engine: its caller, the hub, the wire."""
+    """Time of a turn outside the engine: in its caller, the hub and the network."""
     pause_seconds: float = 0.0
-    """That a switch stops it."""
+    """Pause of the engine at a switch."""
     most_running: int = 256
-    """Turns that decode at a time; further ones wait in the engine."""
+    """Maximum number of turns that decode at a time; further ones wait in the engine."""
     cache_tokens: int = 1 << 40
-    """Of the key-value cache; a turn that does not fit waits in the engine."""
+    """Size of the key-value cache. A turn that does not fit waits in the engine."""
 
     def __post_init__(self) -> None:
         counts = [count for count, _ in self.steps]
@@ -59,7 +61,7 @@ class EngineTimes:
             )
 
     def step_seconds(self, count: int) -> float:
-        """A decode step of so many turns; never less than the fastest measured."""
+        """Time of a decode step with `count` turns; never less than the fastest measured one."""
         points = self.steps
         if len(points) == 1 or count <= points[0][0]:
             return points[0][1]
@@ -74,31 +76,31 @@ class Turn:
     """One turn of a trajectory."""
 
     owner: Any
-    """Whose it is, for who gave it."""
+    """The caller's object that the turn belongs to."""
     request_id: str
     token_count: int
-    """That it will sample, at least 1."""
+    """Number of tokens that the turn will sample, at least 1."""
     context: int
-    """Tokens before it."""
+    """Number of tokens before the turn."""
     prompt: int
-    """Thereof those that siblings share."""
+    """Context tokens that siblings share."""
     cached: int
-    """Thereof those of the trajectory up to its last turn: what the engine of that turn has."""
+    """Context tokens up to the end of the trajectory's last turn, which that turn's engine has cached."""
     last_home: tuple[SimulatedEngine, int] | None = None
-    """Where the last turn was computed, and by which version."""
+    """Engine and version that computed the last turn."""
     group_homes: set[tuple[SimulatedEngine, int]] = field(
         default_factory=set["tuple[SimulatedEngine, int]"]
     )
-    """Likewise the prompt; shared by siblings."""
+    """Engines and versions that computed the prompt; shared by siblings."""
     joined_at: float = 0.0
     home: tuple[SimulatedEngine, int] | None = None
-    """Where it was computed, once it has joined."""
+    """Engine and version that compute the turn, once it has joined."""
     first_step: int = 0
     last_step: int = 0
 
 
 class SimulatedEngine:
-    """See the module's docstring; `next_time` is when `happen` is due."""
+    """The engine described in the module's docstring; `happen` is due at `next_time`."""
 
     def __init__(self, name: str, times: EngineTimes) -> None:
         self.name = name
@@ -106,9 +108,9 @@ class SimulatedEngine:
         self.version = 0
         self.next_time = math.inf
         self.busy_seconds = 0.0
-        """With a turn in flight."""
+        """Time with at least one turn in flight."""
         self.turn_seconds = 0.0
-        """Turns in flight, summed over time."""
+        """Number of turns in flight, integrated over time."""
         self.prefilled = 0
         """Context tokens that were computed."""
         self.reused = 0
@@ -120,38 +122,38 @@ class SimulatedEngine:
         self._counted_until = 0.0
         self._next_step = 0
         self._running: list[tuple[int, int, Turn]] = []
-        """Heap by last step."""
+        """Turns in flight, as a heap ordered by last step."""
         self._waiting: deque[Turn] = deque()
         self._order = 0
         self._context = 0
-        """Tokens in the cache at step zero, were it extrapolated: see `cache_usage`."""
+        """Tokens in the cache, extrapolated back to step zero; see `cache_usage`."""
         self._reserved = 0
-        """Tokens that turns in flight will have at their ends."""
+        """Tokens that the turns in flight will have at their ends."""
         self._switch: tuple[int, float] | None = None
         self._switch_steps = [-1]
         self._switch_versions = [0]
 
     @property
     def running_count(self) -> int:
-        """Turns that decode."""
+        """Number of turns that decode."""
         return len(self._running)
 
     @property
     def waiting_count(self) -> int:
-        """Turns in the engine's own queue."""
+        """Number of turns in the engine's queue."""
         return len(self._waiting)
 
     def cache_usage(self, now: float) -> float:
-        """Part of the key-value cache that turns in flight have."""
+        """Fraction of the key-value cache that turns in flight use."""
         return min(1.0, self._cache_tokens(self._steps_by(now)) / self.times.cache_tokens)
 
     def give(self, turn: Turn, now: float) -> None:
-        """A turn arrives."""
+        """Adds a turn to the engine's queue."""
         self._waiting.append(turn)
         self._plan(now)
 
     def switch(self, version: int, now: float) -> float:
-        """Other weights from the next step boundary on; returns when it samples with them."""
+        """Switches weights at the next step boundary; returns the time at which it samples again."""
         if not self._running and not self._waiting:
             self._take_over(version)
             self._anchor = max(self._anchor, now + self.times.pause_seconds)
@@ -162,7 +164,7 @@ class SimulatedEngine:
         return boundary + self.times.pause_seconds
 
     def happen(self, now: float) -> list[Turn]:
-        """What is due at `next_time`; returns the turns that ended, their last token sampled."""
+        """Handles the event due at `next_time`; returns the turns that have sampled their last token."""
         self.count_until(now)
         self._steps, self._anchor = self._next_step, now
         ended = self._end()
@@ -180,7 +182,7 @@ class SimulatedEngine:
         return ended
 
     def versions_of(self, turn: Turn) -> Iterator[tuple[int, int]]:
-        """(version, tokens) of a turn that ended."""
+        """Yields (version, number of tokens) of a turn that ended."""
         steps = self._switch_steps
         place = bisect_left(steps, turn.first_step) - 1
         begin = turn.first_step
@@ -194,7 +196,7 @@ class SimulatedEngine:
 
     def _take_over(self, version: int) -> None:
         self.version = version
-        # Tokens of a step after this one are its.
+        # Tokens of later steps have the new version.
         self._switch_steps.append(self._steps)
         self._switch_versions.append(version)
 
@@ -233,7 +235,7 @@ class SimulatedEngine:
             self._anchor += (turn.context - reused) * times.prefill_seconds
 
     def _has_room(self, turn: Turn) -> bool:
-        """For all that it will have, beside all that the others will; one alone always has."""
+        """Whether the turn's final tokens fit with those of the others; a single turn always fits."""
         reserved = self._reserved + turn.context + turn.token_count
         return not self._running or reserved <= self.times.cache_tokens
 
@@ -249,7 +251,7 @@ class SimulatedEngine:
     def _boundary(self, now: float) -> tuple[float, int]:
         """The next step boundary at which something can change, and the number of that step."""
         if not self._running:
-            # A step that begins with its tokens is over only when its time is.
+            # If tokens appear at the start of a step, the step still takes its full time.
             ready = self._anchor + (0.0 if self.times.first_token_steps else self._pace)
             return max(now, ready), self._steps + 1
         ahead = max(1, math.ceil((now - self._anchor) / self._pace - ROUNDING))
@@ -268,13 +270,12 @@ class SimulatedEngine:
         self.next_time, self._next_step = time, step
 
     def count_anew(self, now: float) -> None:
-        """Begins the sums of what it did anew."""
         self.busy_seconds = self.turn_seconds = 0.0
         self.prefilled = self.reused = 0
         self._counted_until = now
 
     def count_until(self, now: float) -> None:
-        """Brings the sums of what it did up to date."""
+        """Updates the sums to the given time."""
         if self._running:
             self.busy_seconds += now - self._counted_until
             self.turn_seconds += len(self._running) * (now - self._counted_until)

@@ -1,20 +1,21 @@
 """The hub's engines on a virtual clock: `server/pool/engine.py` without the wire.
 
-The rules are the server's own objects: `Placing` with `routing.place` and its memory of homes, `Member`
-with its `TurnLimit`. What is here is when the server calls them:
+The rules are the server's own objects: `Placing` with `routing.place` and its memory of homes, and `Member`
+with its `TurnLimit`. This module adds the times at which the server calls them:
 
-    place    pool_turns._deltas: a turn is placed, or waits in the hub. When one ends its engine has
-             room, and who waits is woken; its trajectory is between turns there, or is closed
-    look     pool_roster._keep, pool_member.heard: an engine's load moves its limit, and it is told the pace
-             that is usual, which its own is against. All engines are looked at in one moment here, as often
-             as each is there
-    switch   pool.switch: a part of the engines that have not got the version at a time, or all of them;
-             out of rotation meanwhile. Without any that have not, the version is the pool's. Engines take
-             as long as each other to switch here, and have it at the same time: one after which the next
-             begins is the part after which the next part does
+    place    pool_turns._deltas: a turn is placed, or waits in the hub. When a turn ends, its engine has
+             room and waiting turns are woken. Its trajectory is then between turns on that engine, or
+             closed
+    look     pool_roster._keep, pool_member.heard: an engine's load adjusts its limit. Its pace is compared
+             with the usual pace of the pool. Here all engines are polled at the same moment, as often as
+             each one is polled in the server
+    switch   pool.switch: one part at a time of the engines without the version, or all of them; they are
+             out of rotation during the switch. When no such engine is left, the version is the pool's. Here
+             all engines take the same time to switch. So the parts switch one after the other, where the
+             server starts the next engine whenever one has finished
 
-`Placing.place` is a coroutine that waits for nothing but a future that `wake` sets, so it is driven by
-hand: what waits is resumed, in its order, after each `wake`.
+`Placing.place` is a coroutine that waits only for a future that `wake` sets. So it is driven by hand: after
+each `wake`, waiting turns are resumed in order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from penstock.wire.codec import twin
 from penstock.wire.security import Security
 
 Info = twin(rollout_service_pb2.GetServerInfoResponse)
-# Nothing that places a request looks at its tokens.
+# Placing a request does not read its tokens.
 NO_TOKENS = np.zeros(1, np.int32)
 SAMPLING = Sampling(max_tokens=1)
 
@@ -49,7 +50,7 @@ Act = Callable[[Any], None]
 
 
 class Clock:
-    """Jumps from event to event; those of one moment happen in the order in which they were asked for."""
+    """Jumps from event to event. Simultaneous events happen in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -57,16 +58,16 @@ class Clock:
         self._sequence = 0
 
     def after(self, seconds: float, act: Act, what: Any = None) -> None:
-        """Calls `act(what)` so many seconds from now."""
+        """Calls `act(what)` `seconds` from now."""
         self.at(self.now + seconds, act, what)
 
     def at(self, time: float, act: Act, what: Any = None) -> None:
-        """Calls `act(what)` then."""
+        """Calls `act(what)` at `time`."""
         self._sequence += 1
         heapq.heappush(self._events, (time, self._sequence, act, what))
 
     def tick(self) -> bool:
-        """Goes to the next event and has it happen; False where there is none."""
+        """Advances to the next event and runs it; returns False if there is none."""
         if not self._events:
             return False
         self.now, _, act, what = heapq.heappop(self._events)
@@ -75,12 +76,15 @@ class Clock:
 
 
 class SimulatedPool:
-    """See the module's docstring; wants a running loop, which it never lets run."""
+    """The pool described in the module's docstring.
+
+    It needs a running event loop, but never yields to it.
+    """
 
     def __init__(
         self, setup: Setup, clock: Clock, seed: int, on_ended: Callable[[Turn], None]
     ) -> None:
-        """`on_ended` is called with each turn that an engine has ended."""
+        """`on_ended` is called with each turn that has ended."""
         self._setup = setup
         self._clock = clock
         self._on_ended = on_ended
@@ -91,7 +95,7 @@ class SimulatedPool:
         self._numbers = {engine.name: number for number, engine in enumerate(self.engines)}
         self.placing = Placing(lambda: self._rotation, setup.rules.routing, rng=random.Random(seed))
         self._requests: dict[str, EngineRequest] = {}
-        """Those that are placed, or wait to be."""
+        """Requests that are placed or wait for a place."""
         self._unplaced: deque[tuple[Coroutine[Any, Any, Member | None], Any, Turn]] = deque()
 
     def _member(self, engine: SimulatedEngine) -> Member:
@@ -102,7 +106,7 @@ class SimulatedPool:
         return member
 
     def close(self) -> None:
-        """Nobody waits for a place any more."""
+        """Closes the coroutines that still wait for a place."""
         for placing, _, _ in self._unplaced:
             placing.close()
         self._unplaced.clear()
@@ -110,7 +114,7 @@ class SimulatedPool:
     # Turns
 
     def place(self, turn: Turn, trajectory_id: str, group_id: str) -> None:
-        """A turn goes to an engine, or waits for one."""
+        """Sends a turn to an engine, or lets it wait for one."""
         request = EngineRequest(
             turn.request_id,
             NO_TOKENS,
@@ -129,11 +133,11 @@ class SimulatedPool:
             self._unplaced.append((placing, future, turn))
 
     def closed(self, trajectory_id: str) -> None:
-        """No turn of it comes any more."""
+        """Forgets a trajectory that will have no further turns."""
         self.placing.closed(trajectory_id)
 
     def _wake(self) -> None:
-        """Something has room; who is given a place goes there."""
+        """Wakes waiting turns after an engine got room, and sends those with a place to their engines."""
         self.placing.wake()
         while self._unplaced and self._unplaced[0][1].done():
             placing, _, turn = self._unplaced.popleft()
@@ -142,7 +146,7 @@ class SimulatedPool:
             except StopIteration as placed:
                 self._give(placed.value, turn)
             else:
-                raise AssertionError("it was placed, and waits on")
+                raise AssertionError("the turn was placed, but still waits")
 
     def _give(self, member: Member, turn: Turn) -> None:
         engine = self.engines[self._numbers[member.address]]
@@ -156,7 +160,7 @@ class SimulatedPool:
     def _engine_acts(self, due: tuple[SimulatedEngine, float]) -> None:
         engine, time = due
         if engine.next_time != time:
-            return  # It has other plans since.
+            return  # The engine's next event has changed since.
         ended = engine.happen(time)
         member = self.members[self._numbers[engine.name]]
         for turn in ended:
@@ -170,7 +174,7 @@ class SimulatedPool:
     # Loads
 
     def look(self, _: object = None) -> None:
-        """At every engine, and again after a while."""
+        """Polls every engine, and schedules the next poll."""
         for engine, member in zip(self.engines, self.members, strict=True):
             if member.state is State.SERVING:
                 info = Info(server_id=engine.name, active_weight_version=engine.version)
@@ -192,7 +196,7 @@ class SimulatedPool:
     # Weights
 
     def switch(self, version: int, concluded: Callable[[], None]) -> None:
-        """Every engine goes on to a version; then it is the active one, and `concluded` is called."""
+        """Switches every engine to a version. Then the version is active, and `concluded` is called."""
         behind = [m for m in self._rotation if m.version != version]
         if not behind:
             self.active_version = version

@@ -1,4 +1,4 @@
-"""What the workers of benchmarks/corrections.py run where sampling alone leaves nothing old."""
+"""The agents of benchmarks/corrections.py for a model whose sampling alone makes no stale data."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from penstock.demo.rewards import last_integer_is_answer
 
 
 async def late_reward(task: Task, trajectory: Trajectory) -> float:
-    """The demo's, $VERDICT_SECONDS after the answer was sampled."""
+    """The demo's reward, returned $VERDICT_SECONDS after the answer was sampled."""
     await asyncio.sleep(float(os.environ["VERDICT_SECONDS"]))
     return last_integer_is_answer(task, trajectory)

@@ -1,27 +1,30 @@
-"""What the staleness gate and its freshness controller cost and save, on a virtual clock.
+"""Costs and savings of the staleness gate and its freshness controller, on a virtual clock.
 
     python benchmarks/staleness.py [--steps 300] [--seeds 3]
 
-A step of 16 groups of 8 siblings takes the trainer 60 s; weights are switched 1 s later; there are as
-many agents as groups are admitted. The loads differ in how long a group takes:
+A step of 16 groups of 8 siblings takes the trainer 60 s. Weights are switched 1 s later. There are as many
+agents as admitted groups. The loads differ in how long a group takes:
 
-- reference: log-normal, median 54 s, 99 % within 560 s. The other siblings take 30 to 100 % of the
-  longest: a hard prompt is long for all of them.
+- reference: log-normal, median 54 s, 99 % within 560 s. The other siblings take 30 to 100 % of the longest,
+  because a hard prompt is long for all of them.
 - pareto: the same median and 99 % point, with a power law's tail, cut at an hour.
-- two kinds: 85 % of the groups take 20 to 60 s, the others, such as agents with tools, 240 to 560 s.
-- independent: each of the 8 siblings is log-normal as above by itself, so that the group, which is
-  complete with the longest, takes 206 s in the median and 1,000 s at 99 %.
-- fast: 18 to 30 s, less than half of a step: two batches, one of them in training, are enough.
+- two kinds: 85 % of the groups take 20 to 60 s; the others, such as agents with tools, 240 to 560 s.
+- independent: each of the 8 siblings is independently log-normal as above. The group is complete with the
+  longest, which takes 206 s in the median and 1,000 s at 99 %.
+- fast: 18 to 30 s, less than half of a step. Two batches are enough, one of them in training.
 
-Printed per load and `max_lag`, under MASK, without the controller (outstanding groups fixed at their
-bound) and with it: the part of its time that the trainer waited for groups, the part of the
-delivered tokens that were too old to train, and the mean lag of the trained ones. "unavoidable" is
-the lag that those tokens had when their group finished. The first 50 steps, while the pipeline fills
-and the controller finds its target, are left out.
+It prints figures per load and `max_lag`, under MASK, without the controller (outstanding groups fixed at
+their bound) and with it:
 
-The last line is the reference load at `max_lag` 8 with the controller. It is the load for which
-architecture and acceptance are stated; "two kinds" and "independent" have a larger lag that is
-mostly unavoidable, and the same idle time.
+- the share of its time that the trainer waited for groups;
+- the share of the delivered tokens that were too old to train;
+- the mean lag of the trained tokens. "unavoidable" is the lag that those tokens had when their group
+  finished.
+
+The first 50 steps are left out, while the pipeline fills and the controller finds its target.
+
+The last line is the reference load at `max_lag` 8 with the controller, the load that the stated goals are
+about. "two kinds" and "independent" have a larger lag, which is mostly unavoidable, and the same idle time.
 """
 
 from __future__ import annotations
@@ -78,13 +81,13 @@ def two_kinds(rng: random.Random) -> Attempt:
 
 
 def independent(rng: random.Random) -> Attempt:
-    """A group of siblings that know nothing of each other."""
+    """A group of siblings with independent lengths."""
     lengths = [log_normal_seconds(rng) for _ in range(SIBLINGS)]
     return Attempt(tuple((0.0, length) for length in lengths), max(lengths))
 
 
 def fast(rng: random.Random) -> Attempt:
-    """A batch is sampled in half of the time that the trainer takes for one."""
+    """A group that takes less than half as long as a step."""
     return group_of(rng.uniform(18.0, 30.0), rng)
 
 
@@ -99,7 +102,7 @@ LOADS: dict[str, Callable[[random.Random], Attempt]] = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Means over the seeds."""
+    """Means of the figures over the seeds."""
 
     idle: float
     masked: float
@@ -118,7 +121,7 @@ def measure(
     policy: LatePolicy = LatePolicy.MASK,
     freshness: bool = True,
 ) -> Figures:
-    """Runs one set-up once per seed."""
+    """Runs one setup once per seed."""
     contract = StalenessContract(max_lag, GROUPS_PER_STEP, policy)
 
     def tally(seed: int) -> Tally:
@@ -140,7 +143,7 @@ def measure(
 
 
 def columns(figures: Figures) -> str:
-    """The figures that both halves of a row show."""
+    """Formats the figures that both halves of a row show."""
     return (
         f"{figures.idle:>8.1%}{figures.masked:>8.1%}{figures.mean_lag:>6.2f}"
         f"{figures.outstanding:>8.0f}"
@@ -148,7 +151,7 @@ def columns(figures: Figures) -> str:
 
 
 def print_controller(steps: int, seeds: int) -> Figures:
-    """Prints the table of loads; returns the row that acceptance is about."""
+    """Prints the table of loads; returns the figures of the last line."""
     head = f"{'idle':>8}{'masked':>8}{'lag':>6}{'groups':>8}"
     print(f"{'':20}{'fixed at the bound':^30}  {'with the controller':^30}")
     print(f"{'load':12}{'max_lag':>8}{head}  {head}{'unavoidable lag':>17}")
@@ -167,7 +170,7 @@ def print_controller(steps: int, seeds: int) -> Figures:
 
 
 def print_policies(steps: int, seeds: int) -> None:
-    """Prints what each late policy costs under the reference load, with the controller."""
+    """Prints the costs of each late policy under the reference load, with the controller."""
     print("\nlate policies, reference load, with the controller")
     print(f"{'policy':12}{'max_lag':>8}{'time':>8}{'masked':>8}{'lost':>8}{'lag':>6}")
     for policy in (LatePolicy.MASK, LatePolicy.WAIT, LatePolicy.REQUEUE):
@@ -177,11 +180,11 @@ def print_policies(steps: int, seeds: int) -> None:
                 f"{policy.name:12}{max_lag:>8}{1 / (1 - figures.idle):>7.2f}x"
                 f"{figures.masked:>8.1%}{figures.discarded:>8.1%}{figures.mean_lag:>6.2f}"
             )
-    print("time: of a step, in steps without waiting; lost: part of the finished groups discarded")
+    print("time: of a step, in steps without waiting; lost: share of finished groups discarded")
 
 
 def main() -> None:
-    """Prints the tables and the figures of acceptance."""
+    """Runs the command and prints its tables."""
     parser = argparse.ArgumentParser(description="Simulates the staleness gate under long tails.")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps measured per run")
     parser.add_argument("--seeds", type=int, default=3, help="runs per row")

@@ -1,10 +1,9 @@
 """A discrete-event simulation of rollouts, a trainer and failures around the real staleness gate.
 
-The virtual clock jumps from event to event (a heap); nothing advances in steps of time.
-`Simulation` plays the server's part: it admits groups while the gate lets it, reports what
-finishes, and delivers what the gate selects. Tokens are seconds of a sibling's sampling, each
-stamped with the weight version that was active in it, so lag and masking are measured per token, as
-the server would.
+The virtual clock jumps from event to event on a heap; time does not advance in fixed steps. `Simulation`
+does the server's work: it admits groups while the gate allows it, reports finished groups, and delivers the
+groups that the gate selects. A token stands for a second of a sibling's sampling. Each is stamped with the
+weight version that was active then, so lag and masking are measured per token, as in the server.
 
 `benchmarks/staleness.py` prints figures from it; `tests/server/groups/test_staleness_gate.py` adds failures,
 restarts and an observer that checks each decision.
@@ -26,41 +25,41 @@ from penstock.wire.staleness import lag
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at a group: when each sibling samples, in seconds after admission."""
+    """One attempt at a group, with the times at which siblings sample, in seconds after admission."""
 
     spans: tuple[tuple[float, float], ...]
-    """Begin and end of each sibling; empty for a group that writes no token."""
+    """Start and end of each sibling; empty for a group without tokens."""
     seconds: float
-    """When all siblings are complete."""
+    """Time at which all siblings are complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of the system."""
+    """The load and timing of the simulated system."""
 
     attempt: Callable[[random.Random], Attempt]
     """Draws one attempt at a group."""
     step_seconds: float = 60.0
-    """From a whole batch in the trainer's hands to its next version."""
+    """Time from a complete batch to the trainer's next version."""
     switch_seconds: float = 1.0
-    """From the trainer's next version to sampling with it."""
+    """Time from the trainer's next version to sampling with it."""
     agents: int | None = None
-    """Groups that agents can work on at a time; None for as many as are admitted."""
+    """Maximum number of groups that agents work on at a time; None for no limit."""
     failure_rate: float = 0.0
-    """Part of the attempts that fail, at some point, and are made again as a new group."""
+    """Share of the attempts that fail at some point and are repeated as a new group."""
     restart_rate: float = 0.0
-    """Chance, per step, that the trainer dies somewhere in it."""
+    """Probability per step that the trainer dies during it."""
     checkpoint_steps: int = 1
     """Steps from one checkpoint to the next."""
     restart_seconds: float = 120.0
-    """From the trainer's death to its Hello."""
+    """Time from the trainer's death to its next Hello."""
     weights_fall_back: bool = False
     """Whether a restarted trainer's older weights become active again."""
 
 
 @dataclass(slots=True)
 class Group:
-    """A group and what became of it."""
+    """A group and its progress."""
 
     group_id: str
     admitted_at: float
@@ -71,13 +70,13 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of the oldest token, None without tokens."""
+        """Version of the oldest token; None without tokens."""
         return min(self.tokens, default=None)
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a run came to."""
+    """Results of a run."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -85,9 +84,9 @@ class Tally:
     trained_tokens: float = 0.0
     masked_tokens: float = 0.0
     lag_sum: float = 0.0
-    """Over trained tokens."""
+    """Sum of the lag of trained tokens."""
     ripe_lag_sum: float = 0.0
-    """Lag that trained tokens had when their group finished: what no controller can avoid."""
+    """Sum of the lag that trained tokens had when their group finished, which no controller can avoid."""
     oldest_trained: int = 0
     """Largest lag of a trained token."""
     discarded: int = 0
@@ -97,12 +96,12 @@ class Tally:
 
     @property
     def idle(self) -> float:
-        """Part of the time the trainer waited for groups."""
+        """Share of the time that the trainer waited for groups."""
         return self.idle_seconds / self.seconds
 
     @property
     def masked(self) -> float:
-        """Part of the delivered tokens that were too old to train."""
+        """Share of the delivered tokens that were too old to train."""
         return self.masked_tokens / (self.masked_tokens + self.trained_tokens)
 
     @property
@@ -112,28 +111,28 @@ class Tally:
 
     @property
     def ripe_lag(self) -> float:
-        """Mean lag of trained tokens, had each group been taken when it finished."""
+        """Mean lag of trained tokens if each group had been taken when it finished."""
         return self.ripe_lag_sum / self.trained_tokens
 
     @property
     def outstanding(self) -> float:
-        """Mean outstanding groups, at the trainer's steps."""
+        """Mean number of outstanding groups at the trainer's steps."""
         return self.outstanding_sum / self.steps
 
 
 class Observer(Protocol):
-    """Sees each decision of the gate, with the simulation as it then stands."""
+    """Observes each decision of the gate, together with the state of the simulation."""
 
     def admitted(self, simulation: Simulation, group: Group) -> None:
         """A group was admitted."""
         ...
 
     def selected(self, simulation: Simulation, selection: Selection) -> None:
-        """The gate selected, perhaps nothing; credit is what is left of the demand."""
+        """The gate selected groups, possibly none. The simulation's credit is the remaining demand."""
         ...
 
     def restarted(self, simulation: Simulation, restored: list[Group]) -> None:
-        """The trainer came back with an older version; `restored` will be delivered again."""
+        """The trainer restarted with an older version; `restored` will be delivered again."""
         ...
 
 
@@ -147,11 +146,11 @@ class _Event(Enum):
 
 
 class Stuck(AssertionError):
-    """Nothing is left to happen, and the trainer has not made its steps."""
+    """No events are left, but the trainer has not made all of its steps."""
 
 
 class Simulation:
-    """One run; `run` plays it to the end."""
+    """One run, which `run` simulates to its end."""
 
     def __init__(
         self,
@@ -192,7 +191,7 @@ class Simulation:
         self._steps_made = 0
 
     def run(self, steps: int) -> Tally:
-        """Plays until the trainer has made `steps` optimizer steps after the warm-up."""
+        """Simulates until the trainer has made `steps` optimizer steps after the warm-up."""
         self.gate.advance(0, 0.0)
         self._gather()
         made = steps + self._warmup_steps
@@ -219,7 +218,7 @@ class Simulation:
             self.tally.failed += 1
             self._serve()
         elif epoch != self._epoch:
-            return  # Of a trainer that died meanwhile.
+            return  # An event of a trainer that has died since.
         elif event is _Event.STEP:
             self._step()
         elif event is _Event.SWITCH:
@@ -232,7 +231,7 @@ class Simulation:
     # The server's part.
 
     def _serve(self) -> None:
-        """What the server does after every change: deliver, then admit, until neither goes on."""
+        """Does the server's work after every change: deliver, then admit, until nothing changes."""
         self._deliver()
         while self._has_agent() and self.gate.may_admit(self.active_version):
             self._admit()
@@ -297,7 +296,7 @@ class Simulation:
         self._serve()
 
     def _ask(self) -> None:
-        """Demands what the batch lacks, or a part, or more; trains once the batch is whole."""
+        """Demands the groups missing in the batch, or fewer, or more; trains once it is complete."""
         missing = self.contract.groups_per_step - len(self.batch)
         if missing <= 0:
             assert self._gathering_since is not None
@@ -344,7 +343,7 @@ class Simulation:
                     tally.ripe_lag_sum += lag(newest, version) * tokens
 
     def _switch(self) -> None:
-        # An older version becomes active only where a restarted trainer's weights are taken back.
+        # An older version becomes active only if the load makes weights fall back after a restart.
         if self.version > self.active_version or self._load.weights_fall_back:
             self.active_version = self.version
             self._switch_times.append(self.now)

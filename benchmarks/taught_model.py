@@ -1,13 +1,20 @@
-"""A model of 0.8 million parameters that knows the demo's sums and does not say them: for many runs.
+"""A model of 0.8 million parameters that has learned the demo's sums but rarely answers them correctly.
 
     python benchmarks/taught_model.py FOLDER
 
-Llama in shape, of random weights with the demo's tiny tokenizer. It is first taught "What is a + b?" under
-supervision, until it gives the right answer with probability 0.8; then it is shown a few batches of wrong
-ones, until that is 0.1 again: about where SmolLM2-135M-Instruct begins. What it knows is still there, so
-that reinforcement has something to find, as in a model that was pretrained. (Stopped at 0.1 on the way up
-it learns nothing in one pass over the sums.) With it a step of the demo takes a second or less, on cores
-that take 17 for SmolLM2: three seeds of eight settings in an hour. Teaching takes two minutes.
+It makes benchmarks with many runs affordable. The model has the Llama architecture, random initial weights
+and the demo's tiny tokenizer.
+
+1. It is taught "What is a + b?" by supervised training, until it gives the right answer with probability
+   0.8.
+2. Then it is trained on a few batches of wrong answers, until that probability is about 0.1 again. That is
+   about where SmolLM2-135M-Instruct starts.
+
+The knowledge is still in the weights, so reinforcement learning can find it, as in a pretrained model. A
+model that stops at 0.1 on the way up learns nothing in one pass over the sums.
+
+With this model a step of the demo takes a second or less, on cores that take 17 s for SmolLM2. So three
+seeds of eight settings take an hour. Teaching takes two minutes.
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ SCALE = replace(
     dtype="float32",
     learning_rate=1e-4,
 )
-"""What is trained with it: as the demo, but for what the model needs."""
+"""The demo's settings, adapted to this model."""
 
 HIDDEN = 128
 LAYERS = 3
@@ -43,10 +50,10 @@ HEADS = 4
 KNOWN = 0.8
 """Mean probability of the right answer at which teaching ends."""
 LEFT = 0.12
-"""Probability to which it is taken down by wrong answers."""
+"""Probability at which training on wrong answers ends."""
 PRECISION = 0.002
 SHARE_RIGHT = 0.1
-"""Of those answers."""
+"""Share of right answers in the batches of wrong ones."""
 BATCH = 128
 LEARNING_RATE = 1e-3
 CHECK_EVERY = 25
@@ -54,7 +61,7 @@ MOST_UPDATES = 4_000
 
 
 def taught_in(folder: Path) -> Model:
-    """The model in `folder`, where it is taught unless it has been."""
+    """Returns the model in `folder`, and teaches it first if necessary."""
     place = folder / "taught"
     if not (place / "taught.json").exists():
         shutil.rmtree(place, ignore_errors=True)
@@ -63,9 +70,9 @@ def taught_in(folder: Path) -> Model:
 
 
 def teach(folder: Path, seed: int = 0) -> None:
-    """Writes a Hugging Face folder, and beside it in `taught.json` how probable the right answer is.
+    """Writes a Hugging Face folder, and `taught.json` with the probability of the right answer.
 
-    Raises RuntimeError where teaching does not get there.
+    Raises RuntimeError if teaching does not reach the wanted probability.
     """
     tiny.write_model(folder, seed)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -106,7 +113,9 @@ def teach(folder: Path, seed: int = 0) -> None:
     before = _copy(model)
     while not known or probability > LEFT:
         if update == MOST_UPDATES:
-            raise RuntimeError(f"after {update} updates the right answer has {probability:.3f}")
+            raise RuntimeError(
+                f"after {update} updates the right answer has probability {probability:.3f}"
+            )
         chosen = torch.randint(len(lines), (BATCH,), generator=generator).tolist()
         kept = torch.rand(BATCH, generator=generator) < (SHARE_RIGHT if known else 1.0)
         others = torch.randint(len(numbers), (BATCH,), generator=generator).tolist()
@@ -123,8 +132,8 @@ def teach(folder: Path, seed: int = 0) -> None:
         if update % CHECK_EVERY == 0 or known:
             probability = measure()
             known = known or probability >= KNOWN
-    # One update of those takes away more than half of what is left: where it stopped would be chance, and
-    # runs that begin lower learn later.
+    # One such update removes more than half of the remaining probability. Whole updates would stop at a
+    # random value, and runs that start lower learn later.
     after, low, high = _copy(model), 0.0, 1.0
     while abs(probability - LEFT) > PRECISION:
         middle = (low + high) / 2
@@ -135,7 +144,7 @@ def teach(folder: Path, seed: int = 0) -> None:
         low, high = (middle, high) if probability > LEFT else (low, middle)
     model.generation_config = GenerationConfig.from_pretrained(folder)
     model.save_pretrained(folder)
-    # Last: a folder without it was broken off.
+    # Written last, so that a folder without it is known to be incomplete.
     tiny.write_json(folder / "taught.json", {"updates": update, "probability": probability})
 
 
@@ -144,7 +153,7 @@ def _copy(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _batch(prompts: list[list[int]], answers: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids [sequences, longest], padded on the right, and which of them are of an answer."""
+    """Returns token ids [sequences, longest], padded on the right, and the mask of answer tokens."""
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     longest = max(map(len, rows))
     ids = torch.full((len(rows), longest), tiny.END_OF_TURN_ID)
@@ -156,7 +165,7 @@ def _batch(prompts: list[list[int]], answers: list[list[int]]) -> tuple[Tensor, 
 
 
 def _log_probabilities(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """Of each sequence's answer [sequences], in nats."""
+    """Log-probability of each sequence's answer [sequences], in nats."""
     logits = model(input_ids=ids).logits[:, :-1]
     each = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
     return (each * mask[:, 1:]).sum(-1)

@@ -1,13 +1,14 @@
-"""How long a whole weight update stops generation, and whether it is exact.
+"""How long a full weight update pauses generation, and whether it is exact.
 
     python benchmarks/update.py [--model DIR] [--updates 20] [--turns 16] [--in-flight keep]
 
-A rollout server samples under load; a publisher, the trainer's own, packs the model's weights (bf16) into
-shared memory and uploads them staged, while generation goes on, and then switches. Versions alternate
-between the model's weights and weights moved by noise. Afterwards every token of the load is
-scored under the weights of the version it carries, in a plain forward pass, and tokens and
-log-probabilities of the updated server are compared with those of a fresh server started from the same
-weights.
+A rollout server samples under load. The trainer's publisher packs the model's weights (bf16) into shared
+memory and uploads them staged, while generation continues. Then it switches. Versions alternate between the
+model's weights and weights moved by noise.
+
+Afterwards every token of the load is scored in a plain forward pass, under the weights of the version it
+carries. The tokens and log-probabilities of the updated server are compared with those of a fresh server
+that was started with the same weights.
 
 The last line is one JSON object: {"pause_seconds": median over the updates, ...}
 """
@@ -53,14 +54,14 @@ PROMPT = "Once upon a time there was a"
 
 @dataclass
 class Turn:
-    """What one turn of the load brought."""
+    """The tokens of one turn of the load."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     arrived: list[float] = field(default_factory=list[float])
-    """When each token came, by `time.perf_counter`."""
+    """When each token arrived, by `time.perf_counter`."""
 
 
 class Server:
@@ -83,7 +84,7 @@ class Server:
     async def turn(
         self, prompt: list[int], max_tokens: int, temperature: float, *, gathered: bool = True
     ) -> Turn:
-        """One turn with a token prompt; where it is not `gathered`, each token comes by itself."""
+        """Takes one turn with a token prompt; without `gathered`, each token is sent separately."""
         self._count += 1
         turn = Turn(prompt)
         request = GenerateRequest(
@@ -120,13 +121,13 @@ async def serve(model: Path, *options: str) -> AsyncIterator[Server]:
     finally:
         await server.channel.close()
         await server.weights.close()
-        with contextlib.suppress(ProcessLookupError):  # It ended by itself, which its caller says.
+        with contextlib.suppress(ProcessLookupError):  # Already ended, which the caller reports.
             process.terminate()
         await process.wait()
 
 
 class Exchange:
-    """The trainer's stream, as far as switches go."""
+    """The part of the trainer's `Exchange` stream that switches need."""
 
     def __init__(self, server: Server) -> None:
         self._outgoing: asyncio.Queue[object] = asyncio.Queue()
@@ -142,14 +143,13 @@ class Exchange:
             yield await self._outgoing.get()
 
     async def hello(self) -> None:
-        """Opens the session."""
         staleness = {"max_lag": 1, "groups_per_step": 1}
         hello = {"run_id": "bench", "trainer_epoch": EPOCH, "staleness": staleness}
         self._outgoing.put_nowait(ExchangeRequest(hello=hello))
         await self._call.read()
 
     async def switch(self, version: int, in_flight: int) -> float:
-        """Switches and returns how long generation stood still."""
+        """Switches to a version; returns the pause of generation in seconds."""
         message = {"weight_version": version, "in_flight": in_flight}
         self._outgoing.put_nowait(ExchangeRequest(switch_weights=message))
         response = await self._call.read()
@@ -158,7 +158,6 @@ class Exchange:
         return receipt.pause.ToNanoseconds() / 1e9
 
     def close(self) -> None:
-        """Ends the stream."""
         self._call.cancel()
 
 
@@ -178,7 +177,7 @@ def tensors_of(model: PreTrainedModel) -> Callable[[], Iterator[tuple[str, torch
 
 
 def moved(model: Path, folder: Path, seed: int) -> Path:
-    """The model with every weight moved by noise, as a folder of its own."""
+    """Writes a copy of the model with noise added to every weight; returns its folder."""
     generator = torch.Generator().manual_seed(seed)
     other = load_model(model)
     with torch.no_grad():
@@ -270,11 +269,11 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
 
 
 def check_versions(models: list[PreTrainedModel], turns: list[Turn]) -> dict[str, float]:
-    """Scores turns of one version under both weights; a label that lies agrees with the other.
+    """Scores turns under both weights. Tokens with a wrong version label agree better with the other one.
 
-    Turns that a switch crossed keep a cache computed under several versions (policy KEEP), which a
-    plain forward pass cannot repeat, so only the first segment of each is scored: what was sampled
-    before any switch, from a cache of its own version.
+    Only the first segment of each turn is scored: the tokens sampled before any switch, from a cache of
+    their version. A turn that continues over a switch keeps a cache computed under several versions
+    (policy KEEP), which a plain forward pass cannot reproduce.
     """
     own: list[np.ndarray] = []
     other: list[np.ndarray] = []
@@ -301,7 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="model directory or hub name; default: the demo's")
     parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--turns", type=int, default=16, help="turns in flight all the while")
+    parser.add_argument("--turns", type=int, default=16, help="turns in flight at all times")
     parser.add_argument(
         "--in-flight", default="keep", choices=("keep", "recompute", "drain", "abort")
     )

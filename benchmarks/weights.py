@@ -1,25 +1,29 @@
-"""How fast weights travel by each transport, and how long the switch stops generation.
+"""How fast weights travel by each transport, and how long the switch pauses generation.
 
     python benchmarks/weights.py [--model DIR] [--rounds 4] [--turns 16] [--only TRANSPORT,...]
 
-A real `penstock serve` and the trainer's own publisher, on the demo's model with an output head of its own.
-A version travels from the moment the trainer has its tensors until the server has it complete and verified
-(STAGED): packing, checksums and the check on the other side are part of it; through shared memory they go
-on at the same time. Then it is switched to, with turns in flight: generation stands still from the end of a
-step until it is resumed. By a collective the version travels into the engine itself and is active once
-it is there: its figures reach until then, its pause is nearly all of that, and the last line has none of
-them. Beside it, in the same round:
+Runs a real `penstock serve` and the trainer's publisher, on the demo's model with an untied output head.
 
-    one copy of the bytes into shared memory; the packed bytes through TCP on loopback, to which only
-    what follows the packing is compared
-    one unary call for each tensor, which the contract does not offer, to a server that only takes them
-    vLLM by itself, in a process of its own: pause, reload from disk, resume; the load of a staged version,
-    with nothing else to do; a restart, from the order to stop to the first token
+**Travel.** A version travels from the moment the trainer has its tensors until the server has it complete
+and verified (STAGED). That includes packing, checksums and the server's verification, which overlap with
+shared memory.
 
-Rounds are interleaved, each figure is a median over rounds, and each ratio is taken within a round and to
-what was measured right before and after. The last line is one JSON object: {"shared_memory_of_memcpy":
-ratio of speeds, "stream_of_tcp": likewise, "pause_over_load_seconds": what a pause takes beyond the
-engine's own load, "disk_reload_over_pause": ratio, "restart_over_pause": ratio}
+**Switch.** Then the server switches with turns in flight. Generation is paused from the end of a step until
+it resumes. With a collective, the version travels straight into the engine and is active once it has
+arrived. Its figures include that time, which is nearly all pause. The last line has none of them.
+
+**Baselines**, in the same round:
+
+- one copy of the bytes into shared memory;
+- the packed bytes through TCP on loopback, compared only with the time after packing;
+- one unary call for each tensor, which the contract does not offer, to a server that only receives them;
+- vLLM alone in a separate process: pause, reload from disk and resume; the load of a staged version with
+  nothing else to do; and a restart, from the order to stop to the first token.
+
+Rounds are interleaved, and each figure is a median over rounds. Each ratio is taken within a round, to the
+measurements right before and after. The last line is one JSON object: {"shared_memory_of_memcpy": ratio of
+speeds, "stream_of_tcp": likewise, "pause_over_load_seconds": time of a pause beyond the engine's own load,
+"disk_reload_over_pause": ratio, "restart_over_pause": ratio}
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ CHANGED_RATIO = 0.01
 SHARED, STREAM, CHECKPOINT, DELTA = "shared memory", "stream", "checkpoint", "delta"
 COLLECTIVE = "collective"
 STAGING = (SHARED, STREAM, CHECKPOINT, DELTA)
-"""Transports that end with a version staged, which is then switched to."""
+"""Transports that stage a version, which is then switched to."""
 TRANSPORTS = (*STAGING, COLLECTIVE)
 LABELS = {
     SHARED: "shared memory",
@@ -85,21 +89,21 @@ LABELS = {
 
 @dataclass
 class Figures:
-    """What the rounds brought, in seconds."""
+    """Measurements of all rounds, in seconds."""
 
     travel: dict[str, list[float]] = field(default_factory=dict)
     packing: dict[str, list[float]] = field(default_factory=dict)
-    """What of it is the trainer's own copy, with checksums."""
+    """The part of the travel time in which the trainer packs its copy, with checksums."""
     pause: dict[str, list[float]] = field(default_factory=dict)
     active: dict[str, list[float]] = field(default_factory=dict)
-    """From the order to switch until the version is active."""
+    """Time from the order to switch until the version is active."""
     wait: dict[str, list[float]] = field(default_factory=dict)
-    """The longest that a turn in flight waited for its next token in that time, and ordinarily."""
+    """Longest wait of a turn in flight for its next token in that time, and the ordinary wait."""
     over_load: dict[str, list[float]] = field(default_factory=dict)
-    """What of a pause is beyond the engine's own load, as measured right before and after."""
+    """Part of a pause beyond the engine's own load, as measured right before and after."""
     bytes_sent: dict[str, int] = field(default_factory=dict)
     ratios: dict[str, list[float]] = field(default_factory=dict)
-    """Of a baseline's seconds right before and after, to each travel's."""
+    """Seconds of a baseline right before and after each travel, divided by the travel's seconds."""
 
     def add(self, table: str, name: str, value: float) -> None:
         values: dict[str, list[float]] = getattr(self, table)
@@ -108,7 +112,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Travel:
-    """One version on its way."""
+    """The upload of one version."""
 
     seconds: float
     packing_seconds: float
@@ -117,15 +121,17 @@ class Travel:
 
 @dataclass(frozen=True)
 class Switch:
-    """What a switch meant for turns in flight."""
+    """The effect of a switch on turns in flight."""
 
     pause: float
-    """Seconds that generation stood still."""
+    """Seconds that generation was paused."""
     active: float
     """Seconds from the order until the version was active."""
     waits: tuple[float, float] | None
-    """Seconds between two tokens of a turn, at most in that time and as the median before it; None without
-    turns in flight."""
+    """Seconds between two tokens of a turn: the maximum in that time, and the median before it.
+
+    None without turns in flight.
+    """
 
 
 async def watched(
@@ -136,8 +142,10 @@ async def watched(
     tokens: int = TURN_TOKENS,
     after_seconds: float = 0.6,
 ) -> Switch:
-    """What a switch, which returns its pause in seconds, means for so many turns in flight. It comes when
-    they have been sampled for a while, which says what they ordinarily wait for a token."""
+    """Measures the effect of `switch` on turns in flight; `switch` returns its pause in seconds.
+
+    It is called after the turns have been sampled for a while, which gives their ordinary wait for a token.
+    """
     running = [
         asyncio.ensure_future(server.turn([*prompt, 100 + index], tokens, 1.0, gathered=False))
         for index in range(turns)
@@ -157,7 +165,7 @@ async def watched(
 
 
 class Trainer:
-    """Publishes versions by every transport, one publisher each, and switches to them."""
+    """Publishes versions by every transport, with one publisher each, and switches to them."""
 
     def __init__(self, server: Server, exchange: Exchange, folder: Path, prompt: list[int]) -> None:
         self._compute = ComputeThread()
@@ -170,7 +178,7 @@ class Trainer:
         self._publishers = {
             SHARED: self._publisher(channel, SharedMemory(channel)),
             STREAM: stream,
-            # The stream's version before is its base.
+            # Its base is the version that the stream uploaded before.
             DELTA: stream,
             CHECKPOINT: self._publisher(channel, CheckpointFolder(channel, folders)),
             COLLECTIVE: self._publisher(
@@ -186,7 +194,7 @@ class Trainer:
         return Publisher(copy, [Sender(channel, copy, transports=[transport], delta=delta)])
 
     async def publish(self, transport: str, weights: Weights) -> Travel:
-        """The next version, until it is staged."""
+        """Uploads the next version until it is staged."""
         self.version += 1
         publisher = self._publishers[transport]
         if transport != DELTA:
@@ -203,7 +211,7 @@ class Trainer:
         return Travel(staged - began, packed - began, sent.bytes_sent)
 
     async def switch(self, transport: str, turns: int) -> Switch:
-        """To what was published last."""
+        """Switches to the version published last."""
         switched = await watched(
             self._server,
             self._prompt,
@@ -214,7 +222,7 @@ class Trainer:
         return switched
 
     async def broadcast(self, weights: Weights, turns: int) -> tuple[Travel, Switch]:
-        """The next version by the collective: it is active once it has travelled."""
+        """Sends the next version by the collective, after which it is active."""
         self.version += 1
         publisher = self._publishers[COLLECTIVE]
         sender, bytes_sent = publisher.senders[0], 0
@@ -257,7 +265,7 @@ async def trainer(model: Path) -> AsyncIterator[Trainer]:
 
 
 def untied(model: Path, folder: Path) -> Path:
-    """The model with an output head of its own: SmolLM2-135M has 326 MB then, instead of 269."""
+    """Writes a copy of the model with an untied output head; SmolLM2-135M then has 326 MB, not 269."""
     other = load_model(model)
     other.config.tie_word_embeddings = False
     other.lm_head.weight = torch.nn.Parameter(other.lm_head.weight.detach().clone())
@@ -267,7 +275,7 @@ def untied(model: Path, folder: Path) -> Path:
 
 
 def nudged(weights: Weights) -> Weights:
-    """The same with one element in a hundred changed, to any near value."""
+    """Returns the weights with one element in a hundred changed to some nearby value."""
     generator = torch.Generator().manual_seed(2)
     changed: list[tuple[str, torch.Tensor]] = []
     for name, tensor in weights():
@@ -280,7 +288,7 @@ def nudged(weights: Weights) -> Weights:
 
 
 def packed(weights: Weights) -> tuple[Payload, dict[str, object]]:
-    """A version in memory, and what the engine's loader wants to know of it."""
+    """Packs a version into memory; also returns the description that the engine's loader needs."""
     payload = Payload(weights(), DTYPE)
     payload.fill(weights())
     specs = payload.specs
@@ -295,7 +303,7 @@ def packed(weights: Weights) -> tuple[Payload, dict[str, object]]:
 
 @dataclass
 class Round:
-    """Everything that one round measures, and where to."""
+    """The measurements of one round, and the figures they are added to."""
 
     figures: Figures
     trainer: Trainer
@@ -310,9 +318,11 @@ class Round:
     repeats: int
 
     async def travel(self, transport: str, weights: Sequence[Weights]) -> None:
-        """Several versions by one transport, each between two measurements of its baseline and each
-        switched to, the last with turns in flight. The first is not measured: memory that another
-        transport left is not memory that this one would use again."""
+        """Uploads several versions by one transport, each between two measurements of its baseline.
+
+        Each version is switched to, the last one with turns in flight. The first is not measured,
+        because it cannot reuse the memory that another transport left.
+        """
         baseline = self.memcpy if transport in (SHARED, CHECKPOINT) else self.tcp
         name = "memcpy" if transport in (SHARED, CHECKPOINT) else "TCP"
         seconds: list[float] = []
@@ -335,7 +345,7 @@ class Round:
             seconds.append(travel.seconds)
             packing.append(travel.packing_seconds)
             baselines += before, after
-            # What goes through TCP lies packed already; a copy into shared memory is the packing.
+            # The TCP baseline sends packed bytes; with shared memory, the copy itself is the packing.
             comparable = travel.seconds - (travel.packing_seconds if name == "TCP" else 0.0)
             ratios.append((before + after) / 2 / comparable)
             self.figures.bytes_sent[transport] = travel.bytes_sent
@@ -345,8 +355,11 @@ class Round:
         self.figures.add("ratios", transport, median(ratios))
 
     async def broadcast(self, weights: Sequence[Weights]) -> None:
-        """Several versions by the collective, each between two measurements of TCP; and one with turns in
-        flight, for what these see of it. The first is not measured: it joins the group."""
+        """Sends several versions by the collective, each between two measurements of TCP.
+
+        One more has turns in flight, to measure their waits. The first is not measured, because it also
+        joins the collective.
+        """
         seconds: list[float] = []
         packing: list[float] = []
         ratios: list[float] = []
@@ -371,7 +384,7 @@ class Round:
         self.note(COLLECTIVE, switched)
 
     async def switch(self, transport: str) -> None:
-        """A switch with turns in flight, between two loads by an engine that does nothing else."""
+        """Switches with turns in flight, between two loads by an otherwise idle engine."""
         loads = [await self.load()]
         switched = await self.trainer.switch(transport, self.turns)
         loads.append(await self.load())
@@ -379,7 +392,7 @@ class Round:
         self.figures.add("over_load", transport, switched.pause - fmean(loads))
 
     def note(self, transport: str, switched: Switch) -> None:
-        """What a switch meant."""
+        """Adds the measurements of a switch."""
         self.figures.add("pause", transport, switched.pause)
         self.figures.add("active", transport, switched.active)
         if switched.waits is not None:
@@ -387,7 +400,7 @@ class Round:
                 self.figures.add("wait", name, seconds)
 
     async def load(self) -> float:
-        """Seconds of the engine's own load."""
+        """Returns the seconds of the engine's own load."""
         if self.bare is None:
             return 0.0
         seconds = await self.bare(do="load", update=self.update)
@@ -395,7 +408,7 @@ class Round:
         return seconds
 
     async def vllm(self, number: int) -> None:
-        """vLLM by itself, and a call for each tensor."""
+        """Measures vLLM alone, and a call for each tensor."""
         self.figures.add("travel", "calls", await self.calls(self.tensors))
         if self.bare is None:
             return
@@ -403,7 +416,7 @@ class Round:
         reload = await self.bare(do="reload", path=path, turns=self.turns, tokens=TURN_TOKENS)
         self.figures.add("pause", "reload", reload)
         self.figures.add("pause", "restart", await self.bare(do="restart"))
-        # What the new engine brings up with its first loads is not measured.
+        # The first loads include the new engine's warm-up and are not measured.
         await self.bare(do="load", update=self.update)
         await self.bare(do="reload", path=path, turns=0, tokens=TURN_TOKENS)
 
@@ -426,7 +439,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
         publishing = await stack.enter_async_context(trainer(base))
         bare = None
         if not arguments.no_vllm:
-            console.print("starting vLLM by itself")
+            console.print("starting vLLM alone")
             bare = await stack.enter_async_context(engine(str(base), ENGINE))
         tcp, calls = Tcp(data), Calls()
         stack.callback(tcp.close)
@@ -435,7 +448,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             payload.file.view[spec.offset_bytes : spec.offset_bytes + spec.length_bytes]
             for spec in payload.specs
         ]
-        # What the first round brings up, mappings and connections, is not measured.
+        # The first round also sets up mappings and connections and is not measured.
         round_ = Round(
             Figures(),
             publishing,
@@ -474,7 +487,7 @@ def show(
 ) -> None:
     table = Table(title=f"{length / 1e6:.0f} MB, medians of {arguments.rounds} rounds")
     table.add_column("from tensors to STAGED")
-    for name in ("ms", "of it packing", "GB/s", "of memcpy", "of TCP", "pause, ms", "MB sent"):
+    for name in ("ms", "packing, ms", "GB/s", "of memcpy", "of TCP", "pause, ms", "MB sent"):
         table.add_column(name, justify="right")
 
     def row(label: str, name: str) -> None:
@@ -501,7 +514,7 @@ def show(
     row("TCP on loopback", "TCP")
     row(f"{tensor_count} unary calls", "calls")
     console.print(table)
-    pauses = Table(title=f"generation stands still, {arguments.turns} turns in flight")
+    pauses = Table(title=f"pause of generation, {arguments.turns} turns in flight")
     for name in ("", "median, ms", "smallest", "largest"):
         pauses.add_column(name, justify="right" if name else "left")
 
@@ -515,24 +528,24 @@ def show(
     if staged := every(figures.pause):
         line("Penstock, a staged version", staged)
     if COLLECTIVE in figures.pause:
-        line("Penstock, a collective, its transfer included", figures.pause[COLLECTIVE])
+        line("Penstock, a collective, with its transfer", figures.pause[COLLECTIVE])
     if "load" in figures.pause:
         line("the engine's own load", figures.pause["load"])
     if "restart" in figures.pause:
         line("vLLM: pause, reload from disk, resume", figures.pause["reload"])
         line("vLLM: restart to the first token", figures.pause["restart"])
     console.print(pauses)
-    pauses = Table(title="what a turn in flight sees of a switch")
+    pauses = Table(title="effect of a switch on a turn in flight")
     for name in ("", "median, ms", "smallest", "largest"):
         pauses.add_column(name, justify="right" if name else "left")
     if staged:
         line("from the order until the version is active", every(figures.active))
     if every(figures.wait):
-        line("longest wait for a token meanwhile", every(figures.wait))
+        line("longest wait for a token during the switch", every(figures.wait))
     if COLLECTIVE in figures.active:
         line("by a collective: until the version is active", figures.active[COLLECTIVE])
     if COLLECTIVE in figures.wait:
-        line("by a collective: longest wait meanwhile", figures.wait[COLLECTIVE])
+        line("by a collective: longest wait for a token", figures.wait[COLLECTIVE])
     if "ordinary" in figures.wait:
         line("ordinary wait for a token before", figures.wait["ordinary"])
     console.print(pauses)
@@ -568,13 +581,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="model directory or hub name; default: the demo's, untied")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3, help="versions by a transport in a round")
+    parser.add_argument("--repeats", type=int, default=3, help="versions per transport and round")
     parser.add_argument("--turns", type=int, default=16, help="turns in flight at a switch")
     parser.add_argument("--only", default=",".join(TRANSPORTS), help="transports to measure")
-    parser.add_argument("--no-vllm", action="store_true", help="leave out vLLM by itself")
+    parser.add_argument("--no-vllm", action="store_true", help="do not measure vLLM alone")
     arguments = parser.parse_args()
     console = Console(width=110)
-    # Both engines run with the settings that `penstock serve` gives its own.
+    # Both engines run with the settings that `penstock serve` uses.
     vllm_environment.set_cpu_defaults()
     print(json.dumps(asyncio.run(measure(arguments, console))))
 

@@ -1,11 +1,11 @@
-"""What weight uploads are compared with in `weights.py`: each as bare as it can be.
+"""The minimal baselines that `weights.py` compares weight uploads with.
 
-    Memcpy        one copy of all bytes into shared memory that is there already
-    Tcp           the bytes through a socket on loopback, into memory that is there already
+    Memcpy        one copy of all bytes into shared memory that already exists
+    Tcp           the bytes through a socket on loopback, into memory that already exists
     Calls         a unary call for each tensor, to a plain grpc.aio server
-    engine()      vLLM by itself: its load, its reload from disk, its restart
+    engine()      vLLM alone: its load, its reload from disk, its restart
 
-What needs another side has it in a process of its own.
+If a baseline needs another side, that side runs in a separate process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from penstock.common.memory_file import MemoryFile
 
 ACKNOWLEDGED = b"\1"
 PAUSED_BEFORE = 0.02
-"""Seconds that AsyncLLM.pause_generation sleeps when the engine has stopped, before it returns."""
+"""Seconds that AsyncLLM.pause_generation sleeps after the engine has stopped, before it returns."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
 class Memcpy:
-    """The least that any way through shared memory takes."""
+    """The lower bound for any transport through shared memory."""
 
     def __init__(self, data: np.ndarray) -> None:
         self._data = data
@@ -42,14 +42,14 @@ class Memcpy:
         self()
 
     def __call__(self) -> float:
-        """Seconds."""
+        """Copies all bytes; returns the seconds that took."""
         began = time.perf_counter()
         np.copyto(self._target, self._data)
         return time.perf_counter() - began
 
 
 class Tcp:
-    """The least that any way through a connection takes."""
+    """The lower bound for any transport through a connection."""
 
     def __init__(self, data: np.ndarray) -> None:
         self._data = memoryview(data)
@@ -60,7 +60,7 @@ class Tcp:
         self()
 
     def __call__(self) -> float:
-        """Seconds until the other side has everything."""
+        """Sends all bytes; returns the seconds until the other side has received them."""
         began = time.perf_counter()
         self._socket.sendall(self._data)
         assert self._socket.recv(1) == ACKNOWLEDGED
@@ -100,7 +100,7 @@ class Calls:
         self._call = self._channel.unary_unary("/baseline/Take")
 
     async def __call__(self, tensors: Sequence[memoryview]) -> float:
-        """Seconds."""
+        """Makes one call for each tensor; returns the seconds they took."""
         began = time.perf_counter()
         for tensor in tensors:
             await self._call(bytes(tensor))
@@ -130,7 +130,7 @@ def _answer(ready: Connection) -> None:
     asyncio.run(serve())
 
 
-# vLLM by itself, in a process of its own: a line of JSON in, a line of JSON out.
+# vLLM alone, in a separate process: a line of JSON in, a line of JSON out.
 
 
 class Engine:
@@ -140,7 +140,7 @@ class Engine:
         self._process = process
 
     async def __call__(self, **command: object) -> float:
-        """Seconds that it took."""
+        """Runs a command in the engine's process; returns the seconds it took."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         return float(json.loads(await self._process.stdout.readline()))
@@ -164,7 +164,7 @@ async def engine(model: str, options: Sequence[str]) -> AsyncIterator[Engine]:
 
 
 class _Bare:
-    """vLLM's AsyncLLM with the options and the weight loader that `penstock serve` gives its own."""
+    """vLLM's AsyncLLM with the options and the weight loader that `penstock serve` uses."""
 
     def __init__(self, model: str, options: Sequence[str]) -> None:
         from penstock.server.vllm.options import engine_arguments
@@ -190,7 +190,7 @@ class _Bare:
             pass
 
     async def load(self, update: dict[str, object]) -> float:
-        """Seconds the engine takes to load a staged version, with nothing else to do."""
+        """Returns the seconds the otherwise idle engine takes to load a staged version."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         began = time.perf_counter()
@@ -200,7 +200,7 @@ class _Bare:
         return time.perf_counter() - began
 
     async def reload(self, path: str, turns: int, tokens: int) -> float:
-        """Seconds that vLLM's own pause, reload from disk and resume stop turns in flight for."""
+        """Returns the seconds that vLLM's own pause, reload from disk and resume stop turns in flight."""
         running = [
             asyncio.ensure_future(self._turn([100 + index] * 8, tokens)) for index in range(turns)
         ]
@@ -214,7 +214,7 @@ class _Bare:
         return seconds
 
     async def restart(self) -> float:
-        """Seconds from the order to stop to the first token of a new engine."""
+        """Returns the seconds from the order to stop to the first token of a new engine."""
         began = time.perf_counter()
         await asyncio.to_thread(self.llm.shutdown)
         await self.start()
@@ -222,7 +222,7 @@ class _Bare:
 
 
 async def _engine_main(model: str, options: Sequence[str]) -> None:
-    # vLLM prints what it likes; answers have a descriptor of their own.
+    # vLLM prints to standard output, so answers use a separate descriptor.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     bare = _Bare(model, options)
@@ -234,7 +234,7 @@ async def _engine_main(model: str, options: Sequence[str]) -> None:
         seconds = await getattr(bare, command.pop("do"))(**command)
         print(json.dumps(seconds), file=answers, flush=True)
     bare.llm.shutdown()
-    # AsyncLLM shuts down once more when it is collected, by a half dismantled interpreter.
+    # AsyncLLM would shut down again when it is garbage-collected, in a partly finalized interpreter.
     os._exit(0)
 
 

@@ -21,7 +21,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Who speaks.
+// Author of a message.
 type Role int32
 
 const (
@@ -29,7 +29,7 @@ const (
 	Role_ROLE_UNSPECIFIED Role = 0
 	// Instructions.
 	Role_ROLE_SYSTEM Role = 1
-	// The environment, as a person.
+	// The environment, speaking as a user.
 	Role_ROLE_USER Role = 2
 	// The policy.
 	Role_ROLE_ASSISTANT Role = 3
@@ -82,8 +82,8 @@ func (Role) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_v1_conversation_proto_rawDescGZIP(), []int{0}
 }
 
-// Chat messages and tools, for callers that hold text rather than tokens. The server
-// renders them once with the model's chat template and keeps the tokens.
+// Chat messages and tools, for callers that work with text rather than tokens. The server renders
+// them once with the model's chat template and keeps the tokens.
 type Conversation struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -147,16 +147,17 @@ type ChatMessage struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Who speaks.
+	// Author of the message.
 	Role Role `protobuf:"varint,1,opt,name=role,proto3,enum=penstock.v1.Role" json:"role,omitempty"`
 	// Text.
 	Content string `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
-	// Calls the assistant made; only with ROLE_ASSISTANT. Of a turn they are what the server's tool parser
-	// finds in it, and none without one.
+	// Calls the assistant made; only with ROLE_ASSISTANT. In a sampled turn, these are the calls that
+	// the server's tool parser found. A server without a tool parser reports none.
 	ToolCalls []*ToolCall `protobuf:"bytes,3,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
 	// The call this message answers; only with ROLE_TOOL.
 	ToolCallId string `protobuf:"bytes,4,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
-	// Text of the assistant's reasoning, where the model separates it and the server has a parser for it.
+	// Text of the assistant's reasoning. Set only if the model separates its reasoning and the server
+	// has a parser for it.
 	Reasoning string `protobuf:"bytes,5,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
 }
 
@@ -233,7 +234,7 @@ type Tool struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Name the policy uses.
+	// Name the policy calls it by.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// When to use it.
 	Description string `protobuf:"bytes,2,opt,name=description,proto3" json:"description,omitempty"`
@@ -304,7 +305,8 @@ type ToolCall struct {
 	ToolCallId string `protobuf:"bytes,1,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
 	// Name of the tool.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// Arguments as the policy wrote them, a JSON object; kept as text because the policy may err.
+	// Arguments as the policy wrote them. They should be a JSON object; they are kept as text because
+	// the policy can write invalid JSON.
 	ArgumentsJson string `protobuf:"bytes,3,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
 }
 

@@ -20,8 +20,8 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Why something was refused, where the refusal travels inside a stream. An rpc that fails as a
-// whole says the same in its status: the reason and metadata as google.rpc.ErrorInfo.
+// Why something was refused, when the refusal is sent inside a stream. An rpc that fails as a whole
+// reports the same in its status, with the reason and metadata as google.rpc.ErrorInfo.
 type Rejection struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -29,9 +29,9 @@ type Rejection struct {
 
 	// Machine-readable, UPPER_SNAKE_CASE, such as CHECKSUM_MISMATCH.
 	Reason string `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
-	// For a person.
+	// Explanation for people.
 	Message string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
-	// The values the message speaks of, such as tensor, expected and actual.
+	// The values mentioned in the message, such as tensor, expected and actual.
 	Metadata map[string]string `protobuf:"bytes,3,rep,name=metadata,proto3" json:"metadata,omitempty" protobuf_key:"bytes,1,opt,name=key,proto3" protobuf_val:"bytes,2,opt,name=value,proto3"`
 }
 

@@ -33,9 +33,9 @@ const (
 	ReplicaState_REPLICA_STATE_PAUSED ReplicaState = 2
 	// Finishes its turns and takes no new ones.
 	ReplicaState_REPLICA_STATE_DRAINING ReplicaState = 3
-	// Lost, or holds weights that cannot be trusted.
+	// Connection lost, or its weights cannot be trusted.
 	ReplicaState_REPLICA_STATE_UNAVAILABLE ReplicaState = 4
-	// Answers, and is being given the weights that the others have.
+	// Reachable, and receiving the weights that the other engines have.
 	ReplicaState_REPLICA_STATE_JOINING ReplicaState = 5
 )
 
@@ -92,11 +92,12 @@ type GenerateRequest struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Chosen by the caller, or the id that came with a lease; a repeated id is ALREADY_EXISTS.
+	// Chosen by the caller, or the id that came with a lease. A repeated id is refused with
+	// ALREADY_EXISTS.
 	TrajectoryId string `protobuf:"bytes,1,opt,name=trajectory_id,json=trajectoryId,proto3" json:"trajectory_id,omitempty"`
-	// Group this trajectory belongs to; empty for a trajectory of its own that is never delivered.
+	// Group this trajectory belongs to. Empty for a trajectory without a group, which is never delivered.
 	GroupId string `protobuf:"bytes,2,opt,name=group_id,json=groupId,proto3" json:"group_id,omitempty"`
-	// Siblings the group waits for; equal in every request of one group.
+	// Number of trajectories in the group; the same in every request of one group.
 	GroupSize int32 `protobuf:"varint,3,opt,name=group_size,json=groupSize,proto3" json:"group_size,omitempty"`
 	// Position within the group, from zero.
 	SampleIndex int32 `protobuf:"varint,4,opt,name=sample_index,json=sampleIndex,proto3" json:"sample_index,omitempty"`
@@ -112,17 +113,19 @@ type GenerateRequest struct {
 	SamplingParams *SamplingParams `protobuf:"bytes,8,opt,name=sampling_params,json=samplingParams,proto3" json:"sampling_params,omitempty"`
 	// How to stream.
 	StreamOptions *StreamOptions `protobuf:"bytes,9,opt,name=stream_options,json=streamOptions,proto3" json:"stream_options,omitempty"`
-	// Lower runs earlier; ties are first come, first served.
+	// Lower values run earlier; ties are served first come, first served.
 	Priority int32 `protobuf:"varint,10,opt,name=priority,proto3" json:"priority,omitempty"`
-	// Sample under this version only, else FAILED_PRECONDITION; zero accepts any.
+	// Sample only under this weight version; zero accepts any. If another version is active, the call
+	// fails with FAILED_PRECONDITION.
 	RequiredWeightVersion int64 `protobuf:"varint,11,opt,name=required_weight_version,json=requiredWeightVersion,proto3" json:"required_weight_version,omitempty"`
-	// Trajectory this one branches from, such as a sub-agent's or a compacted context's; it belongs
-	// to the same attempt, is closed with it and shares its outcome unless it is given its own. The
-	// tokens that both begin with are the parent's: of a conversation what the policy wrote there stands,
-	// where the messages are still the same, and is not encoded again.
+	// Trajectory this one branches from, such as the parent of a sub-agent or of a compacted context. The
+	// branch belongs to the same attempt and is closed with its parent. It shares the parent's outcome
+	// unless it is completed with its own. The tokens that both start with are the parent's. In a
+	// conversation, tokens the policy wrote for messages that are unchanged are kept and not encoded again.
 	ParentTrajectoryId string `protobuf:"bytes,12,opt,name=parent_trajectory_id,json=parentTrajectoryId,proto3" json:"parent_trajectory_id,omitempty"`
-	// Closed and forgotten when its turn ends: it cannot be continued, looked up or recorded. For whoever
-	// keeps trajectories of its own, as a hub does. Not with a group, a lease or a parent.
+	// Closes and forgets the trajectory when its turn ends: it cannot be continued, looked up or recorded.
+	// Meant for callers that keep the trajectories themselves, as a hub does. Cannot be combined with a
+	// group, a lease or a parent.
 	SingleTurn bool `protobuf:"varint,13,opt,name=single_turn,json=singleTurn,proto3" json:"single_turn,omitempty"`
 }
 
@@ -289,7 +292,7 @@ type ContinueRequest struct {
 
 	// The trajectory to extend.
 	TrajectoryId string `protobuf:"bytes,1,opt,name=trajectory_id,json=trajectoryId,proto3" json:"trajectory_id,omitempty"`
-	// What the environment answered; unset resumes an aborted turn where it stopped.
+	// What the environment answered. If unset, an aborted turn resumes where it stopped.
 	//
 	// Types that are assignable to Observation:
 	//
@@ -399,7 +402,7 @@ type ContinueRequest_Text struct {
 }
 
 type ContinueRequest_Conversation struct {
-	// Messages; only their own tokens are appended, earlier ones are never encoded again.
+	// Messages; only their own tokens are appended. Earlier messages are never encoded again.
 	Conversation *Conversation `protobuf:"bytes,4,opt,name=conversation,proto3,oneof"`
 }
 
@@ -621,7 +624,7 @@ type TurnStarted struct {
 	TurnIndex int32 `protobuf:"varint,1,opt,name=turn_index,json=turnIndex,proto3" json:"turn_index,omitempty"`
 	// Tokens the policy sees before it writes.
 	ContextTokenCount int32 `protobuf:"varint,2,opt,name=context_token_count,json=contextTokenCount,proto3" json:"context_token_count,omitempty"`
-	// Version sampling when the turn was admitted.
+	// Weight version that was active when the turn was admitted.
 	WeightVersion int64 `protobuf:"varint,3,opt,name=weight_version,json=weightVersion,proto3" json:"weight_version,omitempty"`
 }
 
@@ -684,9 +687,9 @@ type TurnFinished struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Why.
+	// Why it ended.
 	FinishReason FinishReason `protobuf:"varint,1,opt,name=finish_reason,json=finishReason,proto3,enum=penstock.v1.FinishReason" json:"finish_reason,omitempty"`
-	// Tokens the policy wrote this turn, over all attempts.
+	// Tokens the policy wrote in this turn, including before it was aborted and resumed.
 	PolicyTokenCount int32 `protobuf:"varint,2,opt,name=policy_token_count,json=policyTokenCount,proto3" json:"policy_token_count,omitempty"`
 	// Context tokens the engine took from its cache.
 	CachedTokenCount int32 `protobuf:"varint,3,opt,name=cached_token_count,json=cachedTokenCount,proto3" json:"cached_token_count,omitempty"`
@@ -694,8 +697,8 @@ type TurnFinished struct {
 	Message *ChatMessage `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
 	// The turn as text, when the trajectory was opened with text.
 	Text string `protobuf:"bytes,5,opt,name=text,proto3" json:"text,omitempty"`
-	// Why what begins as a tool call is none, for the policy to be told; its text is then the message's
-	// content. Empty where there is no such thing.
+	// Why the text that starts like a tool call could not be read as one, so that the agent can pass the
+	// reason on to the policy. The text is then in the message's content. Empty if there is no such text.
 	ToolCallError string `protobuf:"bytes,6,opt,name=tool_call_error,json=toolCallError,proto3" json:"tool_call_error,omitempty"`
 }
 
@@ -785,7 +788,7 @@ type SamplingParams struct {
 	TopP *float32 `protobuf:"fixed32,2,opt,name=top_p,json=topP,proto3,oneof" json:"top_p,omitempty"`
 	// Zero means no limit.
 	TopK int32 `protobuf:"varint,3,opt,name=top_k,json=topK,proto3" json:"top_k,omitempty"`
-	// Upper bound on policy tokens in one turn, counted over all its attempts.
+	// Upper bound on policy tokens in one turn. Tokens from before an abort count.
 	MaxTokens int32 `protobuf:"varint,4,opt,name=max_tokens,json=maxTokens,proto3" json:"max_tokens,omitempty"`
 	// Stop after any of these tokens.
 	StopTokenIds []int32 `protobuf:"varint,5,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
@@ -793,7 +796,7 @@ type SamplingParams struct {
 	Stop []string `protobuf:"bytes,6,rep,name=stop,proto3" json:"stop,omitempty"`
 	// Unset draws a fresh seed.
 	Seed *int64 `protobuf:"varint,7,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
-	// Go on after the end-of-sequence token.
+	// Continue after the end-of-sequence token.
 	IgnoreEos bool `protobuf:"varint,8,opt,name=ignore_eos,json=ignoreEos,proto3" json:"ignore_eos,omitempty"`
 }
 
@@ -891,11 +894,11 @@ type StreamOptions struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Longest time tokens wait on the server before they are sent; unset is the server's default.
+	// Longest time tokens wait on the server before they are sent; unset means the server's default.
 	FlushInterval *durationpb.Duration `protobuf:"bytes,1,opt,name=flush_interval,json=flushInterval,proto3" json:"flush_interval,omitempty"`
 	// Send one segment per weight version, when the turn ends.
 	FinalOnly bool `protobuf:"varint,2,opt,name=final_only,json=finalOnly,proto3" json:"final_only,omitempty"`
-	// Go on without a caller when the stream is lost, instead of aborting.
+	// If the stream is lost, continue the turn without a caller instead of aborting it.
 	Detach bool `protobuf:"varint,3,opt,name=detach,proto3" json:"detach,omitempty"`
 }
 
@@ -1256,7 +1259,7 @@ type AbortedTurn struct {
 
 	// The trajectory.
 	TrajectoryId string `protobuf:"bytes,1,opt,name=trajectory_id,json=trajectoryId,proto3" json:"trajectory_id,omitempty"`
-	// Policy tokens of the turn that are kept and that Continue resumes after.
+	// Policy tokens of the turn that are kept. Continue resumes after them.
 	PolicyTokenCount int32 `protobuf:"varint,2,opt,name=policy_token_count,json=policyTokenCount,proto3" json:"policy_token_count,omitempty"`
 }
 
@@ -1312,7 +1315,7 @@ type GetServerInfoRequest struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Set means that `tensors` is wanted, which is long.
+	// Whether to include `tensors`, which is long.
 	WithTensors bool `protobuf:"varint,1,opt,name=with_tensors,json=withTensors,proto3" json:"with_tensors,omitempty"`
 }
 
@@ -1361,45 +1364,46 @@ type GetServerInfoResponse struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Release of the server.
+	// Release version of the server.
 	ServerVersion string `protobuf:"bytes,1,opt,name=server_version,json=serverVersion,proto3" json:"server_version,omitempty"`
-	// Model as it was given to the server.
+	// Model name or path that the server was started with.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
-	// Version now sampling.
+	// Active weight version.
 	ActiveWeightVersion int64 `protobuf:"varint,3,opt,name=active_weight_version,json=activeWeightVersion,proto3" json:"active_weight_version,omitempty"`
-	// Versions uploaded and verified but not yet switched to.
+	// Weight versions uploaded and verified but not yet switched to.
 	StagedWeightVersions []int64 `protobuf:"varint,4,rep,packed,name=staged_weight_versions,json=stagedWeightVersions,proto3" json:"staged_weight_versions,omitempty"`
-	// Longest sequence, in tokens.
+	// Maximum sequence length, in tokens.
 	MaxContextLength int32 `protobuf:"varint,5,opt,name=max_context_length,json=maxContextLength,proto3" json:"max_context_length,omitempty"`
 	// Size of the vocabulary.
 	VocabSize int32 `protobuf:"varint,6,opt,name=vocab_size,json=vocabSize,proto3" json:"vocab_size,omitempty"`
 	// Sources UpdateWeights accepts.
 	WeightSources []WeightSourceKind `protobuf:"varint,7,rep,packed,name=weight_sources,json=weightSources,proto3,enum=penstock.v1.WeightSourceKind" json:"weight_sources,omitempty"`
-	// Load now.
+	// Current load.
 	Load *ServerLoad `protobuf:"bytes,8,opt,name=load,proto3" json:"load,omitempty"`
-	// One per engine behind this server.
+	// One entry per engine behind this server.
 	Replicas []*ReplicaInfo `protobuf:"bytes,9,rep,name=replicas,proto3" json:"replicas,omitempty"`
-	// Torch dtype name every uploaded tensor must have, such as "bfloat16".
+	// Torch dtype that every uploaded tensor must have, such as "bfloat16".
 	WeightDtype string `protobuf:"bytes,10,opt,name=weight_dtype,json=weightDtype,proto3" json:"weight_dtype,omitempty"`
-	// Version whose bytes the server still holds, so that a delta can apply to it; zero for none.
+	// Weight version whose bytes the server still holds, so that a delta can apply to it; zero for none.
 	DeltaBaseWeightVersion int64 `protobuf:"varint,11,opt,name=delta_base_weight_version,json=deltaBaseWeightVersion,proto3" json:"delta_base_weight_version,omitempty"`
 	// Set means that LoRA adapters can be uploaded.
 	Lora *LoraSupport `protobuf:"bytes,12,opt,name=lora,proto3" json:"lora,omitempty"`
-	// Versions that are adapters and still sample, oldest first.
+	// Weight versions that are adapters and still sample, oldest first.
 	AdapterWeightVersions []int64 `protobuf:"varint,13,rep,packed,name=adapter_weight_versions,json=adapterWeightVersions,proto3" json:"adapter_weight_versions,omitempty"`
-	// Port of the OpenAI and Anthropic endpoints, on the host of this one; 0 for none.
+	// Port of the OpenAI and Anthropic endpoints, on the same host; 0 for none.
 	HttpPort int32 `protobuf:"varint,14,opt,name=http_port,json=httpPort,proto3" json:"http_port,omitempty"`
-	// Tells this process of the server from any other, also one at the same address.
+	// Identifies this server process. A restarted server at the same address has another id.
 	ServerId string `protobuf:"bytes,15,opt,name=server_id,json=serverId,proto3" json:"server_id,omitempty"`
 	// Tokens that end a turn, unless the sampling parameters ignore them.
 	EosTokenIds []int32 `protobuf:"varint,16,rep,packed,name=eos_token_ids,json=eosTokenIds,proto3" json:"eos_token_ids,omitempty"`
-	// Boot id of its host: servers with the same one may be able to read each other's memory.
+	// Boot id of the server's host. Servers with the same one may be able to read each other's memory.
 	HostId string `protobuf:"bytes,17,opt,name=host_id,json=hostId,proto3" json:"host_id,omitempty"`
-	// Every tensor of a full upload, where it was asked for.
+	// Every tensor of a full upload, if the request set with_tensors.
 	Tensors []*TensorDescription `protobuf:"bytes,18,rep,name=tensors,proto3" json:"tensors,omitempty"`
-	// Whether it was told to stop, and starts no turn any more.
+	// Whether the server is shutting down and no longer starts turns.
 	Draining bool `protobuf:"varint,19,opt,name=draining,proto3" json:"draining,omitempty"`
-	// Version of the full weights that are there: the one now sampling, or the one that its adapter is added to.
+	// Version of the full weights in the engine: the active version, or the one that the active adapter is
+	// added to.
 	FullWeightVersion int64 `protobuf:"varint,20,opt,name=full_weight_version,json=fullWeightVersion,proto3" json:"full_weight_version,omitempty"`
 }
 
@@ -1581,11 +1585,11 @@ type TensorDescription struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Hugging Face parameter name.
+	// Parameter name, as in Hugging Face Transformers.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Dimension sizes.
 	Shape []int64 `protobuf:"varint,2,rep,packed,name=shape,proto3" json:"shape,omitempty"`
-	// Whether an upload may leave it out, such as a tied lm_head.weight.
+	// Whether an upload may omit it, such as a tied lm_head.weight.
 	Optional bool `protobuf:"varint,3,opt,name=optional,proto3" json:"optional,omitempty"`
 }
 
@@ -1642,7 +1646,7 @@ func (x *TensorDescription) GetOptional() bool {
 	return false
 }
 
-// What a server offers for LoRA adapters.
+// A server's limits for LoRA adapters.
 type LoraSupport struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -1650,7 +1654,7 @@ type LoraSupport struct {
 
 	// Largest rank.
 	MaxRank int32 `protobuf:"varint,1,opt,name=max_rank,json=maxRank,proto3" json:"max_rank,omitempty"`
-	// Most versions that sample at the same time.
+	// Maximum number of adapter versions that sample at the same time.
 	MaxAdapters int32 `protobuf:"varint,2,opt,name=max_adapters,json=maxAdapters,proto3" json:"max_adapters,omitempty"`
 }
 
@@ -1710,13 +1714,14 @@ type ServerLoad struct {
 	RunningTurnCount int32 `protobuf:"varint,1,opt,name=running_turn_count,json=runningTurnCount,proto3" json:"running_turn_count,omitempty"`
 	// Turns waiting for the engine.
 	WaitingTurnCount int32 `protobuf:"varint,2,opt,name=waiting_turn_count,json=waitingTurnCount,proto3" json:"waiting_turn_count,omitempty"`
-	// Part of the key-value cache in use, from 0 to 1.
+	// Fraction of the key-value cache in use, from 0 to 1.
 	KvCacheUsage float32 `protobuf:"fixed32,3,opt,name=kv_cache_usage,json=kvCacheUsage,proto3" json:"kv_cache_usage,omitempty"`
-	// Trajectories open.
+	// Open trajectories.
 	OpenTrajectoryCount int32 `protobuf:"varint,4,opt,name=open_trajectory_count,json=openTrajectoryCount,proto3" json:"open_trajectory_count,omitempty"`
 	// Groups finished and not yet delivered.
 	BufferedGroupCount int32 `protobuf:"varint,5,opt,name=buffered_group_count,json=bufferedGroupCount,proto3" json:"buffered_group_count,omitempty"`
-	// Turns that lost their place in the key-value cache to others and had to be computed again, ever.
+	// Total number of preemptions: a turn lost its key-value cache to other turns and had to be computed
+	// again.
 	PreemptionCount int64 `protobuf:"varint,6,opt,name=preemption_count,json=preemptionCount,proto3" json:"preemption_count,omitempty"`
 }
 
@@ -1804,15 +1809,15 @@ type ReplicaInfo struct {
 	Address string `protobuf:"bytes,1,opt,name=address,proto3" json:"address,omitempty"`
 	// Whether it takes turns.
 	State ReplicaState `protobuf:"varint,2,opt,name=state,proto3,enum=penstock.v1.ReplicaState" json:"state,omitempty"`
-	// Version it samples.
+	// Weight version it samples under.
 	ActiveWeightVersion int64 `protobuf:"varint,3,opt,name=active_weight_version,json=activeWeightVersion,proto3" json:"active_weight_version,omitempty"`
-	// Load now.
+	// Current load.
 	Load *ServerLoad `protobuf:"bytes,4,opt,name=load,proto3" json:"load,omitempty"`
-	// Why it takes no turns, where it does not.
+	// If it takes no turns, the reason.
 	Problem string `protobuf:"bytes,5,opt,name=problem,proto3" json:"problem,omitempty"`
-	// Turns it has from this server.
+	// Turns in flight that this server gave it.
 	TurnCount int32 `protobuf:"varint,6,opt,name=turn_count,json=turnCount,proto3" json:"turn_count,omitempty"`
-	// Most turns it is given.
+	// Maximum number of turns that this server gives it at a time.
 	TurnLimit int32 `protobuf:"varint,7,opt,name=turn_limit,json=turnLimit,proto3" json:"turn_limit,omitempty"`
 }
 
@@ -1956,7 +1961,7 @@ type GetTrajectoryResponse struct {
 	Trajectory *Trajectory `protobuf:"bytes,1,opt,name=trajectory,proto3" json:"trajectory,omitempty"`
 	// Whether it can still be extended.
 	Open bool `protobuf:"varint,2,opt,name=open,proto3" json:"open,omitempty"`
-	// How the last turn ended, for a caller that lost the stream before; unset while one is in flight.
+	// How the last turn ended, for a caller that lost its stream. Unset while a turn is in flight.
 	LastTurn *TurnFinished `protobuf:"bytes,3,opt,name=last_turn,json=lastTurn,proto3" json:"last_turn,omitempty"`
 }
 

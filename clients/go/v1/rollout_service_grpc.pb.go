@@ -23,10 +23,12 @@ type RolloutServiceClient interface {
 	Continue(ctx context.Context, in *ContinueRequest, opts ...grpc.CallOption) (RolloutService_ContinueClient, error)
 	// Stops turns in flight and returns once the engine no longer works on them.
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
-	// Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
-	// answer is said again every ten seconds while there is no other.
+	// Uploads one weight version and, on commit, stages it or switches to it. While the server works on
+	// an upload, it repeats its last response every ten seconds. An upload by a collective is the
+	// exception: it gets no repeated responses.
 	UpdateWeights(ctx context.Context, opts ...grpc.CallOption) (RolloutService_UpdateWeightsClient, error)
-	// Hands out the bytes of a full version that this server has or is being given, to another server.
+	// Sends the bytes of a full weight version to another server. This server either has the version or
+	// is still receiving it.
 	FetchWeights(ctx context.Context, in *FetchWeightsRequest, opts ...grpc.CallOption) (RolloutService_FetchWeightsClient, error)
 	// Describes the server: model, versions, limits, load.
 	GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error)
@@ -206,10 +208,12 @@ type RolloutServiceServer interface {
 	Continue(*ContinueRequest, RolloutService_ContinueServer) error
 	// Stops turns in flight and returns once the engine no longer works on them.
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)
-	// Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
-	// answer is said again every ten seconds while there is no other.
+	// Uploads one weight version and, on commit, stages it or switches to it. While the server works on
+	// an upload, it repeats its last response every ten seconds. An upload by a collective is the
+	// exception: it gets no repeated responses.
 	UpdateWeights(RolloutService_UpdateWeightsServer) error
-	// Hands out the bytes of a full version that this server has or is being given, to another server.
+	// Sends the bytes of a full weight version to another server. This server either has the version or
+	// is still receiving it.
 	FetchWeights(*FetchWeightsRequest, RolloutService_FetchWeightsServer) error
 	// Describes the server: model, versions, limits, load.
 	GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error)

@@ -22,7 +22,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Something to do, several times over.
+// A task, which is attempted several times.
 type Task struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -30,11 +30,11 @@ type Task struct {
 
 	// Chosen by the submitter, unique in the run; makes submission idempotent.
 	TaskId string `protobuf:"bytes,1,opt,name=task_id,json=taskId,proto3" json:"task_id,omitempty"`
-	// What it is for.
+	// What the task is for.
 	Purpose Purpose `protobuf:"varint,2,opt,name=purpose,proto3,enum=penstock.v1.Purpose" json:"purpose,omitempty"`
 	// Trajectories to sample, which form one group.
 	GroupSize int32 `protobuf:"varint,3,opt,name=group_size,json=groupSize,proto3" json:"group_size,omitempty"`
-	// Where to start; an agent may build its own prompt from metadata instead.
+	// Initial prompt; an agent may build its own prompt from metadata instead.
 	//
 	// Types that are assignable to Prompt:
 	//
@@ -46,12 +46,13 @@ type Task struct {
 	Metadata *structpb.Struct `protobuf:"bytes,6,opt,name=metadata,proto3" json:"metadata,omitempty"`
 	// Names the data source, for metrics.
 	DataSource string `protobuf:"bytes,7,opt,name=data_source,json=dataSource,proto3" json:"data_source,omitempty"`
-	// Order in the data; groups of one batch are delivered sorted by it.
+	// Position in the data; groups of one batch are delivered sorted by it.
 	Index int64 `protobuf:"varint,8,opt,name=index,proto3" json:"index,omitempty"`
-	// How to sample where the agent's own call leaves it unset.
+	// Sampling parameters, used where the agent's call leaves them unset.
 	SamplingParams *SamplingParams `protobuf:"bytes,10,opt,name=sampling_params,json=samplingParams,proto3" json:"sampling_params,omitempty"`
-	// Trajectories that complete the group: the first so many to end with a reward. The others are taken
-	// back from their agents and are not part of it. Zero: all of them.
+	// Number of trajectories with a reward that complete the group: the first ones to end with one count.
+	// The server takes the remaining attempts back from their agents, and they are not part of the group.
+	// Zero means all trajectories of the group.
 	FinishCount int32 `protobuf:"varint,11,opt,name=finish_count,json=finishCount,proto3" json:"finish_count,omitempty"`
 }
 
@@ -204,10 +205,11 @@ type SubmitTasksRequest struct {
 
 	// The tasks.
 	Tasks []*Task `protobuf:"bytes,1,rep,name=tasks,proto3" json:"tasks,omitempty"`
-	// Of a trainer: its run, as in its Hello. Tasks of a run that was replaced are refused with STALE_EPOCH.
+	// Set by a trainer: its run, as in its Hello. Tasks of a run that was replaced are refused with
+	// STALE_EPOCH.
 	RunId string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Of a trainer: the epoch of its live session. Any other than the last Hello's is refused with
-	// STALE_EPOCH; zero, of a caller that is no trainer, is not compared.
+	// Set by a trainer: the epoch of its live session. Any epoch other than the last Hello's is refused
+	// with STALE_EPOCH. Callers that are not trainers leave it zero, which is not compared.
 	TrainerEpoch int64 `protobuf:"varint,3,opt,name=trainer_epoch,json=trainerEpoch,proto3" json:"trainer_epoch,omitempty"`
 }
 
@@ -272,9 +274,9 @@ type SubmitTasksResponse struct {
 
 	// Tasks added.
 	AcceptedCount int32 `protobuf:"varint,1,opt,name=accepted_count,json=acceptedCount,proto3" json:"accepted_count,omitempty"`
-	// Tasks known already.
+	// Tasks the server already knew.
 	DuplicateCount int32 `protobuf:"varint,2,opt,name=duplicate_count,json=duplicateCount,proto3" json:"duplicate_count,omitempty"`
-	// Tasks of the same purposes waiting for an agent; of all where none was submitted.
+	// Tasks of the same purposes that wait for an agent; tasks of all purposes if the request had none.
 	PendingCount int32 `protobuf:"varint,3,opt,name=pending_count,json=pendingCount,proto3" json:"pending_count,omitempty"`
 }
 
@@ -337,14 +339,14 @@ type LeaseTasksRequest struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Names the agent process, for metrics and traces.
+	// Name of the agent process, for metrics and traces.
 	AgentId string `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
 	// Attempts the agent works on at a time.
 	Concurrency int32 `protobuf:"varint,2,opt,name=concurrency,proto3" json:"concurrency,omitempty"`
 	// Only tasks of this purpose; unspecified takes any.
 	Purpose Purpose `protobuf:"varint,3,opt,name=purpose,proto3,enum=penstock.v1.Purpose" json:"purpose,omitempty"`
-	// Lease every attempt of a group to this agent while the stream lives, for rewards that compare
-	// siblings; a group larger than concurrency is then never leased to it.
+	// Lease every attempt of a group to this agent while the stream is open, for rewards that compare
+	// siblings. A group larger than concurrency is then never leased to this agent.
 	WholeGroups bool `protobuf:"varint,4,opt,name=whole_groups,json=wholeGroups,proto3" json:"whole_groups,omitempty"`
 }
 
@@ -508,7 +510,7 @@ type RenewLeaseRequest struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Trajectories still being worked on.
+	// Trajectories the agent still works on.
 	TrajectoryIds []string `protobuf:"bytes,1,rep,name=trajectory_ids,json=trajectoryIds,proto3" json:"trajectory_ids,omitempty"`
 }
 
@@ -557,11 +559,11 @@ type RenewLeaseResponse struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Trajectories that have no lease: it ran out and their work is lost to another agent, or their group
+	// Trajectories without a lease. Either the lease expired and another agent gets the work, or the group
 	// is complete without them, or they are closed, or this server does not know them.
 	ExpiredTrajectoryIds []string `protobuf:"bytes,1,rep,name=expired_trajectory_ids,json=expiredTrajectoryIds,proto3" json:"expired_trajectory_ids,omitempty"`
-	// Those of them whose lease ran out and whose attempt is made again, under another trajectory id. Of
-	// the others nothing more comes: they were closed, count as failed, or their group is complete.
+	// Those of them whose lease expired and whose attempt is retried under another trajectory id. The
+	// others are not retried: they were closed, count as failed, or their group is complete.
 	RetriedTrajectoryIds []string `protobuf:"bytes,2,rep,name=retried_trajectory_ids,json=retriedTrajectoryIds,proto3" json:"retried_trajectory_ids,omitempty"`
 }
 
@@ -669,7 +671,7 @@ func (x *CompleteTrajectoryRequest) GetOutcome() *Outcome {
 	return nil
 }
 
-// Confirms a close; repeated for the same outcome it is confirmed again.
+// Confirms a close. A repeated call with the same outcome is confirmed again.
 type CompleteTrajectoryResponse struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -677,7 +679,7 @@ type CompleteTrajectoryResponse struct {
 
 	// Whether this close completed its group.
 	GroupCompleted bool `protobuf:"varint,1,opt,name=group_completed,json=groupCompleted,proto3" json:"group_completed,omitempty"`
-	// Whether the attempt failed and will be made again, under another trajectory id.
+	// Whether the attempt failed and will be retried under another trajectory id.
 	Retried bool `protobuf:"varint,2,opt,name=retried,proto3" json:"retried,omitempty"`
 }
 

@@ -19,11 +19,11 @@ const _ = grpc.SupportPackageIsVersion7
 type TaskServiceClient interface {
 	// Adds tasks; a task_id seen before is counted as a duplicate and changes nothing.
 	SubmitTasks(ctx context.Context, in *SubmitTasksRequest, opts ...grpc.CallOption) (*SubmitTasksResponse, error)
-	// Leases attempts at tasks, as many at a time as the agent asks for, while the stream lives.
+	// Leases attempts at tasks while the stream is open, as many at a time as the agent asks for.
 	LeaseTasks(ctx context.Context, in *LeaseTasksRequest, opts ...grpc.CallOption) (TaskService_LeaseTasksClient, error)
-	// Extends a lease that would run out while the agent works without the server.
+	// Extends leases that would expire while the agent works without calling the server.
 	RenewLease(ctx context.Context, in *RenewLeaseRequest, opts ...grpc.CallOption) (*RenewLeaseResponse, error)
-	// Closes a trajectory with its outcome; answered only once it is durable.
+	// Closes a trajectory with its outcome; returns only once the outcome is durable.
 	CompleteTrajectory(ctx context.Context, in *CompleteTrajectoryRequest, opts ...grpc.CallOption) (*CompleteTrajectoryResponse, error)
 }
 
@@ -100,11 +100,11 @@ func (c *taskServiceClient) CompleteTrajectory(ctx context.Context, in *Complete
 type TaskServiceServer interface {
 	// Adds tasks; a task_id seen before is counted as a duplicate and changes nothing.
 	SubmitTasks(context.Context, *SubmitTasksRequest) (*SubmitTasksResponse, error)
-	// Leases attempts at tasks, as many at a time as the agent asks for, while the stream lives.
+	// Leases attempts at tasks while the stream is open, as many at a time as the agent asks for.
 	LeaseTasks(*LeaseTasksRequest, TaskService_LeaseTasksServer) error
-	// Extends a lease that would run out while the agent works without the server.
+	// Extends leases that would expire while the agent works without calling the server.
 	RenewLease(context.Context, *RenewLeaseRequest) (*RenewLeaseResponse, error)
-	// Closes a trajectory with its outcome; answered only once it is durable.
+	// Closes a trajectory with its outcome; returns only once the outcome is durable.
 	CompleteTrajectory(context.Context, *CompleteTrajectoryRequest) (*CompleteTrajectoryResponse, error)
 	mustEmbedUnimplementedTaskServiceServer()
 }

@@ -28,7 +28,7 @@ const (
 	LatePolicy_LATE_POLICY_UNSPECIFIED LatePolicy = 0
 	// Deliver it; tokens that are too old carry no gradient.
 	LatePolicy_LATE_POLICY_MASK LatePolicy = 1
-	// Schedule so that there is none; the trainer waits for the oldest group where it must.
+	// Schedule groups so that no token becomes too old; the trainer waits for the oldest group if necessary.
 	LatePolicy_LATE_POLICY_WAIT LatePolicy = 2
 	// Drop it, count it and sample its task again.
 	LatePolicy_LATE_POLICY_REQUEUE LatePolicy = 3
@@ -188,7 +188,7 @@ type ExchangeRequest_Demand struct {
 }
 
 type ExchangeRequest_Receipt struct {
-	// Says what became of delivered groups.
+	// Reports what the trainer did with delivered groups.
 	Receipt *GroupReceipt `protobuf:"bytes,3,opt,name=receipt,proto3,oneof"`
 }
 
@@ -329,7 +329,7 @@ type ExchangeResponse_Notice struct {
 }
 
 type ExchangeResponse_Deliveries struct {
-	// Several groups by their places, each delivered at least once; only where by_place allows it.
+	// Several groups by their locations in files, each delivered at least once; only if by_place allows it.
 	Deliveries *GroupDeliveries `protobuf:"bytes,5,opt,name=deliveries,proto3,oneof"`
 }
 
@@ -349,19 +349,19 @@ type Hello struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Stable over restarts of one training run.
+	// Stays the same when the trainer of one training run restarts.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Grows with every start of the trainer; a session of a smaller epoch is ended with ABORTED.
+	// Increases with every start of the trainer. A session with a smaller epoch is ended with ABORTED.
 	TrainerEpoch int64 `protobuf:"varint,2,opt,name=trainer_epoch,json=trainerEpoch,proto3" json:"trainer_epoch,omitempty"`
 	// Weight version the trainer holds.
 	WeightVersion int64 `protobuf:"varint,3,opt,name=weight_version,json=weightVersion,proto3" json:"weight_version,omitempty"`
-	// Optimizer step the trainer resumes after; groups trained in later steps are delivered again.
+	// Optimizer step after which the trainer resumes. Groups trained in later steps are delivered again.
 	ResumeStep int64 `protobuf:"varint,4,opt,name=resume_step,json=resumeStep,proto3" json:"resume_step,omitempty"`
 	// Bound on staleness.
 	Staleness *StalenessContract `protobuf:"bytes,5,opt,name=staleness,proto3" json:"staleness,omitempty"`
-	// Made when the run begins, and the same wherever it resumes. Where the server knows another one of this
-	// run, the run has begun anew, with nothing left of that start: what the server has of it is dropped, as
-	// that of another run would be. Empty where the trainer does not know.
+	// Generated when the run starts, and unchanged when it resumes. If the server knows another start_id for
+	// this run_id, the run has started from scratch. The server then drops everything it holds of the
+	// previous start, as it would for another run. Empty if the trainer does not know its start_id.
 	StartId string `protobuf:"bytes,6,opt,name=start_id,json=startId,proto3" json:"start_id,omitempty"`
 }
 
@@ -439,18 +439,18 @@ func (x *Hello) GetStartId() string {
 	return ""
 }
 
-// Bounds how far behind the trainer a trained token may be.
+// Bounds how old a token may be when it is trained.
 type StalenessContract struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Largest allowed difference between the version the trainer holds when it takes a group and the
-	// version that sampled a token.
+	// Largest allowed lag: the version the trainer holds when it takes a group, minus the version that
+	// sampled a token.
 	MaxLag int32 `protobuf:"varint,1,opt,name=max_lag,json=maxLag,proto3" json:"max_lag,omitempty"`
-	// What happens to a group with older tokens.
+	// What happens to a group with tokens older than that.
 	LatePolicy LatePolicy `protobuf:"varint,2,opt,name=late_policy,json=latePolicy,proto3,enum=penstock.v1.LatePolicy" json:"late_policy,omitempty"`
-	// Groups in one optimizer step, from which admission is computed.
+	// Groups in one optimizer step. The staleness gate uses it to decide how many groups to admit.
 	GroupsPerStep int32 `protobuf:"varint,3,opt,name=groups_per_step,json=groupsPerStep,proto3" json:"groups_per_step,omitempty"`
 }
 
@@ -513,11 +513,11 @@ type Welcome struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Version now sampling.
+	// Active weight version.
 	ActiveWeightVersion int64 `protobuf:"varint,1,opt,name=active_weight_version,json=activeWeightVersion,proto3" json:"active_weight_version,omitempty"`
-	// Groups finished and waiting, evaluation groups not among them.
+	// Groups finished and waiting for delivery, without evaluation groups.
 	BufferedGroupCount int32 `protobuf:"varint,2,opt,name=buffered_group_count,json=bufferedGroupCount,proto3" json:"buffered_group_count,omitempty"`
-	// Folder whose files groups lie in; unset where they lie in none.
+	// Folder with the files that contain the groups; unset if the server keeps no such files.
 	GroupFolder *GroupFolder `protobuf:"bytes,3,opt,name=group_folder,json=groupFolder,proto3" json:"group_folder,omitempty"`
 }
 
@@ -574,7 +574,7 @@ func (x *Welcome) GetGroupFolder() *GroupFolder {
 	return nil
 }
 
-// A folder of the server's host. A trainer that finds it there may read groups itself.
+// A folder on the server's host. A trainer that can open it may read groups from it directly.
 type GroupFolder struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -584,7 +584,8 @@ type GroupFolder struct {
 	HostId string `protobuf:"bytes,1,opt,name=host_id,json=hostId,proto3" json:"host_id,omitempty"`
 	// Absolute path.
 	Path string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
-	// Device of the file LOCK in it: whoever finds the same device and inode there has found the same folder.
+	// Device of the file LOCK in the folder. A trainer that sees the same device and inode sees the same
+	// folder.
 	Device uint64 `protobuf:"varint,3,opt,name=device,proto3" json:"device,omitempty"`
 	// Inode of that file.
 	Inode uint64 `protobuf:"varint,4,opt,name=inode,proto3" json:"inode,omitempty"`
@@ -656,11 +657,12 @@ type Demand struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Further groups the trainer will take.
+	// Number of additional groups the trainer will take.
 	GroupCount int32 `protobuf:"varint,1,opt,name=group_count,json=groupCount,proto3" json:"group_count,omitempty"`
 	// Of this purpose; unspecified is PURPOSE_TRAIN.
 	Purpose Purpose `protobuf:"varint,2,opt,name=purpose,proto3,enum=penstock.v1.Purpose" json:"purpose,omitempty"`
-	// Whether groups may come by where they lie in Welcome's group_folder; what the last demand says counts.
+	// Whether the server may send a group's location in Welcome's group_folder instead of the group. The
+	// last demand's value applies.
 	ByPlace bool `protobuf:"varint,3,opt,name=by_place,json=byPlace,proto3" json:"by_place,omitempty"`
 }
 
@@ -723,13 +725,13 @@ type GroupDelivery struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Grows within a run.
+	// Increases within a run.
 	DeliveryId int64 `protobuf:"varint,1,opt,name=delivery_id,json=deliveryId,proto3" json:"delivery_id,omitempty"`
 	// The group.
 	Group *TrajectoryGroup `protobuf:"bytes,2,opt,name=group,proto3" json:"group,omitempty"`
-	// Times the group was delivered before.
+	// Number of times the group was delivered before.
 	RedeliveryCount int32 `protobuf:"varint,3,opt,name=redelivery_count,json=redeliveryCount,proto3" json:"redelivery_count,omitempty"`
-	// Where the group lies, in place of `group`; only where by_place allows it.
+	// Location of the group, instead of `group`; only if by_place allows it.
 	Stored *StoredGroup `protobuf:"bytes,4,opt,name=stored,proto3" json:"stored,omitempty"`
 }
 
@@ -799,7 +801,7 @@ type GroupDeliveries struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Two or more, in the order in which they were selected.
+	// Two or more deliveries, in the order in which the server selected the groups.
 	Deliveries []*GroupDelivery `protobuf:"bytes,1,rep,name=deliveries,proto3" json:"deliveries,omitempty"`
 }
 
@@ -842,7 +844,8 @@ func (x *GroupDeliveries) GetDeliveries() []*GroupDelivery {
 	return nil
 }
 
-// A group in a file. Who cannot read it, or finds another checksum, says Hello again without by_place.
+// The location of a group in a file. A trainer that cannot read it, or whose checksum differs, sends Hello
+// again on a new stream and demands without by_place.
 type StoredGroup struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -850,11 +853,12 @@ type StoredGroup struct {
 
 	// Name of the file in Welcome's group_folder.
 	File string `protobuf:"bytes,1,opt,name=file,proto3" json:"file,omitempty"`
-	// Where the frame begins whose payload is a JournalRecord with group_finished or group_referred.
+	// Offset of the frame whose payload is a JournalRecord with group_finished or group_referred.
 	OffsetBytes int64 `protobuf:"varint,2,opt,name=offset_bytes,json=offsetBytes,proto3" json:"offset_bytes,omitempty"`
 	// Length of the frame.
 	LengthBytes int64 `protobuf:"varint,3,opt,name=length_bytes,json=lengthBytes,proto3" json:"length_bytes,omitempty"`
-	// Of a group_referred, for each of its segments in order: the record of the turn that has it.
+	// For a group_referred: one entry for each of its segments, in order, with the record of the turn that
+	// contains the segment.
 	Turns []*StoredTurn `protobuf:"bytes,4,rep,name=turns,proto3" json:"turns,omitempty"`
 }
 
@@ -918,7 +922,7 @@ func (x *StoredGroup) GetTurns() []*StoredTurn {
 	return nil
 }
 
-// The record of a turn in a file of the same folder.
+// The location of a turn's record in a file of the same folder.
 type StoredTurn struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -926,7 +930,7 @@ type StoredTurn struct {
 
 	// Name of the file.
 	File string `protobuf:"bytes,1,opt,name=file,proto3" json:"file,omitempty"`
-	// Where the frame begins whose payload is a JournalRecord with turn_changed.
+	// Offset of the frame whose payload is a JournalRecord with turn_changed.
 	OffsetBytes int64 `protobuf:"varint,2,opt,name=offset_bytes,json=offsetBytes,proto3" json:"offset_bytes,omitempty"`
 	// Length of the frame.
 	LengthBytes int64 `protobuf:"varint,3,opt,name=length_bytes,json=lengthBytes,proto3" json:"length_bytes,omitempty"`
@@ -985,7 +989,7 @@ func (x *StoredTurn) GetLengthBytes() int64 {
 	return 0
 }
 
-// Says what became of delivered groups.
+// Reports what the trainer did with delivered groups.
 type GroupReceipt struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -993,9 +997,9 @@ type GroupReceipt struct {
 
 	// The deliveries.
 	DeliveryIds []int64 `protobuf:"varint,1,rep,packed,name=delivery_ids,json=deliveryIds,proto3" json:"delivery_ids,omitempty"`
-	// Step that used them; zero when refused.
+	// Optimizer step that used them; zero if refused.
 	Step int64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
-	// Set means refused, and not to be delivered again.
+	// Set if the trainer refuses the groups; they are then not delivered again.
 	Rejection *Rejection `protobuf:"bytes,3,opt,name=rejection,proto3" json:"rejection,omitempty"`
 }
 
@@ -1116,7 +1120,8 @@ type CheckpointNotice struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Last step that the durable checkpoint contains; of a run that saves none, the last one it has made.
+	// Last optimizer step that the durable checkpoint contains. A run without checkpoints sends its last
+	// step.
 	Step int64 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
 }
 
@@ -1167,11 +1172,12 @@ type Notice struct {
 
 	// Machine-readable, UPPER_SNAKE_CASE, such as GROUP_DROPPED.
 	Reason string `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
-	// For a person.
+	// Explanation for people.
 	Message string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
-	// The group concerned, if one is.
+	// The group concerned, if any.
 	GroupId string `protobuf:"bytes,3,opt,name=group_id,json=groupId,proto3" json:"group_id,omitempty"`
-	// Its task, if it has one. After GROUP_DROPPED and GROUP_TOO_LARGE no group of that task will come.
+	// Its task, if it has one. After GROUP_DROPPED or GROUP_TOO_LARGE the server delivers no group for that
+	// task.
 	TaskId string `protobuf:"bytes,4,opt,name=task_id,json=taskId,proto3" json:"task_id,omitempty"`
 }
 

@@ -17,8 +17,8 @@ const _ = grpc.SupportPackageIsVersion7
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type TrainerServiceClient interface {
-	// The trainer's one long-lived stream: demand, receipts and weight versions up, groups and
-	// weight receipts down. Bulk weight bytes never travel on it.
+	// The trainer's one long-lived stream. The trainer sends demand, receipts and weight switches; the
+	// server sends groups and weight receipts. Bulk weight bytes never travel on it.
 	Exchange(ctx context.Context, opts ...grpc.CallOption) (TrainerService_ExchangeClient, error)
 }
 
@@ -65,8 +65,8 @@ func (x *trainerServiceExchangeClient) Recv() (*ExchangeResponse, error) {
 // All implementations must embed UnimplementedTrainerServiceServer
 // for forward compatibility
 type TrainerServiceServer interface {
-	// The trainer's one long-lived stream: demand, receipts and weight versions up, groups and
-	// weight receipts down. Bulk weight bytes never travel on it.
+	// The trainer's one long-lived stream. The trainer sends demand, receipts and weight switches; the
+	// server sends groups and weight receipts. Bulk weight bytes never travel on it.
 	Exchange(TrainerService_ExchangeServer) error
 	mustEmbedUnimplementedTrainerServiceServer()
 }

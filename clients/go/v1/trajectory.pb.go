@@ -78,13 +78,13 @@ func (Author) EnumDescriptor() ([]byte, []int) {
 type FinishReason int32
 
 const (
-	// Still running.
+	// Not stopped yet.
 	FinishReason_FINISH_REASON_UNSPECIFIED FinishReason = 0
 	// A stop token or stop string was produced.
 	FinishReason_FINISH_REASON_STOP FinishReason = 1
 	// The token budget or the context length ran out.
 	FinishReason_FINISH_REASON_LENGTH FinishReason = 2
-	// Stopped by Abort, a lost caller or a weight update; can be continued.
+	// Stopped by Abort, a lost caller or a weight update; Continue can resume it.
 	FinishReason_FINISH_REASON_ABORTED FinishReason = 3
 )
 
@@ -139,7 +139,7 @@ const (
 	Purpose_PURPOSE_UNSPECIFIED Purpose = 0
 	// Feeds the optimizer.
 	Purpose_PURPOSE_TRAIN Purpose = 1
-	// Measures one weight version; never feeds the optimizer.
+	// Evaluates one weight version; never feeds the optimizer.
 	Purpose_PURPOSE_EVAL Purpose = 2
 )
 
@@ -184,13 +184,14 @@ func (Purpose) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_v1_trajectory_proto_rawDescGZIP(), []int{2}
 }
 
-// Several trajectories sampled for one task; the unit of advantage and of delivery.
+// The trajectories sampled for one task. Advantages are computed over a group, and it is delivered as a
+// whole.
 type TrajectoryGroup struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Identifies the group across the whole run, never reused.
+	// Identifies the group within the whole run; never reused.
 	GroupId string `protobuf:"bytes,1,opt,name=group_id,json=groupId,proto3" json:"group_id,omitempty"`
 	// The task every trajectory answers.
 	TaskId string `protobuf:"bytes,2,opt,name=task_id,json=taskId,proto3" json:"task_id,omitempty"`
@@ -198,9 +199,10 @@ type TrajectoryGroup struct {
 	Trajectories []*Trajectory `protobuf:"bytes,3,rep,name=trajectories,proto3" json:"trajectories,omitempty"`
 	// What the group is for.
 	Purpose Purpose `protobuf:"varint,4,opt,name=purpose,proto3,enum=penstock.v1.Purpose" json:"purpose,omitempty"`
-	// Smallest weight_version over all policy tokens; staleness is counted from it.
+	// Smallest weight_version of all policy tokens; staleness is counted from it.
 	OldestWeightVersion int64 `protobuf:"varint,5,opt,name=oldest_weight_version,json=oldestWeightVersion,proto3" json:"oldest_weight_version,omitempty"`
-	// Largest weight_version over all policy tokens; equal to the oldest where one version was measured whole.
+	// Largest weight_version of all policy tokens. If it equals the oldest, an evaluation group measured
+	// exactly one version.
 	NewestWeightVersion int64 `protobuf:"varint,6,opt,name=newest_weight_version,json=newestWeightVersion,proto3" json:"newest_weight_version,omitempty"`
 }
 
@@ -284,7 +286,7 @@ type Trajectory struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Identifies the trajectory across the whole run, never reused.
+	// Identifies the trajectory within the whole run; never reused.
 	TrajectoryId string `protobuf:"bytes,1,opt,name=trajectory_id,json=trajectoryId,proto3" json:"trajectory_id,omitempty"`
 	// Position within the group, from zero.
 	SampleIndex int32 `protobuf:"varint,2,opt,name=sample_index,json=sampleIndex,proto3" json:"sample_index,omitempty"`
@@ -299,10 +301,10 @@ type Trajectory struct {
 	// Trajectory this one branches from; empty for the attempt's own.
 	ParentTrajectoryId string `protobuf:"bytes,7,opt,name=parent_trajectory_id,json=parentTrajectoryId,proto3" json:"parent_trajectory_id,omitempty"`
 	// W3C trace context of the call that opened it, so that the optimizer step that trains it appears
-	// in the same trace; empty where the caller sent none.
+	// in the same trace. Empty if the caller sent none.
 	Traceparent string `protobuf:"bytes,8,opt,name=traceparent,proto3" json:"traceparent,omitempty"`
-	// So many tokens at the beginning are the parent's own first ones: they are not among the segments
-	// here, nor trained again. 0 without a parent.
+	// Number of tokens it shares with the beginning of its parent. They are not in this trajectory's
+	// segments and are not trained again. Zero without a parent.
 	ParentTokenCount int32 `protobuf:"varint,9,opt,name=parent_token_count,json=parentTokenCount,proto3" json:"parent_token_count,omitempty"`
 }
 
@@ -403,8 +405,8 @@ func (x *Trajectory) GetParentTokenCount() int32 {
 
 // A maximal run of tokens with one author and, for the policy, one weight version.
 //
-// Segments run-length encode the loss mask and the per-token weight version, so
-// neither can fall out of step with the tokens.
+// Segments run-length encode the loss mask and the weight version of each token, so neither can get out
+// of step with the tokens.
 type Segment struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -417,12 +419,12 @@ type Segment struct {
 	// Log-probability of each token under the distribution it was sampled from,
 	// after temperature; empty unless author is AUTHOR_POLICY.
 	Logprobs []float32 `protobuf:"fixed32,3,rep,packed,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// Weights that sampled these tokens; zero unless author is AUTHOR_POLICY.
+	// Weight version that sampled these tokens; zero unless author is AUTHOR_POLICY.
 	WeightVersion int64 `protobuf:"varint,4,opt,name=weight_version,json=weightVersion,proto3" json:"weight_version,omitempty"`
 	// Turn these tokens belong to, from zero.
 	TurnIndex int32 `protobuf:"varint,5,opt,name=turn_index,json=turnIndex,proto3" json:"turn_index,omitempty"`
-	// Temperature the tokens were sampled at, so that a trainer can recompute logprobs; greedy
-	// tokens carry zero and the log-probability at temperature 1. Zero unless author is AUTHOR_POLICY.
+	// Temperature the tokens were sampled at, so that a trainer can recompute logprobs. Greedy tokens
+	// carry zero and the log-probability at temperature 1. Zero unless author is AUTHOR_POLICY.
 	Temperature float32 `protobuf:"fixed32,6,opt,name=temperature,proto3" json:"temperature,omitempty"`
 }
 
@@ -555,18 +557,18 @@ type Outcome struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Scored, or failed with a reason: a failure is data, not an exception.
+	// Either a reward, or a failure with a reason. A failure is data, not an exception.
 	//
 	// Types that are assignable to Result:
 	//
 	//	*Outcome_Reward
 	//	*Outcome_Failure
 	Result isOutcome_Result `protobuf_oneof:"result"`
-	// Named components of the reward and any other per-episode number worth logging.
+	// Named components of the reward, and any other per-episode numbers worth logging.
 	Metrics map[string]float64 `protobuf:"bytes,3,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key,proto3" protobuf_val:"fixed64,2,opt,name=value,proto3"`
 	// Anything the reward or a later reader needs.
 	Metadata *structpb.Struct `protobuf:"bytes,4,opt,name=metadata,proto3" json:"metadata,omitempty"`
-	// Rewards of single turns, by turn_index; empty where only the whole is scored.
+	// Rewards of individual turns, by turn_index; empty if only the whole trajectory is scored.
 	TurnRewards []float64 `protobuf:"fixed64,5,rep,packed,name=turn_rewards,json=turnRewards,proto3" json:"turn_rewards,omitempty"`
 }
 
@@ -649,7 +651,7 @@ type isOutcome_Result interface {
 }
 
 type Outcome_Reward struct {
-	// The scalar return.
+	// The reward of the whole trajectory.
 	Reward float64 `protobuf:"fixed64,1,opt,name=reward,proto3,oneof"`
 }
 
@@ -670,7 +672,7 @@ type Failure struct {
 
 	// Machine-readable, UPPER_SNAKE_CASE.
 	Reason string `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
-	// For a person.
+	// Explanation for people.
 	Message string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
 }
 

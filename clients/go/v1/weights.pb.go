@@ -27,10 +27,10 @@ type IndexCoding int32
 const (
 	// Never valid on the wire.
 	IndexCoding_INDEX_CODING_UNSPECIFIED IndexCoding = 0
-	// One byte for each gap, the number of unchanged elements since the changed one before: 0 to 254. A
-	// byte of 255 stands for 255 unchanged elements and goes on with the next byte.
+	// One byte for each gap, which is the number of unchanged elements since the previous changed one: 0
+	// to 254. A byte of 255 stands for 255 unchanged elements; the gap continues with the next byte.
 	IndexCoding_INDEX_CODING_GAPS IndexCoding = 1
-	// One bit for each element, the least significant bit of a byte first; set means changed.
+	// One bit for each element, least significant bit of a byte first; a set bit means changed.
 	IndexCoding_INDEX_CODING_BITMAP IndexCoding = 2
 )
 
@@ -79,9 +79,9 @@ func (IndexCoding) EnumDescriptor() ([]byte, []int) {
 type Compression int32
 
 const (
-	// Not at all.
+	// No compression.
 	Compression_COMPRESSION_UNSPECIFIED Compression = 0
-	// One Zstandard frame that names its content size.
+	// One Zstandard frame whose header has the content size.
 	Compression_COMPRESSION_ZSTD Compression = 1
 )
 
@@ -124,7 +124,7 @@ func (Compression) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{1}
 }
 
-// How far an upload has come.
+// State of an upload.
 type WeightState int32
 
 const (
@@ -132,9 +132,9 @@ const (
 	WeightState_WEIGHT_STATE_UNSPECIFIED WeightState = 0
 	// The header is accepted: send chunks, or start the collective.
 	WeightState_WEIGHT_STATE_READY WeightState = 1
-	// Complete and verified, not yet sampling.
+	// Complete and verified, not yet active.
 	WeightState_WEIGHT_STATE_STAGED WeightState = 2
-	// Sampling.
+	// The version is active.
 	WeightState_WEIGHT_STATE_ACTIVE WeightState = 3
 )
 
@@ -187,9 +187,9 @@ type Activation int32
 const (
 	// Treated as ACTIVATION_IMMEDIATE.
 	Activation_ACTIVATION_UNSPECIFIED Activation = 0
-	// Switch at once.
+	// Switch immediately.
 	Activation_ACTIVATION_IMMEDIATE Activation = 1
-	// Wait for SwitchWeights on the trainer's stream.
+	// Wait for SwitchWeights on the trainer's Exchange stream, or WeightActivation on the upload's stream.
 	Activation_ACTIVATION_STAGED Activation = 2
 )
 
@@ -240,9 +240,9 @@ type InFlightPolicy int32
 const (
 	// The server's default.
 	InFlightPolicy_IN_FLIGHT_POLICY_UNSPECIFIED InFlightPolicy = 0
-	// Freeze them, keep their key-value cache and go on under the new weights.
+	// Freeze them, keep their key-value cache and continue under the new weights.
 	InFlightPolicy_IN_FLIGHT_POLICY_KEEP InFlightPolicy = 1
-	// Freeze them, recompute their key-value cache and go on under the new weights.
+	// Freeze them, recompute their key-value cache and continue under the new weights.
 	InFlightPolicy_IN_FLIGHT_POLICY_RECOMPUTE InFlightPolicy = 2
 	// Let them finish first.
 	InFlightPolicy_IN_FLIGHT_POLICY_DRAIN InFlightPolicy = 3
@@ -295,7 +295,7 @@ func (InFlightPolicy) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{4}
 }
 
-// Where a server can take weights from.
+// Sources that a server can take weights from.
 type WeightSourceKind int32
 
 const (
@@ -366,11 +366,11 @@ type TensorEncoding int32
 const (
 	// Treated as TENSOR_ENCODING_RAW.
 	TensorEncoding_TENSOR_ENCODING_UNSPECIFIED TensorEncoding = 0
-	// The bytes themselves.
+	// The bytes, unencoded.
 	TensorEncoding_TENSOR_ENCODING_RAW TensorEncoding = 1
 	// Unchanged since base_weight_version; no bytes.
 	TensorEncoding_TENSOR_ENCODING_SAME TensorEncoding = 2
-	// Positions and new values of the elements that changed: lossless, and small where few did.
+	// Positions and differences of the elements that changed: lossless, and small if few did.
 	TensorEncoding_TENSOR_ENCODING_SPARSE TensorEncoding = 3
 )
 
@@ -417,8 +417,8 @@ func (TensorEncoding) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{6}
 }
 
-// One message of an upload: a header, then chunks where the source is inline, or rounds where it is a
-// collective, then a commit. Or a join, alone.
+// One message of an upload. An upload is a header, then chunks for an inline source or rounds for a
+// collective, then a commit. A join is the only message of its stream.
 type UpdateWeightsRequest struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -538,8 +538,8 @@ type UpdateWeightsRequest_Commit struct {
 }
 
 type UpdateWeightsRequest_Join struct {
-	// Only message of a stream that joins a collective: answered with READY at once, so that both sides
-	// meet in it, and with the end of the stream when the engine has joined.
+	// Joins a collective; the only message of its stream. The server answers READY at once, so that both
+	// sides can meet in the collective. It ends the stream when the engine has joined.
 	Join *CollectiveJoin `protobuf:"bytes,4,opt,name=join,proto3,oneof"`
 }
 
@@ -565,14 +565,14 @@ func (*UpdateWeightsRequest_Round) isUpdateWeightsRequest_Message() {}
 
 func (*UpdateWeightsRequest_Activate) isUpdateWeightsRequest_Message() {}
 
-// Switches to the version of an upload whose activation is staged, on the stream that it came by. Without
-// one the version waits for SwitchWeights, as any staged one does.
+// Switches to a version uploaded with ACTIVATION_STAGED, on the stream of its upload. Without this message
+// the version waits for SwitchWeights, like any staged version.
 type WeightActivation struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// What happens to turns in flight; unspecified is what the header says.
+	// What happens to turns in flight; unspecified means the header's policy.
 	InFlight InFlightPolicy `protobuf:"varint,1,opt,name=in_flight,json=inFlight,proto3,enum=penstock.v1.InFlightPolicy" json:"in_flight,omitempty"`
 }
 
@@ -623,20 +623,20 @@ type UpdateWeightsResponse struct {
 
 	// The version being uploaded.
 	WeightVersion int64 `protobuf:"varint,1,opt,name=weight_version,json=weightVersion,proto3" json:"weight_version,omitempty"`
-	// How far it has come.
+	// State of the upload.
 	State WeightState `protobuf:"varint,2,opt,name=state,proto3,enum=penstock.v1.WeightState" json:"state,omitempty"`
-	// Version now sampling on this server.
+	// Active weight version of this server.
 	ActiveWeightVersion int64 `protobuf:"varint,3,opt,name=active_weight_version,json=activeWeightVersion,proto3" json:"active_weight_version,omitempty"`
-	// How long generation stood still; set with WEIGHT_STATE_ACTIVE.
+	// How long generation was paused; set with WEIGHT_STATE_ACTIVE.
 	Pause *durationpb.Duration `protobuf:"bytes,4,opt,name=pause,proto3" json:"pause,omitempty"`
-	// Tensors whose bytes differ from the version before; zero is worth an alarm.
+	// Number of tensors whose bytes differ from the previous version; zero is worth an alarm.
 	ChangedTensorCount int32 `protobuf:"varint,5,opt,name=changed_tensor_count,json=changedTensorCount,proto3" json:"changed_tensor_count,omitempty"`
-	// How far the probe of this version was off; set with WEIGHT_STATE_ACTIVE where there was one.
+	// Result of this version's probe; set with WEIGHT_STATE_ACTIVE if the header had one.
 	Probe *WeightProbeResult `protobuf:"bytes,6,opt,name=probe,proto3" json:"probe,omitempty"`
-	// Where the whole version lies in this server's memory; set with WEIGHT_STATE_STAGED for one that came in
-	// chunks or from a peer. Packed as the header has it, or, put together from a delta, tensor after tensor in
-	// the header's order, each at the next multiple of 8 bytes. Others of this host can take it from there for
-	// as long as it is staged or held.
+	// Where the whole version is in this server's memory. Set with WEIGHT_STATE_STAGED for a version that
+	// came in chunks or from a peer. It is packed as in the header. A version assembled from a delta is
+	// packed tensor after tensor in the header's order, each at the next multiple of 8 bytes. Other servers
+	// on this host can read it there as long as it is staged or held.
 	Memory *SharedMemorySource `protobuf:"bytes,7,opt,name=memory,proto3" json:"memory,omitempty"`
 }
 
@@ -721,15 +721,15 @@ func (x *UpdateWeightsResponse) GetMemory() *SharedMemorySource {
 	return nil
 }
 
-// Describes the version about to be uploaded.
+// Describes the version to be uploaded.
 type WeightHeader struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Strictly greater than every version this server has accepted.
+	// Must be greater than every version this server has accepted.
 	WeightVersion int64 `protobuf:"varint,1,opt,name=weight_version,json=weightVersion,proto3" json:"weight_version,omitempty"`
-	// Version a delta applies to, which has to be the active one; zero for a full upload.
+	// Version a delta applies to, which must be the active one; zero for a full upload.
 	BaseWeightVersion int64 `protobuf:"varint,2,opt,name=base_weight_version,json=baseWeightVersion,proto3" json:"base_weight_version,omitempty"`
 	// Every tensor of this version, in the order of the payload.
 	Tensors []*TensorSpec `protobuf:"bytes,3,rep,name=tensors,proto3" json:"tensors,omitempty"`
@@ -749,10 +749,10 @@ type WeightHeader struct {
 	InFlight InFlightPolicy `protobuf:"varint,9,opt,name=in_flight,json=inFlight,proto3,enum=penstock.v1.InFlightPolicy" json:"in_flight,omitempty"`
 	// Identifies the trainer process; an upload by an older epoch is refused.
 	TrainerEpoch int64 `protobuf:"varint,10,opt,name=trainer_epoch,json=trainerEpoch,proto3" json:"trainer_epoch,omitempty"`
-	// Scored by the engine after the switch and before any new turn; unset means no such check.
+	// Scored by the engine after the switch and before any new turn; unset means no probe.
 	Probe *WeightProbe `protobuf:"bytes,11,opt,name=probe,proto3" json:"probe,omitempty"`
-	// Set means that the tensors are those of a LoRA adapter on the server's full weights, under their
-	// PEFT names.
+	// Set if the tensors are those of a LoRA adapter on the server's full weights. They have their PEFT
+	// names.
 	Adapter *LoraAdapter `protobuf:"bytes,12,opt,name=adapter,proto3" json:"adapter,omitempty"`
 }
 
@@ -906,12 +906,12 @@ type WeightHeader_Checkpoint struct {
 }
 
 type WeightHeader_Collective struct {
-	// Broadcast by a collective that both sides join.
+	// Sent by a collective that both sides have joined.
 	Collective *CollectiveSource `protobuf:"bytes,7,opt,name=collective,proto3,oneof"`
 }
 
 type WeightHeader_Peer struct {
-	// At another server, which hands it out with FetchWeights.
+	// At another server, which sends it with FetchWeights.
 	Peer *PeerSource `protobuf:"bytes,13,opt,name=peer,proto3,oneof"`
 }
 
@@ -925,7 +925,7 @@ func (*WeightHeader_Collective) isWeightHeader_Source() {}
 
 func (*WeightHeader_Peer) isWeightHeader_Source() {}
 
-// A fixed sequence that the trainer scored itself. Checksums prove that bytes arrived; this proves
+// A fixed sequence that the trainer scored itself. Checksums prove that the bytes arrived; a probe proves
 // that the engine computes with them.
 type WeightProbe struct {
 	state         protoimpl.MessageState
@@ -934,9 +934,10 @@ type WeightProbe struct {
 
 	// At least two tokens.
 	TokenIds []int32 `protobuf:"fixed32,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Trainer's log-probability of each token but the first, given those before it, at temperature 1.
+	// The trainer's log-probability of each token except the first, given the tokens before it, at
+	// temperature 1.
 	Logprobs []float32 `protobuf:"fixed32,2,rep,packed,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// Largest allowed mean of the absolute differences, in nats.
+	// Largest allowed mean absolute difference, in nats.
 	Tolerance float32 `protobuf:"fixed32,3,opt,name=tolerance,proto3" json:"tolerance,omitempty"`
 }
 
@@ -993,15 +994,15 @@ func (x *WeightProbe) GetTolerance() float32 {
 	return 0
 }
 
-// What the engine's own score of a probe came to.
+// How far the engine's score of a probe differs from the trainer's.
 type WeightProbeResult struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Mean of the absolute differences, in nats.
+	// Mean absolute difference, in nats.
 	MeanDifference float32 `protobuf:"fixed32,1,opt,name=mean_difference,json=meanDifference,proto3" json:"mean_difference,omitempty"`
-	// Largest of them.
+	// Largest absolute difference, in nats.
 	MaxDifference float32 `protobuf:"fixed32,2,opt,name=max_difference,json=maxDifference,proto3" json:"max_difference,omitempty"`
 }
 
@@ -1051,7 +1052,7 @@ func (x *WeightProbeResult) GetMaxDifference() float32 {
 	return 0
 }
 
-// A low-rank adapter, as PEFT's adapter_config.json has it.
+// A low-rank adapter, as described by PEFT's adapter_config.json.
 type LoraAdapter struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -1127,17 +1128,17 @@ func (x *LoraAdapter) GetRankStabilized() bool {
 	return false
 }
 
-// Names, shapes and locates one tensor.
+// Name, shape, location and checksum of one tensor.
 type TensorSpec struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Hugging Face parameter name.
+	// Parameter name, as in Hugging Face Transformers.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Dimension sizes.
 	Shape []int64 `protobuf:"varint,2,rep,packed,name=shape,proto3" json:"shape,omitempty"`
-	// Torch dtype name, such as "bfloat16".
+	// Torch dtype, such as "bfloat16".
 	Dtype string `protobuf:"bytes,3,opt,name=dtype,proto3" json:"dtype,omitempty"`
 	// Where it starts in the payload.
 	OffsetBytes int64 `protobuf:"varint,4,opt,name=offset_bytes,json=offsetBytes,proto3" json:"offset_bytes,omitempty"`
@@ -1145,9 +1146,9 @@ type TensorSpec struct {
 	LengthBytes int64 `protobuf:"varint,5,opt,name=length_bytes,json=lengthBytes,proto3" json:"length_bytes,omitempty"`
 	// How the payload encodes it.
 	Encoding TensorEncoding `protobuf:"varint,6,opt,name=encoding,proto3,enum=penstock.v1.TensorEncoding" json:"encoding,omitempty"`
-	// XXH3-64 of the tensor's decoded bytes; zero where the commit has it.
+	// XXH3-64 of the tensor's decoded bytes; zero if the commit carries it.
 	Xxh3 uint64 `protobuf:"fixed64,7,opt,name=xxh3,proto3" json:"xxh3,omitempty"`
-	// How the payload codes what changed; set with TENSOR_ENCODING_SPARSE.
+	// How the payload encodes the changed elements; set with TENSOR_ENCODING_SPARSE.
 	Sparse *SparseCoding `protobuf:"bytes,8,opt,name=sparse,proto3" json:"sparse,omitempty"`
 }
 
@@ -1241,20 +1242,20 @@ func (x *TensorSpec) GetSparse() *SparseCoding {
 
 // The changed elements of one tensor: first their positions, then their values, in the order of the
 // positions. Elements are unsigned integers of the dtype's width, little-endian. A value is new minus
-// old, modulo that width, folded so that small differences are small numbers (zigzag: 0, -1, 1, -2 ...
-// become 0, 1, 2, 3 ...), and stored byte plane by byte plane, the least significant plane first.
+// old, modulo that width. It is zigzag-coded, so that small differences become small numbers: 0, -1, 1,
+// -2 ... become 0, 1, 2, 3 ... Values are stored byte plane by byte plane, least significant plane first.
 type SparseCoding struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Elements that changed.
+	// Number of elements that changed.
 	ChangedElementCount int64 `protobuf:"varint,1,opt,name=changed_element_count,json=changedElementCount,proto3" json:"changed_element_count,omitempty"`
 	// How positions are coded.
 	IndexCoding IndexCoding `protobuf:"varint,2,opt,name=index_coding,json=indexCoding,proto3,enum=penstock.v1.IndexCoding" json:"index_coding,omitempty"`
-	// Length of the positions in the payload; the rest of the tensor's payload are the values.
+	// Length of the positions in the payload; the rest of the tensor's payload is the values.
 	IndexLengthBytes int64 `protobuf:"varint,3,opt,name=index_length_bytes,json=indexLengthBytes,proto3" json:"index_length_bytes,omitempty"`
-	// How both parts are compressed, each by itself.
+	// How the two parts are compressed, each separately.
 	Compression Compression `protobuf:"varint,4,opt,name=compression,proto3,enum=penstock.v1.Compression" json:"compression,omitempty"`
 }
 
@@ -1375,16 +1376,17 @@ type SharedMemorySource struct {
 
 	// Path or segment name.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// Boot id and device, so that a server on another host refuses instead of misreading.
+	// Boot id and device, so that a server on another host refuses the upload instead of reading other
+	// memory.
 	HostNamespace string `protobuf:"bytes,2,opt,name=host_namespace,json=hostNamespace,proto3" json:"host_namespace,omitempty"`
-	// Set means that the uploader is still filling it, so that both sides work at the same time: all of it is
-	// there at the commit, which also has the checksums that the header leaves at zero. Only for a full
-	// upload. Unset means that all of it is there already.
+	// Set if the uploader is still filling the memory, so that both sides work at the same time. Every byte
+	// must be there at the commit, which then carries the checksums that the header leaves at zero. Only
+	// for a full upload. Unset means that every byte is already there.
 	Filling bool `protobuf:"varint,3,opt,name=filling,proto3" json:"filling,omitempty"`
-	// Where, with filling, the progress word is: a little-endian unsigned 64-bit integer at a multiple of 8
-	// behind every tensor, zero when the header is sent. It says how many bytes from the beginning on are
-	// filled and stay as they are. A hint: the server may read ahead as far as it says, and no verdict depends
-	// on it. Zero means that there is none.
+	// With filling: offset of the progress word, or zero for none. The progress word is a little-endian
+	// unsigned 64-bit integer, aligned to 8 bytes and located after every tensor. It is zero when the header
+	// is sent. It then holds how many bytes from the start are filled and will not change. It is only a
+	// hint: the server may read ahead that far, and no decision depends on it.
 	ProgressOffsetBytes int64 `protobuf:"varint,4,opt,name=progress_offset_bytes,json=progressOffsetBytes,proto3" json:"progress_offset_bytes,omitempty"`
 }
 
@@ -1448,14 +1450,14 @@ func (x *SharedMemorySource) GetProgressOffsetBytes() int64 {
 	return 0
 }
 
-// Bytes in a directory of safetensors files. The header lists names, shapes, dtypes and checksums;
-// offsets and lengths are those of the files and stay zero here.
+// Bytes in a directory of safetensors files. The header lists names, shapes, dtypes and checksums.
+// Offsets and lengths are those of the files, and stay zero in the header.
 type CheckpointSource struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Absolute path of the directory, as the server sees it.
+	// Absolute path of the directory on the server.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
 }
 
@@ -1498,8 +1500,8 @@ func (x *CheckpointSource) GetPath() string {
 	return ""
 }
 
-// Bytes by a collective that the engine joined before, through its own weight transfer. They go
-// straight into the live model, so the activation has to be immediate.
+// Bytes sent by a collective that the engine joined before, through the engine's own weight transfer.
+// They go straight into the live model, so the activation must be immediate.
 type CollectiveSource struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -1548,16 +1550,16 @@ func (x *CollectiveSource) GetBackend() string {
 	return ""
 }
 
-// Bytes of a full version that another server has, or is being given just now. Offsets and lengths of the
-// header are where they go here; there they may lie in another order.
+// Bytes of a full version that another server has or is still receiving. The header's offsets and lengths
+// are for this server's memory; the other server may store the tensors in another order.
 type PeerSource struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Where that server listens: host and port.
+	// Address of that server: host and port.
 	Address string `protobuf:"bytes,1,opt,name=address,proto3" json:"address,omitempty"`
-	// What that server calls the version.
+	// Number of the version at that server.
 	WeightVersion int64 `protobuf:"varint,2,opt,name=weight_version,json=weightVersion,proto3" json:"weight_version,omitempty"`
 }
 
@@ -1613,10 +1615,9 @@ type FetchWeightsRequest struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// What the server that is asked calls it.
+	// Number of the version at the server that receives this request.
 	WeightVersion int64 `protobuf:"varint,1,opt,name=weight_version,json=weightVersion,proto3" json:"weight_version,omitempty"`
-	// Each tensor that is wanted: its name, length and checksum, and where it goes in the payload. The rest is
-	// not looked at.
+	// The tensors to send: name, length, checksum and offset in the payload. Other fields are ignored.
 	Tensors []*TensorSpec `protobuf:"bytes,2,rep,name=tensors,proto3" json:"tensors,omitempty"`
 }
 
@@ -1666,13 +1667,14 @@ func (x *FetchWeightsRequest) GetTensors() []*TensorSpec {
 	return nil
 }
 
-// A slice of the payload that was asked for; slices come in order and without a gap.
+// A slice of the requested payload; slices come in order and without gaps.
 type FetchWeightsResponse struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Numbered as in UpdateWeightsRequest, so that a slice is the same bytes on its way in and out.
+	// Has the same field number as in UpdateWeightsRequest, so that a slice has the same bytes in both
+	// messages.
 	Chunk *WeightChunk `protobuf:"bytes,2,opt,name=chunk,proto3" json:"chunk,omitempty"`
 }
 
@@ -1723,7 +1725,7 @@ type CollectiveJoin struct {
 
 	// Name of the engine's weight transfer backend, such as "nccl" or "gloo".
 	Backend string `protobuf:"bytes,1,opt,name=backend,proto3" json:"backend,omitempty"`
-	// The backend's own rendezvous fields, a JSON object.
+	// The backend's rendezvous fields, as a JSON object.
 	RendezvousJson string `protobuf:"bytes,2,opt,name=rendezvous_json,json=rendezvousJson,proto3" json:"rendezvous_json,omitempty"`
 	// Identifies the trainer process; a join by an older epoch is refused.
 	TrainerEpoch int64 `protobuf:"varint,3,opt,name=trainer_epoch,json=trainerEpoch,proto3" json:"trainer_epoch,omitempty"`
@@ -1788,8 +1790,8 @@ type CollectiveRound struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// The backend's own description of what it is about to send: a JSON object, or an array with one for
-	// each worker.
+	// The backend's description of what it will send: a JSON object, or an array with one for each
+	// worker.
 	UpdateJson string `protobuf:"bytes,1,opt,name=update_json,json=updateJson,proto3" json:"update_json,omitempty"`
 }
 
@@ -1905,10 +1907,10 @@ type WeightCommit struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// SHA-256 of the serialized header, so that both sides mean the same manifest.
+	// SHA-256 of the serialized header, so that both sides refer to the same manifest.
 	HeaderSha256 []byte `protobuf:"bytes,1,opt,name=header_sha256,json=headerSha256,proto3" json:"header_sha256,omitempty"`
-	// XXH3-64 of every tensor's bytes, in the order of the header, where shared memory was being filled;
-	// else empty.
+	// XXH3-64 of every tensor's bytes, in the order of the header, if shared memory was being filled;
+	// otherwise empty.
 	TensorXxh3 []uint64 `protobuf:"fixed64,2,rep,packed,name=tensor_xxh3,json=tensorXxh3,proto3" json:"tensor_xxh3,omitempty"`
 }
 
@@ -1958,21 +1960,22 @@ func (x *WeightCommit) GetTensorXxh3() []uint64 {
 	return nil
 }
 
-// ACK or NACK of a switch: a version belongs to the weights, not to the stream.
+// Result of a switch, accepted or refused. It names the version because a version belongs to the weights,
+// not to the stream.
 type WeightReceipt struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// The version that was asked for.
+	// The requested version.
 	WeightVersion int64 `protobuf:"varint,1,opt,name=weight_version,json=weightVersion,proto3" json:"weight_version,omitempty"`
-	// Version now sampling; equals weight_version on success.
+	// Active weight version; equals weight_version on success.
 	ActiveWeightVersion int64 `protobuf:"varint,2,opt,name=active_weight_version,json=activeWeightVersion,proto3" json:"active_weight_version,omitempty"`
-	// Set means refused, and active_weight_version is what is in use.
+	// Set if the switch was refused; active_weight_version then remains in use.
 	Rejection *Rejection `protobuf:"bytes,3,opt,name=rejection,proto3" json:"rejection,omitempty"`
-	// How long generation stood still.
+	// How long generation was paused.
 	Pause *durationpb.Duration `protobuf:"bytes,4,opt,name=pause,proto3" json:"pause,omitempty"`
-	// How far the probe of this version was off, where there was one.
+	// Result of this version's probe, if it had one.
 	Probe *WeightProbeResult `protobuf:"bytes,5,opt,name=probe,proto3" json:"probe,omitempty"`
 }
 

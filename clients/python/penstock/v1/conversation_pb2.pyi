@@ -31,21 +31,21 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_SYSTEM: _Role.ValueType  # 1
     """Instructions."""
     ROLE_USER: _Role.ValueType  # 2
-    """The environment, as a person."""
+    """The environment, speaking as a user."""
     ROLE_ASSISTANT: _Role.ValueType  # 3
     """The policy."""
     ROLE_TOOL: _Role.ValueType  # 4
     """The answer to a tool call."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """Who speaks."""
+    """Author of a message."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Never valid on the wire."""
 ROLE_SYSTEM: Role.ValueType  # 1
 """Instructions."""
 ROLE_USER: Role.ValueType  # 2
-"""The environment, as a person."""
+"""The environment, speaking as a user."""
 ROLE_ASSISTANT: Role.ValueType  # 3
 """The policy."""
 ROLE_TOOL: Role.ValueType  # 4
@@ -54,8 +54,8 @@ Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
 class Conversation(_message.Message):
-    """Chat messages and tools, for callers that hold text rather than tokens. The server
-    renders them once with the model's chat template and keeps the tokens.
+    """Chat messages and tools, for callers that work with text rather than tokens. The server renders
+    them once with the model's chat template and keeps the tokens.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -96,17 +96,19 @@ class ChatMessage(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
-    """Who speaks."""
+    """Author of the message."""
     content: _builtins.str
     """Text."""
     tool_call_id: _builtins.str
     """The call this message answers; only with ROLE_TOOL."""
     reasoning: _builtins.str
-    """Text of the assistant's reasoning, where the model separates it and the server has a parser for it."""
+    """Text of the assistant's reasoning. Set only if the model separates its reasoning and the server
+    has a parser for it.
+    """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Calls the assistant made; only with ROLE_ASSISTANT. Of a turn they are what the server's tool parser
-        finds in it, and none without one.
+        """Calls the assistant made; only with ROLE_ASSISTANT. In a sampled turn, these are the calls that
+        the server's tool parser found. A server without a tool parser reports none.
         """
 
     def __init__(
@@ -136,7 +138,7 @@ class Tool(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name the policy uses."""
+    """Name the policy calls it by."""
     description: _builtins.str
     """When to use it."""
     @_builtins.property
@@ -172,7 +174,9 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """Name of the tool."""
     arguments_json: _builtins.str
-    """Arguments as the policy wrote them, a JSON object; kept as text because the policy may err."""
+    """Arguments as the policy wrote them. They should be a JSON object; they are kept as text because
+    the policy can write invalid JSON.
+    """
     def __init__(
         self,
         *,

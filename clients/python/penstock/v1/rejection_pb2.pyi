@@ -20,8 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Rejection(_message.Message):
-    """Why something was refused, where the refusal travels inside a stream. An rpc that fails as a
-    whole says the same in its status: the reason and metadata as google.rpc.ErrorInfo.
+    """Why something was refused, when the refusal is sent inside a stream. An rpc that fails as a whole
+    reports the same in its status, with the reason and metadata as google.rpc.ErrorInfo.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -52,10 +52,10 @@ class Rejection(_message.Message):
     reason: _builtins.str
     """Machine-readable, UPPER_SNAKE_CASE, such as CHECKSUM_MISMATCH."""
     message: _builtins.str
-    """For a person."""
+    """Explanation for people."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The values the message speaks of, such as tensor, expected and actual."""
+        """The values mentioned in the message, such as tensor, expected and actual."""
 
     def __init__(
         self,

@@ -38,9 +38,9 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 3
     """Finishes its turns and takes no new ones."""
     REPLICA_STATE_UNAVAILABLE: _ReplicaState.ValueType  # 4
-    """Lost, or holds weights that cannot be trusted."""
+    """Connection lost, or its weights cannot be trusted."""
     REPLICA_STATE_JOINING: _ReplicaState.ValueType  # 5
-    """Answers, and is being given the weights that the others have."""
+    """Reachable, and receiving the weights that the other engines have."""
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
     """Whether an engine takes turns."""
@@ -54,9 +54,9 @@ REPLICA_STATE_PAUSED: ReplicaState.ValueType  # 2
 REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 3
 """Finishes its turns and takes no new ones."""
 REPLICA_STATE_UNAVAILABLE: ReplicaState.ValueType  # 4
-"""Lost, or holds weights that cannot be trusted."""
+"""Connection lost, or its weights cannot be trusted."""
 REPLICA_STATE_JOINING: ReplicaState.ValueType  # 5
-"""Answers, and is being given the weights that the others have."""
+"""Reachable, and receiving the weights that the other engines have."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 @_typing.final
@@ -79,28 +79,33 @@ class GenerateRequest(_message.Message):
     PARENT_TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
     SINGLE_TURN_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
-    """Chosen by the caller, or the id that came with a lease; a repeated id is ALREADY_EXISTS."""
+    """Chosen by the caller, or the id that came with a lease. A repeated id is refused with
+    ALREADY_EXISTS.
+    """
     group_id: _builtins.str
-    """Group this trajectory belongs to; empty for a trajectory of its own that is never delivered."""
+    """Group this trajectory belongs to. Empty for a trajectory without a group, which is never delivered."""
     group_size: _builtins.int
-    """Siblings the group waits for; equal in every request of one group."""
+    """Number of trajectories in the group; the same in every request of one group."""
     sample_index: _builtins.int
     """Position within the group, from zero."""
     text: _builtins.str
     """Text, encoded without a chat template."""
     priority: _builtins.int
-    """Lower runs earlier; ties are first come, first served."""
+    """Lower values run earlier; ties are served first come, first served."""
     required_weight_version: _builtins.int
-    """Sample under this version only, else FAILED_PRECONDITION; zero accepts any."""
+    """Sample only under this weight version; zero accepts any. If another version is active, the call
+    fails with FAILED_PRECONDITION.
+    """
     parent_trajectory_id: _builtins.str
-    """Trajectory this one branches from, such as a sub-agent's or a compacted context's; it belongs
-    to the same attempt, is closed with it and shares its outcome unless it is given its own. The
-    tokens that both begin with are the parent's: of a conversation what the policy wrote there stands,
-    where the messages are still the same, and is not encoded again.
+    """Trajectory this one branches from, such as the parent of a sub-agent or of a compacted context. The
+    branch belongs to the same attempt and is closed with its parent. It shares the parent's outcome
+    unless it is completed with its own. The tokens that both start with are the parent's. In a
+    conversation, tokens the policy wrote for messages that are unchanged are kept and not encoded again.
     """
     single_turn: _builtins.bool
-    """Closed and forgotten when its turn ends: it cannot be continued, looked up or recorded. For whoever
-    keeps trajectories of its own, as a hub does. Not with a group, a lease or a parent.
+    """Closes and forgets the trajectory when its turn ends: it cannot be continued, looked up or recorded.
+    Meant for callers that keep the trajectories themselves, as a hub does. Cannot be combined with a
+    group, a lease or a parent.
     """
     @_builtins.property
     def tokens(self) -> _trajectory_pb2.TokenSequence:
@@ -167,7 +172,7 @@ class ContinueRequest(_message.Message):
 
     @_builtins.property
     def conversation(self) -> _conversation_pb2.Conversation:
-        """Messages; only their own tokens are appended, earlier ones are never encoded again."""
+        """Messages; only their own tokens are appended. Earlier messages are never encoded again."""
 
     @_builtins.property
     def sampling_params(self) -> Global___SamplingParams:
@@ -287,7 +292,7 @@ class TurnStarted(_message.Message):
     context_token_count: _builtins.int
     """Tokens the policy sees before it writes."""
     weight_version: _builtins.int
-    """Version sampling when the turn was admitted."""
+    """Weight version that was active when the turn was admitted."""
     def __init__(
         self,
         *,
@@ -316,16 +321,16 @@ class TurnFinished(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ERROR_FIELD_NUMBER: _builtins.int
     finish_reason: _trajectory_pb2.FinishReason.ValueType
-    """Why."""
+    """Why it ended."""
     policy_token_count: _builtins.int
-    """Tokens the policy wrote this turn, over all attempts."""
+    """Tokens the policy wrote in this turn, including before it was aborted and resumed."""
     cached_token_count: _builtins.int
     """Context tokens the engine took from its cache."""
     text: _builtins.str
     """The turn as text, when the trajectory was opened with text."""
     tool_call_error: _builtins.str
-    """Why what begins as a tool call is none, for the policy to be told; its text is then the message's
-    content. Empty where there is no such thing.
+    """Why the text that starts like a tool call could not be read as one, so that the agent can pass the
+    reason on to the policy. The text is then in the message's content. Empty if there is no such text.
     """
     @_builtins.property
     def message(self) -> _conversation_pb2.ChatMessage:
@@ -370,11 +375,11 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """Zero means no limit."""
     max_tokens: _builtins.int
-    """Upper bound on policy tokens in one turn, counted over all its attempts."""
+    """Upper bound on policy tokens in one turn. Tokens from before an abort count."""
     seed: _builtins.int
     """Unset draws a fresh seed."""
     ignore_eos: _builtins.bool
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Stop after any of these tokens."""
@@ -426,10 +431,10 @@ class StreamOptions(_message.Message):
     final_only: _builtins.bool
     """Send one segment per weight version, when the turn ends."""
     detach: _builtins.bool
-    """Go on without a caller when the stream is lost, instead of aborting."""
+    """If the stream is lost, continue the turn without a caller instead of aborting it."""
     @_builtins.property
     def flush_interval(self) -> _duration_pb2.Duration:
-        """Longest time tokens wait on the server before they are sent; unset is the server's default."""
+        """Longest time tokens wait on the server before they are sent; unset means the server's default."""
 
     def __init__(
         self,
@@ -588,7 +593,7 @@ class AbortedTurn(_message.Message):
     trajectory_id: _builtins.str
     """The trajectory."""
     policy_token_count: _builtins.int
-    """Policy tokens of the turn that are kept and that Continue resumes after."""
+    """Policy tokens of the turn that are kept. Continue resumes after them."""
     def __init__(
         self,
         *,
@@ -611,7 +616,7 @@ class GetServerInfoRequest(_message.Message):
 
     WITH_TENSORS_FIELD_NUMBER: _builtins.int
     with_tensors: _builtins.bool
-    """Set means that `tensors` is wanted, which is long."""
+    """Whether to include `tensors`, which is long."""
     def __init__(
         self,
         *,
@@ -652,32 +657,34 @@ class GetServerInfoResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     FULL_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
-    """Release of the server."""
+    """Release version of the server."""
     model: _builtins.str
-    """Model as it was given to the server."""
+    """Model name or path that the server was started with."""
     active_weight_version: _builtins.int
-    """Version now sampling."""
+    """Active weight version."""
     max_context_length: _builtins.int
-    """Longest sequence, in tokens."""
+    """Maximum sequence length, in tokens."""
     vocab_size: _builtins.int
     """Size of the vocabulary."""
     weight_dtype: _builtins.str
-    """Torch dtype name every uploaded tensor must have, such as "bfloat16"."""
+    """Torch dtype that every uploaded tensor must have, such as "bfloat16"."""
     delta_base_weight_version: _builtins.int
-    """Version whose bytes the server still holds, so that a delta can apply to it; zero for none."""
+    """Weight version whose bytes the server still holds, so that a delta can apply to it; zero for none."""
     http_port: _builtins.int
-    """Port of the OpenAI and Anthropic endpoints, on the host of this one; 0 for none."""
+    """Port of the OpenAI and Anthropic endpoints, on the same host; 0 for none."""
     server_id: _builtins.str
-    """Tells this process of the server from any other, also one at the same address."""
+    """Identifies this server process. A restarted server at the same address has another id."""
     host_id: _builtins.str
-    """Boot id of its host: servers with the same one may be able to read each other's memory."""
+    """Boot id of the server's host. Servers with the same one may be able to read each other's memory."""
     draining: _builtins.bool
-    """Whether it was told to stop, and starts no turn any more."""
+    """Whether the server is shutting down and no longer starts turns."""
     full_weight_version: _builtins.int
-    """Version of the full weights that are there: the one now sampling, or the one that its adapter is added to."""
+    """Version of the full weights in the engine: the active version, or the one that the active adapter is
+    added to.
+    """
     @_builtins.property
     def staged_weight_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Versions uploaded and verified but not yet switched to."""
+        """Weight versions uploaded and verified but not yet switched to."""
 
     @_builtins.property
     def weight_sources(self) -> _containers.RepeatedScalarFieldContainer[_weights_pb2.WeightSourceKind.ValueType]:
@@ -685,11 +692,11 @@ class GetServerInfoResponse(_message.Message):
 
     @_builtins.property
     def load(self) -> Global___ServerLoad:
-        """Load now."""
+        """Current load."""
 
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaInfo]:
-        """One per engine behind this server."""
+        """One entry per engine behind this server."""
 
     @_builtins.property
     def lora(self) -> Global___LoraSupport:
@@ -697,7 +704,7 @@ class GetServerInfoResponse(_message.Message):
 
     @_builtins.property
     def adapter_weight_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Versions that are adapters and still sample, oldest first."""
+        """Weight versions that are adapters and still sample, oldest first."""
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -705,7 +712,7 @@ class GetServerInfoResponse(_message.Message):
 
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorDescription]:
-        """Every tensor of a full upload, where it was asked for."""
+        """Every tensor of a full upload, if the request set with_tensors."""
 
     def __init__(
         self,
@@ -749,9 +756,9 @@ class TensorDescription(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     OPTIONAL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Hugging Face parameter name."""
+    """Parameter name, as in Hugging Face Transformers."""
     optional: _builtins.bool
-    """Whether an upload may leave it out, such as a tied lm_head.weight."""
+    """Whether an upload may omit it, such as a tied lm_head.weight."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Dimension sizes."""
@@ -773,7 +780,7 @@ Global___TensorDescription: _TypeAlias = TensorDescription  # noqa: Y015
 
 @_typing.final
 class LoraSupport(_message.Message):
-    """What a server offers for LoRA adapters."""
+    """A server's limits for LoRA adapters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -782,7 +789,7 @@ class LoraSupport(_message.Message):
     max_rank: _builtins.int
     """Largest rank."""
     max_adapters: _builtins.int
-    """Most versions that sample at the same time."""
+    """Maximum number of adapter versions that sample at the same time."""
     def __init__(
         self,
         *,
@@ -814,13 +821,15 @@ class ServerLoad(_message.Message):
     waiting_turn_count: _builtins.int
     """Turns waiting for the engine."""
     kv_cache_usage: _builtins.float
-    """Part of the key-value cache in use, from 0 to 1."""
+    """Fraction of the key-value cache in use, from 0 to 1."""
     open_trajectory_count: _builtins.int
-    """Trajectories open."""
+    """Open trajectories."""
     buffered_group_count: _builtins.int
     """Groups finished and not yet delivered."""
     preemption_count: _builtins.int
-    """Turns that lost their place in the key-value cache to others and had to be computed again, ever."""
+    """Total number of preemptions: a turn lost its key-value cache to other turns and had to be computed
+    again.
+    """
     def __init__(
         self,
         *,
@@ -857,16 +866,16 @@ class ReplicaInfo(_message.Message):
     state: Global___ReplicaState.ValueType
     """Whether it takes turns."""
     active_weight_version: _builtins.int
-    """Version it samples."""
+    """Weight version it samples under."""
     problem: _builtins.str
-    """Why it takes no turns, where it does not."""
+    """If it takes no turns, the reason."""
     turn_count: _builtins.int
-    """Turns it has from this server."""
+    """Turns in flight that this server gave it."""
     turn_limit: _builtins.int
-    """Most turns it is given."""
+    """Maximum number of turns that this server gives it at a time."""
     @_builtins.property
     def load(self) -> Global___ServerLoad:
-        """Load now."""
+        """Current load."""
 
     def __init__(
         self,
@@ -926,7 +935,7 @@ class GetTrajectoryResponse(_message.Message):
 
     @_builtins.property
     def last_turn(self) -> Global___TurnFinished:
-        """How the last turn ended, for a caller that lost the stream before; unset while one is in flight."""
+        """How the last turn ended, for a caller that lost its stream. Unset while a turn is in flight."""
 
     def __init__(
         self,

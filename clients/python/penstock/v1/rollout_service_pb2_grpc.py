@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class RolloutServiceStub:
-    """Samples from the current policy and swaps its weights.
+    """Samples from the current policy and updates its weights.
     """
 
     def __init__(self, channel):
@@ -74,7 +74,7 @@ class RolloutServiceStub:
 
 
 class RolloutServiceServicer:
-    """Samples from the current policy and swaps its weights.
+    """Samples from the current policy and updates its weights.
     """
 
     def Generate(self, request, context):
@@ -99,15 +99,17 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
-        answer is said again every ten seconds while there is no other.
+        """Uploads one weight version and, on commit, stages it or switches to it. While the server works on
+        an upload, it repeats its last response every ten seconds. An upload by a collective is the
+        exception: it gets no repeated responses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchWeights(self, request, context):
-        """Hands out the bytes of a full version that this server has or is being given, to another server.
+        """Sends the bytes of a full weight version to another server. This server either has the version or
+        is still receiving it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,7 +176,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService:
-    """Samples from the current policy and swaps its weights.
+    """Samples from the current policy and updates its weights.
     """
 
     @staticmethod

@@ -28,7 +28,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """Samples from the current policy and swaps its weights."""
+    """Samples from the current policy and updates its weights."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -41,11 +41,14 @@ class RolloutServiceStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.AbortRequest, _rollout_service_pb2.AbortResponse]
     """Stops turns in flight and returns once the engine no longer works on them."""
     UpdateWeights: _grpc.StreamStreamMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]
-    """Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
-    answer is said again every ten seconds while there is no other.
+    """Uploads one weight version and, on commit, stages it or switches to it. While the server works on
+    an upload, it repeats its last response every ten seconds. An upload by a collective is the
+    exception: it gets no repeated responses.
     """
     FetchWeights: _grpc.UnaryStreamMultiCallable[_weights_pb2.FetchWeightsRequest, _weights_pb2.FetchWeightsResponse]
-    """Hands out the bytes of a full version that this server has or is being given, to another server."""
+    """Sends the bytes of a full weight version to another server. This server either has the version or
+    is still receiving it.
+    """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetServerInfoRequest, _rollout_service_pb2.GetServerInfoResponse]
     """Describes the server: model, versions, limits, load."""
     GetTrajectory: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]
@@ -53,7 +56,7 @@ class RolloutServiceStub:
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
-    """Samples from the current policy and swaps its weights."""
+    """Samples from the current policy and updates its weights."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.GenerateRequest, _rollout_service_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -63,18 +66,21 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Abort: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.AbortRequest, _rollout_service_pb2.AbortResponse]  # type: ignore[assignment]
     """Stops turns in flight and returns once the engine no longer works on them."""
     UpdateWeights: _aio.StreamStreamMultiCallable[_weights_pb2.UpdateWeightsRequest, _weights_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
-    """Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
-    answer is said again every ten seconds while there is no other.
+    """Uploads one weight version and, on commit, stages it or switches to it. While the server works on
+    an upload, it repeats its last response every ten seconds. An upload by a collective is the
+    exception: it gets no repeated responses.
     """
     FetchWeights: _aio.UnaryStreamMultiCallable[_weights_pb2.FetchWeightsRequest, _weights_pb2.FetchWeightsResponse]  # type: ignore[assignment]
-    """Hands out the bytes of a full version that this server has or is being given, to another server."""
+    """Sends the bytes of a full weight version to another server. This server either has the version or
+    is still receiving it.
+    """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetServerInfoRequest, _rollout_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Describes the server: model, versions, limits, load."""
     GetTrajectory: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]  # type: ignore[assignment]
     """Returns a trajectory as the server holds it, open or closed."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Samples from the current policy and swaps its weights."""
+    """Samples from the current policy and updates its weights."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -106,8 +112,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_weights_pb2.UpdateWeightsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.UpdateWeightsResponse], _abc.AsyncIterator[_weights_pb2.UpdateWeightsResponse]]:
-        """Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
-        answer is said again every ten seconds while there is no other.
+        """Uploads one weight version and, on commit, stages it or switches to it. While the server works on
+        an upload, it repeats its last response every ten seconds. An upload by a collective is the
+        exception: it gets no repeated responses.
         """
 
     @_abc_1.abstractmethod
@@ -116,7 +123,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.FetchWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.FetchWeightsResponse], _abc.AsyncIterator[_weights_pb2.FetchWeightsResponse]]:
-        """Hands out the bytes of a full version that this server has or is being given, to another server."""
+        """Sends the bytes of a full weight version to another server. This server either has the version or
+        is still receiving it.
+        """
 
     @_abc_1.abstractmethod
     def GetServerInfo(

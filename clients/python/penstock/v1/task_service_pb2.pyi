@@ -25,7 +25,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Task(_message.Message):
-    """Something to do, several times over."""
+    """A task, which is attempted several times."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -43,7 +43,7 @@ class Task(_message.Message):
     task_id: _builtins.str
     """Chosen by the submitter, unique in the run; makes submission idempotent."""
     purpose: _trajectory_pb2.Purpose.ValueType
-    """What it is for."""
+    """What the task is for."""
     group_size: _builtins.int
     """Trajectories to sample, which form one group."""
     text: _builtins.str
@@ -51,10 +51,11 @@ class Task(_message.Message):
     data_source: _builtins.str
     """Names the data source, for metrics."""
     index: _builtins.int
-    """Order in the data; groups of one batch are delivered sorted by it."""
+    """Position in the data; groups of one batch are delivered sorted by it."""
     finish_count: _builtins.int
-    """Trajectories that complete the group: the first so many to end with a reward. The others are taken
-    back from their agents and are not part of it. Zero: all of them.
+    """Number of trajectories with a reward that complete the group: the first ones to end with one count.
+    The server takes the remaining attempts back from their agents, and they are not part of the group.
+    Zero means all trajectories of the group.
     """
     @_builtins.property
     def conversation(self) -> _conversation_pb2.Conversation:
@@ -70,7 +71,7 @@ class Task(_message.Message):
 
     @_builtins.property
     def sampling_params(self) -> _rollout_service_pb2.SamplingParams:
-        """How to sample where the agent's own call leaves it unset."""
+        """Sampling parameters, used where the agent's call leaves them unset."""
 
     def __init__(
         self,
@@ -107,10 +108,12 @@ class SubmitTasksRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Of a trainer: its run, as in its Hello. Tasks of a run that was replaced are refused with STALE_EPOCH."""
+    """Set by a trainer: its run, as in its Hello. Tasks of a run that was replaced are refused with
+    STALE_EPOCH.
+    """
     trainer_epoch: _builtins.int
-    """Of a trainer: the epoch of its live session. Any other than the last Hello's is refused with
-    STALE_EPOCH; zero, of a caller that is no trainer, is not compared.
+    """Set by a trainer: the epoch of its live session. Any epoch other than the last Hello's is refused
+    with STALE_EPOCH. Callers that are not trainers leave it zero, which is not compared.
     """
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Task]:
@@ -143,9 +146,9 @@ class SubmitTasksResponse(_message.Message):
     accepted_count: _builtins.int
     """Tasks added."""
     duplicate_count: _builtins.int
-    """Tasks known already."""
+    """Tasks the server already knew."""
     pending_count: _builtins.int
-    """Tasks of the same purposes waiting for an agent; of all where none was submitted."""
+    """Tasks of the same purposes that wait for an agent; tasks of all purposes if the request had none."""
     def __init__(
         self,
         *,
@@ -172,14 +175,14 @@ class LeaseTasksRequest(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     WHOLE_GROUPS_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
-    """Names the agent process, for metrics and traces."""
+    """Name of the agent process, for metrics and traces."""
     concurrency: _builtins.int
     """Attempts the agent works on at a time."""
     purpose: _trajectory_pb2.Purpose.ValueType
     """Only tasks of this purpose; unspecified takes any."""
     whole_groups: _builtins.bool
-    """Lease every attempt of a group to this agent while the stream lives, for rewards that compare
-    siblings; a group larger than concurrency is then never leased to it.
+    """Lease every attempt of a group to this agent while the stream is open, for rewards that compare
+    siblings. A group larger than concurrency is then never leased to this agent.
     """
     def __init__(
         self,
@@ -252,7 +255,7 @@ class RenewLeaseRequest(_message.Message):
     TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Trajectories still being worked on."""
+        """Trajectories the agent still works on."""
 
     def __init__(
         self,
@@ -277,14 +280,14 @@ class RenewLeaseResponse(_message.Message):
     RETRIED_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def expired_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Trajectories that have no lease: it ran out and their work is lost to another agent, or their group
+        """Trajectories without a lease. Either the lease expired and another agent gets the work, or the group
         is complete without them, or they are closed, or this server does not know them.
         """
 
     @_builtins.property
     def retried_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those of them whose lease ran out and whose attempt is made again, under another trajectory id. Of
-        the others nothing more comes: they were closed, count as failed, or their group is complete.
+        """Those of them whose lease expired and whose attempt is retried under another trajectory id. The
+        others are not retried: they were closed, count as failed, or their group is complete.
         """
 
     def __init__(
@@ -331,7 +334,7 @@ Global___CompleteTrajectoryRequest: _TypeAlias = CompleteTrajectoryRequest  # no
 
 @_typing.final
 class CompleteTrajectoryResponse(_message.Message):
-    """Confirms a close; repeated for the same outcome it is confirmed again."""
+    """Confirms a close. A repeated call with the same outcome is confirmed again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -340,7 +343,7 @@ class CompleteTrajectoryResponse(_message.Message):
     group_completed: _builtins.bool
     """Whether this close completed its group."""
     retried: _builtins.bool
-    """Whether the attempt failed and will be made again, under another trajectory id."""
+    """Whether the attempt failed and will be retried under another trajectory id."""
     def __init__(
         self,
         *,

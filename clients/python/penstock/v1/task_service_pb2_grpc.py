@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TaskServiceStub:
-    """Hands tasks to agents and takes finished trajectories back.
+    """Gives tasks to agents and takes back finished trajectories.
     """
 
     def __init__(self, channel):
@@ -58,7 +58,7 @@ class TaskServiceStub:
 
 
 class TaskServiceServicer:
-    """Hands tasks to agents and takes finished trajectories back.
+    """Gives tasks to agents and takes back finished trajectories.
     """
 
     def SubmitTasks(self, request, context):
@@ -69,21 +69,21 @@ class TaskServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LeaseTasks(self, request, context):
-        """Leases attempts at tasks, as many at a time as the agent asks for, while the stream lives.
+        """Leases attempts at tasks while the stream is open, as many at a time as the agent asks for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Extends a lease that would run out while the agent works without the server.
+        """Extends leases that would expire while the agent works without calling the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompleteTrajectory(self, request, context):
-        """Closes a trajectory with its outcome; answered only once it is durable.
+        """Closes a trajectory with its outcome; returns only once the outcome is durable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +121,7 @@ def add_TaskServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TaskService:
-    """Hands tasks to agents and takes finished trajectories back.
+    """Gives tasks to agents and takes back finished trajectories.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TaskServiceStub:
-    """Hands tasks to agents and takes finished trajectories back."""
+    """Gives tasks to agents and takes back finished trajectories."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -36,28 +36,28 @@ class TaskServiceStub:
     SubmitTasks: _grpc.UnaryUnaryMultiCallable[_task_service_pb2.SubmitTasksRequest, _task_service_pb2.SubmitTasksResponse]
     """Adds tasks; a task_id seen before is counted as a duplicate and changes nothing."""
     LeaseTasks: _grpc.UnaryStreamMultiCallable[_task_service_pb2.LeaseTasksRequest, _task_service_pb2.LeaseTasksResponse]
-    """Leases attempts at tasks, as many at a time as the agent asks for, while the stream lives."""
+    """Leases attempts at tasks while the stream is open, as many at a time as the agent asks for."""
     RenewLease: _grpc.UnaryUnaryMultiCallable[_task_service_pb2.RenewLeaseRequest, _task_service_pb2.RenewLeaseResponse]
-    """Extends a lease that would run out while the agent works without the server."""
+    """Extends leases that would expire while the agent works without calling the server."""
     CompleteTrajectory: _grpc.UnaryUnaryMultiCallable[_task_service_pb2.CompleteTrajectoryRequest, _task_service_pb2.CompleteTrajectoryResponse]
-    """Closes a trajectory with its outcome; answered only once it is durable."""
+    """Closes a trajectory with its outcome; returns only once the outcome is durable."""
 
 @_typing.type_check_only
 class TaskServiceAsyncStub(TaskServiceStub):
-    """Hands tasks to agents and takes finished trajectories back."""
+    """Gives tasks to agents and takes back finished trajectories."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SubmitTasks: _aio.UnaryUnaryMultiCallable[_task_service_pb2.SubmitTasksRequest, _task_service_pb2.SubmitTasksResponse]  # type: ignore[assignment]
     """Adds tasks; a task_id seen before is counted as a duplicate and changes nothing."""
     LeaseTasks: _aio.UnaryStreamMultiCallable[_task_service_pb2.LeaseTasksRequest, _task_service_pb2.LeaseTasksResponse]  # type: ignore[assignment]
-    """Leases attempts at tasks, as many at a time as the agent asks for, while the stream lives."""
+    """Leases attempts at tasks while the stream is open, as many at a time as the agent asks for."""
     RenewLease: _aio.UnaryUnaryMultiCallable[_task_service_pb2.RenewLeaseRequest, _task_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
-    """Extends a lease that would run out while the agent works without the server."""
+    """Extends leases that would expire while the agent works without calling the server."""
     CompleteTrajectory: _aio.UnaryUnaryMultiCallable[_task_service_pb2.CompleteTrajectoryRequest, _task_service_pb2.CompleteTrajectoryResponse]  # type: ignore[assignment]
-    """Closes a trajectory with its outcome; answered only once it is durable."""
+    """Closes a trajectory with its outcome; returns only once the outcome is durable."""
 
 class TaskServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Hands tasks to agents and takes finished trajectories back."""
+    """Gives tasks to agents and takes back finished trajectories."""
 
     @_abc_1.abstractmethod
     def SubmitTasks(
@@ -73,7 +73,7 @@ class TaskServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _task_service_pb2.LeaseTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_task_service_pb2.LeaseTasksResponse], _abc.AsyncIterator[_task_service_pb2.LeaseTasksResponse]]:
-        """Leases attempts at tasks, as many at a time as the agent asks for, while the stream lives."""
+        """Leases attempts at tasks while the stream is open, as many at a time as the agent asks for."""
 
     @_abc_1.abstractmethod
     def RenewLease(
@@ -81,7 +81,7 @@ class TaskServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _task_service_pb2.RenewLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_task_service_pb2.RenewLeaseResponse, _abc.Awaitable[_task_service_pb2.RenewLeaseResponse]]:
-        """Extends a lease that would run out while the agent works without the server."""
+        """Extends leases that would expire while the agent works without calling the server."""
 
     @_abc_1.abstractmethod
     def CompleteTrajectory(
@@ -89,6 +89,6 @@ class TaskServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _task_service_pb2.CompleteTrajectoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_task_service_pb2.CompleteTrajectoryResponse, _abc.Awaitable[_task_service_pb2.CompleteTrajectoryResponse]]:
-        """Closes a trajectory with its outcome; answered only once it is durable."""
+        """Closes a trajectory with its outcome; returns only once the outcome is durable."""
 
 def add_TaskServiceServicer_to_server(servicer: TaskServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -33,7 +33,7 @@ class _LatePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LatePolicy
     LATE_POLICY_MASK: _LatePolicy.ValueType  # 1
     """Deliver it; tokens that are too old carry no gradient."""
     LATE_POLICY_WAIT: _LatePolicy.ValueType  # 2
-    """Schedule so that there is none; the trainer waits for the oldest group where it must."""
+    """Schedule groups so that no token becomes too old; the trainer waits for the oldest group if necessary."""
     LATE_POLICY_REQUEUE: _LatePolicy.ValueType  # 3
     """Drop it, count it and sample its task again."""
     LATE_POLICY_DROP: _LatePolicy.ValueType  # 4
@@ -47,7 +47,7 @@ LATE_POLICY_UNSPECIFIED: LatePolicy.ValueType  # 0
 LATE_POLICY_MASK: LatePolicy.ValueType  # 1
 """Deliver it; tokens that are too old carry no gradient."""
 LATE_POLICY_WAIT: LatePolicy.ValueType  # 2
-"""Schedule so that there is none; the trainer waits for the oldest group where it must."""
+"""Schedule groups so that no token becomes too old; the trainer waits for the oldest group if necessary."""
 LATE_POLICY_REQUEUE: LatePolicy.ValueType  # 3
 """Drop it, count it and sample its task again."""
 LATE_POLICY_DROP: LatePolicy.ValueType  # 4
@@ -75,7 +75,7 @@ class ExchangeRequest(_message.Message):
 
     @_builtins.property
     def receipt(self) -> Global___GroupReceipt:
-        """Says what became of delivered groups."""
+        """Reports what the trainer did with delivered groups."""
 
     @_builtins.property
     def switch_weights(self) -> Global___SwitchWeights:
@@ -133,7 +133,7 @@ class ExchangeResponse(_message.Message):
 
     @_builtins.property
     def deliveries(self) -> Global___GroupDeliveries:
-        """Several groups by their places, each delivered at least once; only where by_place allows it."""
+        """Several groups by their locations in files, each delivered at least once; only if by_place allows it."""
 
     def __init__(
         self,
@@ -167,17 +167,17 @@ class Hello(_message.Message):
     STALENESS_FIELD_NUMBER: _builtins.int
     START_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Stable over restarts of one training run."""
+    """Stays the same when the trainer of one training run restarts."""
     trainer_epoch: _builtins.int
-    """Grows with every start of the trainer; a session of a smaller epoch is ended with ABORTED."""
+    """Increases with every start of the trainer. A session with a smaller epoch is ended with ABORTED."""
     weight_version: _builtins.int
     """Weight version the trainer holds."""
     resume_step: _builtins.int
-    """Optimizer step the trainer resumes after; groups trained in later steps are delivered again."""
+    """Optimizer step after which the trainer resumes. Groups trained in later steps are delivered again."""
     start_id: _builtins.str
-    """Made when the run begins, and the same wherever it resumes. Where the server knows another one of this
-    run, the run has begun anew, with nothing left of that start: what the server has of it is dropped, as
-    that of another run would be. Empty where the trainer does not know.
+    """Generated when the run starts, and unchanged when it resumes. If the server knows another start_id for
+    this run_id, the run has started from scratch. The server then drops everything it holds of the
+    previous start, as it would for another run. Empty if the trainer does not know its start_id.
     """
     @_builtins.property
     def staleness(self) -> Global___StalenessContract:
@@ -203,7 +203,7 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class StalenessContract(_message.Message):
-    """Bounds how far behind the trainer a trained token may be."""
+    """Bounds how old a token may be when it is trained."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -211,13 +211,13 @@ class StalenessContract(_message.Message):
     LATE_POLICY_FIELD_NUMBER: _builtins.int
     GROUPS_PER_STEP_FIELD_NUMBER: _builtins.int
     max_lag: _builtins.int
-    """Largest allowed difference between the version the trainer holds when it takes a group and the
-    version that sampled a token.
+    """Largest allowed lag: the version the trainer holds when it takes a group, minus the version that
+    sampled a token.
     """
     late_policy: Global___LatePolicy.ValueType
-    """What happens to a group with older tokens."""
+    """What happens to a group with tokens older than that."""
     groups_per_step: _builtins.int
-    """Groups in one optimizer step, from which admission is computed."""
+    """Groups in one optimizer step. The staleness gate uses it to decide how many groups to admit."""
     def __init__(
         self,
         *,
@@ -243,12 +243,12 @@ class Welcome(_message.Message):
     BUFFERED_GROUP_COUNT_FIELD_NUMBER: _builtins.int
     GROUP_FOLDER_FIELD_NUMBER: _builtins.int
     active_weight_version: _builtins.int
-    """Version now sampling."""
+    """Active weight version."""
     buffered_group_count: _builtins.int
-    """Groups finished and waiting, evaluation groups not among them."""
+    """Groups finished and waiting for delivery, without evaluation groups."""
     @_builtins.property
     def group_folder(self) -> Global___GroupFolder:
-        """Folder whose files groups lie in; unset where they lie in none."""
+        """Folder with the files that contain the groups; unset if the server keeps no such files."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class GroupFolder(_message.Message):
-    """A folder of the server's host. A trainer that finds it there may read groups itself."""
+    """A folder on the server's host. A trainer that can open it may read groups from it directly."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -280,7 +280,9 @@ class GroupFolder(_message.Message):
     path: _builtins.str
     """Absolute path."""
     device: _builtins.int
-    """Device of the file LOCK in it: whoever finds the same device and inode there has found the same folder."""
+    """Device of the file LOCK in the folder. A trainer that sees the same device and inode sees the same
+    folder.
+    """
     inode: _builtins.int
     """Inode of that file."""
     def __init__(
@@ -309,11 +311,13 @@ class Demand(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     BY_PLACE_FIELD_NUMBER: _builtins.int
     group_count: _builtins.int
-    """Further groups the trainer will take."""
+    """Number of additional groups the trainer will take."""
     purpose: _trajectory_pb2.Purpose.ValueType
     """Of this purpose; unspecified is PURPOSE_TRAIN."""
     by_place: _builtins.bool
-    """Whether groups may come by where they lie in Welcome's group_folder; what the last demand says counts."""
+    """Whether the server may send a group's location in Welcome's group_folder instead of the group. The
+    last demand's value applies.
+    """
     def __init__(
         self,
         *,
@@ -340,16 +344,16 @@ class GroupDelivery(_message.Message):
     REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     delivery_id: _builtins.int
-    """Grows within a run."""
+    """Increases within a run."""
     redelivery_count: _builtins.int
-    """Times the group was delivered before."""
+    """Number of times the group was delivered before."""
     @_builtins.property
     def group(self) -> _trajectory_pb2.TrajectoryGroup:
         """The group."""
 
     @_builtins.property
     def stored(self) -> Global___StoredGroup:
-        """Where the group lies, in place of `group`; only where by_place allows it."""
+        """Location of the group, instead of `group`; only if by_place allows it."""
 
     def __init__(
         self,
@@ -376,7 +380,7 @@ class GroupDeliveries(_message.Message):
     DELIVERIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def deliveries(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDelivery]:
-        """Two or more, in the order in which they were selected."""
+        """Two or more deliveries, in the order in which the server selected the groups."""
 
     def __init__(
         self,
@@ -393,7 +397,9 @@ Global___GroupDeliveries: _TypeAlias = GroupDeliveries  # noqa: Y015
 
 @_typing.final
 class StoredGroup(_message.Message):
-    """A group in a file. Who cannot read it, or finds another checksum, says Hello again without by_place."""
+    """The location of a group in a file. A trainer that cannot read it, or whose checksum differs, sends Hello
+    again on a new stream and demands without by_place.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -404,12 +410,14 @@ class StoredGroup(_message.Message):
     file: _builtins.str
     """Name of the file in Welcome's group_folder."""
     offset_bytes: _builtins.int
-    """Where the frame begins whose payload is a JournalRecord with group_finished or group_referred."""
+    """Offset of the frame whose payload is a JournalRecord with group_finished or group_referred."""
     length_bytes: _builtins.int
     """Length of the frame."""
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredTurn]:
-        """Of a group_referred, for each of its segments in order: the record of the turn that has it."""
+        """For a group_referred: one entry for each of its segments, in order, with the record of the turn that
+        contains the segment.
+        """
 
     def __init__(
         self,
@@ -429,7 +437,7 @@ Global___StoredGroup: _TypeAlias = StoredGroup  # noqa: Y015
 
 @_typing.final
 class StoredTurn(_message.Message):
-    """The record of a turn in a file of the same folder."""
+    """The location of a turn's record in a file of the same folder."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -439,7 +447,7 @@ class StoredTurn(_message.Message):
     file: _builtins.str
     """Name of the file."""
     offset_bytes: _builtins.int
-    """Where the frame begins whose payload is a JournalRecord with turn_changed."""
+    """Offset of the frame whose payload is a JournalRecord with turn_changed."""
     length_bytes: _builtins.int
     """Length of the frame."""
     def __init__(
@@ -459,7 +467,7 @@ Global___StoredTurn: _TypeAlias = StoredTurn  # noqa: Y015
 
 @_typing.final
 class GroupReceipt(_message.Message):
-    """Says what became of delivered groups."""
+    """Reports what the trainer did with delivered groups."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -467,14 +475,14 @@ class GroupReceipt(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     REJECTION_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Step that used them; zero when refused."""
+    """Optimizer step that used them; zero if refused."""
     @_builtins.property
     def delivery_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The deliveries."""
 
     @_builtins.property
     def rejection(self) -> _rejection_pb2.Rejection:
-        """Set means refused, and not to be delivered again."""
+        """Set if the trainer refuses the groups; they are then not delivered again."""
 
     def __init__(
         self,
@@ -525,7 +533,9 @@ class CheckpointNotice(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Last step that the durable checkpoint contains; of a run that saves none, the last one it has made."""
+    """Last optimizer step that the durable checkpoint contains. A run without checkpoints sends its last
+    step.
+    """
     def __init__(
         self,
         *,
@@ -552,11 +562,13 @@ class Notice(_message.Message):
     reason: _builtins.str
     """Machine-readable, UPPER_SNAKE_CASE, such as GROUP_DROPPED."""
     message: _builtins.str
-    """For a person."""
+    """Explanation for people."""
     group_id: _builtins.str
-    """The group concerned, if one is."""
+    """The group concerned, if any."""
     task_id: _builtins.str
-    """Its task, if it has one. After GROUP_DROPPED and GROUP_TOO_LARGE no group of that task will come."""
+    """Its task, if it has one. After GROUP_DROPPED or GROUP_TOO_LARGE the server delivers no group for that
+    task.
+    """
     def __init__(
         self,
         *,

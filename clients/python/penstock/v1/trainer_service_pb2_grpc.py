@@ -47,8 +47,8 @@ class TrainerServiceServicer:
     """
 
     def Exchange(self, request_iterator, context):
-        """The trainer's one long-lived stream: demand, receipts and weight versions up, groups and
-        weight receipts down. Bulk weight bytes never travel on it.
+        """The trainer's one long-lived stream. The trainer sends demand, receipts and weight switches; the
+        server sends groups and weight receipts. Bulk weight bytes never travel on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,8 +34,8 @@ class TrainerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrainerServiceAsyncStub: ...
     Exchange: _grpc.StreamStreamMultiCallable[_trainer_service_pb2.ExchangeRequest, _trainer_service_pb2.ExchangeResponse]
-    """The trainer's one long-lived stream: demand, receipts and weight versions up, groups and
-    weight receipts down. Bulk weight bytes never travel on it.
+    """The trainer's one long-lived stream. The trainer sends demand, receipts and weight switches; the
+    server sends groups and weight receipts. Bulk weight bytes never travel on it.
     """
 
 @_typing.type_check_only
@@ -44,8 +44,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Exchange: _aio.StreamStreamMultiCallable[_trainer_service_pb2.ExchangeRequest, _trainer_service_pb2.ExchangeResponse]  # type: ignore[assignment]
-    """The trainer's one long-lived stream: demand, receipts and weight versions up, groups and
-    weight receipts down. Bulk weight bytes never travel on it.
+    """The trainer's one long-lived stream. The trainer sends demand, receipts and weight switches; the
+    server sends groups and weight receipts. Bulk weight bytes never travel on it.
     """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -57,8 +57,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_service_pb2.ExchangeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_service_pb2.ExchangeResponse], _abc.AsyncIterator[_trainer_service_pb2.ExchangeResponse]]:
-        """The trainer's one long-lived stream: demand, receipts and weight versions up, groups and
-        weight receipts down. Bulk weight bytes never travel on it.
+        """The trainer's one long-lived stream. The trainer sends demand, receipts and weight switches; the
+        server sends groups and weight receipts. Bulk weight bytes never travel on it.
         """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

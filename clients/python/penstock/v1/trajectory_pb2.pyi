@@ -51,25 +51,25 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """Still running."""
+    """Not stopped yet."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """A stop token or stop string was produced."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """The token budget or the context length ran out."""
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 3
-    """Stopped by Abort, a lost caller or a weight update; can be continued."""
+    """Stopped by Abort, a lost caller or a weight update; Continue can resume it."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation stopped."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""Still running."""
+"""Not stopped yet."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """A stop token or stop string was produced."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """The token budget or the context length ran out."""
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
-"""Stopped by Abort, a lost caller or a weight update; can be continued."""
+"""Stopped by Abort, a lost caller or a weight update; Continue can resume it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _Purpose:
@@ -83,7 +83,7 @@ class _PurposeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Purpose.Value
     PURPOSE_TRAIN: _Purpose.ValueType  # 1
     """Feeds the optimizer."""
     PURPOSE_EVAL: _Purpose.ValueType  # 2
-    """Measures one weight version; never feeds the optimizer."""
+    """Evaluates one weight version; never feeds the optimizer."""
 
 class Purpose(_Purpose, metaclass=_PurposeEnumTypeWrapper):
     """What a task, and the group that answers it, is for."""
@@ -93,12 +93,14 @@ PURPOSE_UNSPECIFIED: Purpose.ValueType  # 0
 PURPOSE_TRAIN: Purpose.ValueType  # 1
 """Feeds the optimizer."""
 PURPOSE_EVAL: Purpose.ValueType  # 2
-"""Measures one weight version; never feeds the optimizer."""
+"""Evaluates one weight version; never feeds the optimizer."""
 Global___Purpose: _TypeAlias = Purpose  # noqa: Y015
 
 @_typing.final
 class TrajectoryGroup(_message.Message):
-    """Several trajectories sampled for one task; the unit of advantage and of delivery."""
+    """The trajectories sampled for one task. Advantages are computed over a group, and it is delivered as a
+    whole.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -109,15 +111,17 @@ class TrajectoryGroup(_message.Message):
     OLDEST_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     NEWEST_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
-    """Identifies the group across the whole run, never reused."""
+    """Identifies the group within the whole run; never reused."""
     task_id: _builtins.str
     """The task every trajectory answers."""
     purpose: Global___Purpose.ValueType
     """What the group is for."""
     oldest_weight_version: _builtins.int
-    """Smallest weight_version over all policy tokens; staleness is counted from it."""
+    """Smallest weight_version of all policy tokens; staleness is counted from it."""
     newest_weight_version: _builtins.int
-    """Largest weight_version over all policy tokens; equal to the oldest where one version was measured whole."""
+    """Largest weight_version of all policy tokens. If it equals the oldest, an evaluation group measured
+    exactly one version.
+    """
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___Trajectory]:
         """Finished trajectories, ordered by sample_index."""
@@ -156,7 +160,7 @@ class Trajectory(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PARENT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
-    """Identifies the trajectory across the whole run, never reused."""
+    """Identifies the trajectory within the whole run; never reused."""
     sample_index: _builtins.int
     """Position within the group, from zero."""
     finish_reason: Global___FinishReason.ValueType
@@ -167,11 +171,11 @@ class Trajectory(_message.Message):
     """Trajectory this one branches from; empty for the attempt's own."""
     traceparent: _builtins.str
     """W3C trace context of the call that opened it, so that the optimizer step that trains it appears
-    in the same trace; empty where the caller sent none.
+    in the same trace. Empty if the caller sent none.
     """
     parent_token_count: _builtins.int
-    """So many tokens at the beginning are the parent's own first ones: they are not among the segments
-    here, nor trained again. 0 without a parent.
+    """Number of tokens it shares with the beginning of its parent. They are not in this trajectory's
+    segments and are not trained again. Zero without a parent.
     """
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
@@ -206,8 +210,8 @@ Global___Trajectory: _TypeAlias = Trajectory  # noqa: Y015
 class Segment(_message.Message):
     """A maximal run of tokens with one author and, for the policy, one weight version.
 
-    Segments run-length encode the loss mask and the per-token weight version, so
-    neither can fall out of step with the tokens.
+    Segments run-length encode the loss mask and the weight version of each token, so neither can get out
+    of step with the tokens.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -221,12 +225,12 @@ class Segment(_message.Message):
     author: Global___Author.ValueType
     """Who wrote the tokens."""
     weight_version: _builtins.int
-    """Weights that sampled these tokens; zero unless author is AUTHOR_POLICY."""
+    """Weight version that sampled these tokens; zero unless author is AUTHOR_POLICY."""
     turn_index: _builtins.int
     """Turn these tokens belong to, from zero."""
     temperature: _builtins.float
-    """Temperature the tokens were sampled at, so that a trainer can recompute logprobs; greedy
-    tokens carry zero and the log-probability at temperature 1. Zero unless author is AUTHOR_POLICY.
+    """Temperature the tokens were sampled at, so that a trainer can recompute logprobs. Greedy tokens
+    carry zero and the log-probability at temperature 1. Zero unless author is AUTHOR_POLICY.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -312,14 +316,14 @@ class Outcome(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
-    """The scalar return."""
+    """The reward of the whole trajectory."""
     @_builtins.property
     def failure(self) -> Global___Failure:
         """The agent could not finish; the trajectory carries no gradient."""
 
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Named components of the reward and any other per-episode number worth logging."""
+        """Named components of the reward, and any other per-episode numbers worth logging."""
 
     @_builtins.property
     def metadata(self) -> _struct_pb2.Struct:
@@ -327,7 +331,7 @@ class Outcome(_message.Message):
 
     @_builtins.property
     def turn_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Rewards of single turns, by turn_index; empty where only the whole is scored."""
+        """Rewards of individual turns, by turn_index; empty if only the whole trajectory is scored."""
 
     def __init__(
         self,
@@ -359,7 +363,7 @@ class Failure(_message.Message):
     reason: _builtins.str
     """Machine-readable, UPPER_SNAKE_CASE."""
     message: _builtins.str
-    """For a person."""
+    """Explanation for people."""
     def __init__(
         self,
         *,

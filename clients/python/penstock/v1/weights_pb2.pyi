@@ -30,11 +30,11 @@ class _IndexCodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IndexCodi
     INDEX_CODING_UNSPECIFIED: _IndexCoding.ValueType  # 0
     """Never valid on the wire."""
     INDEX_CODING_GAPS: _IndexCoding.ValueType  # 1
-    """One byte for each gap, the number of unchanged elements since the changed one before: 0 to 254. A
-    byte of 255 stands for 255 unchanged elements and goes on with the next byte.
+    """One byte for each gap, which is the number of unchanged elements since the previous changed one: 0
+    to 254. A byte of 255 stands for 255 unchanged elements; the gap continues with the next byte.
     """
     INDEX_CODING_BITMAP: _IndexCoding.ValueType  # 2
-    """One bit for each element, the least significant bit of a byte first; set means changed."""
+    """One bit for each element, least significant bit of a byte first; a set bit means changed."""
 
 class IndexCoding(_IndexCoding, metaclass=_IndexCodingEnumTypeWrapper):
     """How the positions of changed elements are coded."""
@@ -42,11 +42,11 @@ class IndexCoding(_IndexCoding, metaclass=_IndexCodingEnumTypeWrapper):
 INDEX_CODING_UNSPECIFIED: IndexCoding.ValueType  # 0
 """Never valid on the wire."""
 INDEX_CODING_GAPS: IndexCoding.ValueType  # 1
-"""One byte for each gap, the number of unchanged elements since the changed one before: 0 to 254. A
-byte of 255 stands for 255 unchanged elements and goes on with the next byte.
+"""One byte for each gap, which is the number of unchanged elements since the previous changed one: 0
+to 254. A byte of 255 stands for 255 unchanged elements; the gap continues with the next byte.
 """
 INDEX_CODING_BITMAP: IndexCoding.ValueType  # 2
-"""One bit for each element, the least significant bit of a byte first; set means changed."""
+"""One bit for each element, least significant bit of a byte first; a set bit means changed."""
 Global___IndexCoding: _TypeAlias = IndexCoding  # noqa: Y015
 
 class _Compression:
@@ -56,17 +56,17 @@ class _Compression:
 class _CompressionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Compression.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     COMPRESSION_UNSPECIFIED: _Compression.ValueType  # 0
-    """Not at all."""
+    """No compression."""
     COMPRESSION_ZSTD: _Compression.ValueType  # 1
-    """One Zstandard frame that names its content size."""
+    """One Zstandard frame whose header has the content size."""
 
 class Compression(_Compression, metaclass=_CompressionEnumTypeWrapper):
     """How bytes are compressed."""
 
 COMPRESSION_UNSPECIFIED: Compression.ValueType  # 0
-"""Not at all."""
+"""No compression."""
 COMPRESSION_ZSTD: Compression.ValueType  # 1
-"""One Zstandard frame that names its content size."""
+"""One Zstandard frame whose header has the content size."""
 Global___Compression: _TypeAlias = Compression  # noqa: Y015
 
 class _WeightState:
@@ -80,21 +80,21 @@ class _WeightStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightSta
     WEIGHT_STATE_READY: _WeightState.ValueType  # 1
     """The header is accepted: send chunks, or start the collective."""
     WEIGHT_STATE_STAGED: _WeightState.ValueType  # 2
-    """Complete and verified, not yet sampling."""
+    """Complete and verified, not yet active."""
     WEIGHT_STATE_ACTIVE: _WeightState.ValueType  # 3
-    """Sampling."""
+    """The version is active."""
 
 class WeightState(_WeightState, metaclass=_WeightStateEnumTypeWrapper):
-    """How far an upload has come."""
+    """State of an upload."""
 
 WEIGHT_STATE_UNSPECIFIED: WeightState.ValueType  # 0
 """Never valid on the wire."""
 WEIGHT_STATE_READY: WeightState.ValueType  # 1
 """The header is accepted: send chunks, or start the collective."""
 WEIGHT_STATE_STAGED: WeightState.ValueType  # 2
-"""Complete and verified, not yet sampling."""
+"""Complete and verified, not yet active."""
 WEIGHT_STATE_ACTIVE: WeightState.ValueType  # 3
-"""Sampling."""
+"""The version is active."""
 Global___WeightState: _TypeAlias = WeightState  # noqa: Y015
 
 class _Activation:
@@ -106,9 +106,9 @@ class _ActivationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Activation
     ACTIVATION_UNSPECIFIED: _Activation.ValueType  # 0
     """Treated as ACTIVATION_IMMEDIATE."""
     ACTIVATION_IMMEDIATE: _Activation.ValueType  # 1
-    """Switch at once."""
+    """Switch immediately."""
     ACTIVATION_STAGED: _Activation.ValueType  # 2
-    """Wait for SwitchWeights on the trainer's stream."""
+    """Wait for SwitchWeights on the trainer's Exchange stream, or WeightActivation on the upload's stream."""
 
 class Activation(_Activation, metaclass=_ActivationEnumTypeWrapper):
     """What happens on commit."""
@@ -116,9 +116,9 @@ class Activation(_Activation, metaclass=_ActivationEnumTypeWrapper):
 ACTIVATION_UNSPECIFIED: Activation.ValueType  # 0
 """Treated as ACTIVATION_IMMEDIATE."""
 ACTIVATION_IMMEDIATE: Activation.ValueType  # 1
-"""Switch at once."""
+"""Switch immediately."""
 ACTIVATION_STAGED: Activation.ValueType  # 2
-"""Wait for SwitchWeights on the trainer's stream."""
+"""Wait for SwitchWeights on the trainer's Exchange stream, or WeightActivation on the upload's stream."""
 Global___Activation: _TypeAlias = Activation  # noqa: Y015
 
 class _InFlightPolicy:
@@ -130,9 +130,9 @@ class _InFlightPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InFlig
     IN_FLIGHT_POLICY_UNSPECIFIED: _InFlightPolicy.ValueType  # 0
     """The server's default."""
     IN_FLIGHT_POLICY_KEEP: _InFlightPolicy.ValueType  # 1
-    """Freeze them, keep their key-value cache and go on under the new weights."""
+    """Freeze them, keep their key-value cache and continue under the new weights."""
     IN_FLIGHT_POLICY_RECOMPUTE: _InFlightPolicy.ValueType  # 2
-    """Freeze them, recompute their key-value cache and go on under the new weights."""
+    """Freeze them, recompute their key-value cache and continue under the new weights."""
     IN_FLIGHT_POLICY_DRAIN: _InFlightPolicy.ValueType  # 3
     """Let them finish first."""
     IN_FLIGHT_POLICY_ABORT: _InFlightPolicy.ValueType  # 4
@@ -144,9 +144,9 @@ class InFlightPolicy(_InFlightPolicy, metaclass=_InFlightPolicyEnumTypeWrapper):
 IN_FLIGHT_POLICY_UNSPECIFIED: InFlightPolicy.ValueType  # 0
 """The server's default."""
 IN_FLIGHT_POLICY_KEEP: InFlightPolicy.ValueType  # 1
-"""Freeze them, keep their key-value cache and go on under the new weights."""
+"""Freeze them, keep their key-value cache and continue under the new weights."""
 IN_FLIGHT_POLICY_RECOMPUTE: InFlightPolicy.ValueType  # 2
-"""Freeze them, recompute their key-value cache and go on under the new weights."""
+"""Freeze them, recompute their key-value cache and continue under the new weights."""
 IN_FLIGHT_POLICY_DRAIN: InFlightPolicy.ValueType  # 3
 """Let them finish first."""
 IN_FLIGHT_POLICY_ABORT: InFlightPolicy.ValueType  # 4
@@ -173,7 +173,7 @@ class _WeightSourceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Weig
     """PeerSource."""
 
 class WeightSourceKind(_WeightSourceKind, metaclass=_WeightSourceKindEnumTypeWrapper):
-    """Where a server can take weights from."""
+    """Sources that a server can take weights from."""
 
 WEIGHT_SOURCE_KIND_UNSPECIFIED: WeightSourceKind.ValueType  # 0
 """Never valid on the wire."""
@@ -198,11 +198,11 @@ class _TensorEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tensor
     TENSOR_ENCODING_UNSPECIFIED: _TensorEncoding.ValueType  # 0
     """Treated as TENSOR_ENCODING_RAW."""
     TENSOR_ENCODING_RAW: _TensorEncoding.ValueType  # 1
-    """The bytes themselves."""
+    """The bytes, unencoded."""
     TENSOR_ENCODING_SAME: _TensorEncoding.ValueType  # 2
     """Unchanged since base_weight_version; no bytes."""
     TENSOR_ENCODING_SPARSE: _TensorEncoding.ValueType  # 3
-    """Positions and new values of the elements that changed: lossless, and small where few did."""
+    """Positions and differences of the elements that changed: lossless, and small if few did."""
 
 class TensorEncoding(_TensorEncoding, metaclass=_TensorEncodingEnumTypeWrapper):
     """How a payload encodes a tensor."""
@@ -210,17 +210,17 @@ class TensorEncoding(_TensorEncoding, metaclass=_TensorEncodingEnumTypeWrapper):
 TENSOR_ENCODING_UNSPECIFIED: TensorEncoding.ValueType  # 0
 """Treated as TENSOR_ENCODING_RAW."""
 TENSOR_ENCODING_RAW: TensorEncoding.ValueType  # 1
-"""The bytes themselves."""
+"""The bytes, unencoded."""
 TENSOR_ENCODING_SAME: TensorEncoding.ValueType  # 2
 """Unchanged since base_weight_version; no bytes."""
 TENSOR_ENCODING_SPARSE: TensorEncoding.ValueType  # 3
-"""Positions and new values of the elements that changed: lossless, and small where few did."""
+"""Positions and differences of the elements that changed: lossless, and small if few did."""
 Global___TensorEncoding: _TypeAlias = TensorEncoding  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsRequest(_message.Message):
-    """One message of an upload: a header, then chunks where the source is inline, or rounds where it is a
-    collective, then a commit. Or a join, alone.
+    """One message of an upload. An upload is a header, then chunks for an inline source or rounds for a
+    collective, then a commit. A join is the only message of its stream.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -245,8 +245,8 @@ class UpdateWeightsRequest(_message.Message):
 
     @_builtins.property
     def join(self) -> Global___CollectiveJoin:
-        """Only message of a stream that joins a collective: answered with READY at once, so that both sides
-        meet in it, and with the end of the stream when the engine has joined.
+        """Joins a collective; the only message of its stream. The server answers READY at once, so that both
+        sides can meet in the collective. It ends the stream when the engine has joined.
         """
 
     @_builtins.property
@@ -279,15 +279,15 @@ Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
 
 @_typing.final
 class WeightActivation(_message.Message):
-    """Switches to the version of an upload whose activation is staged, on the stream that it came by. Without
-    one the version waits for SwitchWeights, as any staged one does.
+    """Switches to a version uploaded with ACTIVATION_STAGED, on the stream of its upload. Without this message
+    the version waits for SwitchWeights, like any staged version.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     in_flight: Global___InFlightPolicy.ValueType
-    """What happens to turns in flight; unspecified is what the header says."""
+    """What happens to turns in flight; unspecified means the header's policy."""
     def __init__(
         self,
         *,
@@ -317,25 +317,25 @@ class UpdateWeightsResponse(_message.Message):
     weight_version: _builtins.int
     """The version being uploaded."""
     state: Global___WeightState.ValueType
-    """How far it has come."""
+    """State of the upload."""
     active_weight_version: _builtins.int
-    """Version now sampling on this server."""
+    """Active weight version of this server."""
     changed_tensor_count: _builtins.int
-    """Tensors whose bytes differ from the version before; zero is worth an alarm."""
+    """Number of tensors whose bytes differ from the previous version; zero is worth an alarm."""
     @_builtins.property
     def pause(self) -> _duration_pb2.Duration:
-        """How long generation stood still; set with WEIGHT_STATE_ACTIVE."""
+        """How long generation was paused; set with WEIGHT_STATE_ACTIVE."""
 
     @_builtins.property
     def probe(self) -> Global___WeightProbeResult:
-        """How far the probe of this version was off; set with WEIGHT_STATE_ACTIVE where there was one."""
+        """Result of this version's probe; set with WEIGHT_STATE_ACTIVE if the header had one."""
 
     @_builtins.property
     def memory(self) -> Global___SharedMemorySource:
-        """Where the whole version lies in this server's memory; set with WEIGHT_STATE_STAGED for one that came in
-        chunks or from a peer. Packed as the header has it, or, put together from a delta, tensor after tensor in
-        the header's order, each at the next multiple of 8 bytes. Others of this host can take it from there for
-        as long as it is staged or held.
+        """Where the whole version is in this server's memory. Set with WEIGHT_STATE_STAGED for a version that
+        came in chunks or from a peer. It is packed as in the header. A version assembled from a delta is
+        packed tensor after tensor in the header's order, each at the next multiple of 8 bytes. Other servers
+        on this host can read it there as long as it is staged or held.
         """
 
     def __init__(
@@ -359,7 +359,7 @@ Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
 @_typing.final
 class WeightHeader(_message.Message):
-    """Describes the version about to be uploaded."""
+    """Describes the version to be uploaded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -377,9 +377,9 @@ class WeightHeader(_message.Message):
     PROBE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
-    """Strictly greater than every version this server has accepted."""
+    """Must be greater than every version this server has accepted."""
     base_weight_version: _builtins.int
-    """Version a delta applies to, which has to be the active one; zero for a full upload."""
+    """Version a delta applies to, which must be the active one; zero for a full upload."""
     activation: Global___Activation.ValueType
     """What happens on commit."""
     in_flight: Global___InFlightPolicy.ValueType
@@ -404,20 +404,20 @@ class WeightHeader(_message.Message):
 
     @_builtins.property
     def collective(self) -> Global___CollectiveSource:
-        """Broadcast by a collective that both sides join."""
+        """Sent by a collective that both sides have joined."""
 
     @_builtins.property
     def peer(self) -> Global___PeerSource:
-        """At another server, which hands it out with FetchWeights."""
+        """At another server, which sends it with FetchWeights."""
 
     @_builtins.property
     def probe(self) -> Global___WeightProbe:
-        """Scored by the engine after the switch and before any new turn; unset means no such check."""
+        """Scored by the engine after the switch and before any new turn; unset means no probe."""
 
     @_builtins.property
     def adapter(self) -> Global___LoraAdapter:
-        """Set means that the tensors are those of a LoRA adapter on the server's full weights, under their
-        PEFT names.
+        """Set if the tensors are those of a LoRA adapter on the server's full weights. They have their PEFT
+        names.
         """
 
     def __init__(
@@ -449,7 +449,7 @@ Global___WeightHeader: _TypeAlias = WeightHeader  # noqa: Y015
 
 @_typing.final
 class WeightProbe(_message.Message):
-    """A fixed sequence that the trainer scored itself. Checksums prove that bytes arrived; this proves
+    """A fixed sequence that the trainer scored itself. Checksums prove that the bytes arrived; a probe proves
     that the engine computes with them.
     """
 
@@ -459,14 +459,16 @@ class WeightProbe(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOLERANCE_FIELD_NUMBER: _builtins.int
     tolerance: _builtins.float
-    """Largest allowed mean of the absolute differences, in nats."""
+    """Largest allowed mean absolute difference, in nats."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """At least two tokens."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Trainer's log-probability of each token but the first, given those before it, at temperature 1."""
+        """The trainer's log-probability of each token except the first, given the tokens before it, at
+        temperature 1.
+        """
 
     def __init__(
         self,
@@ -485,16 +487,16 @@ Global___WeightProbe: _TypeAlias = WeightProbe  # noqa: Y015
 
 @_typing.final
 class WeightProbeResult(_message.Message):
-    """What the engine's own score of a probe came to."""
+    """How far the engine's score of a probe differs from the trainer's."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MEAN_DIFFERENCE_FIELD_NUMBER: _builtins.int
     MAX_DIFFERENCE_FIELD_NUMBER: _builtins.int
     mean_difference: _builtins.float
-    """Mean of the absolute differences, in nats."""
+    """Mean absolute difference, in nats."""
     max_difference: _builtins.float
-    """Largest of them."""
+    """Largest absolute difference, in nats."""
     def __init__(
         self,
         *,
@@ -511,7 +513,7 @@ Global___WeightProbeResult: _TypeAlias = WeightProbeResult  # noqa: Y015
 
 @_typing.final
 class LoraAdapter(_message.Message):
-    """A low-rank adapter, as PEFT's adapter_config.json has it."""
+    """A low-rank adapter, as described by PEFT's adapter_config.json."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -547,7 +549,7 @@ Global___LoraAdapter: _TypeAlias = LoraAdapter  # noqa: Y015
 
 @_typing.final
 class TensorSpec(_message.Message):
-    """Names, shapes and locates one tensor."""
+    """Name, shape, location and checksum of one tensor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -560,9 +562,9 @@ class TensorSpec(_message.Message):
     XXH3_FIELD_NUMBER: _builtins.int
     SPARSE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Hugging Face parameter name."""
+    """Parameter name, as in Hugging Face Transformers."""
     dtype: _builtins.str
-    """Torch dtype name, such as "bfloat16"."""
+    """Torch dtype, such as "bfloat16"."""
     offset_bytes: _builtins.int
     """Where it starts in the payload."""
     length_bytes: _builtins.int
@@ -570,14 +572,14 @@ class TensorSpec(_message.Message):
     encoding: Global___TensorEncoding.ValueType
     """How the payload encodes it."""
     xxh3: _builtins.int
-    """XXH3-64 of the tensor's decoded bytes; zero where the commit has it."""
+    """XXH3-64 of the tensor's decoded bytes; zero if the commit carries it."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Dimension sizes."""
 
     @_builtins.property
     def sparse(self) -> Global___SparseCoding:
-        """How the payload codes what changed; set with TENSOR_ENCODING_SPARSE."""
+        """How the payload encodes the changed elements; set with TENSOR_ENCODING_SPARSE."""
 
     def __init__(
         self,
@@ -603,8 +605,8 @@ Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
 class SparseCoding(_message.Message):
     """The changed elements of one tensor: first their positions, then their values, in the order of the
     positions. Elements are unsigned integers of the dtype's width, little-endian. A value is new minus
-    old, modulo that width, folded so that small differences are small numbers (zigzag: 0, -1, 1, -2 ...
-    become 0, 1, 2, 3 ...), and stored byte plane by byte plane, the least significant plane first.
+    old, modulo that width. It is zigzag-coded, so that small differences become small numbers: 0, -1, 1,
+    -2 ... become 0, 1, 2, 3 ... Values are stored byte plane by byte plane, least significant plane first.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -614,13 +616,13 @@ class SparseCoding(_message.Message):
     INDEX_LENGTH_BYTES_FIELD_NUMBER: _builtins.int
     COMPRESSION_FIELD_NUMBER: _builtins.int
     changed_element_count: _builtins.int
-    """Elements that changed."""
+    """Number of elements that changed."""
     index_coding: Global___IndexCoding.ValueType
     """How positions are coded."""
     index_length_bytes: _builtins.int
-    """Length of the positions in the payload; the rest of the tensor's payload are the values."""
+    """Length of the positions in the payload; the rest of the tensor's payload is the values."""
     compression: Global___Compression.ValueType
-    """How both parts are compressed, each by itself."""
+    """How the two parts are compressed, each separately."""
     def __init__(
         self,
         *,
@@ -672,17 +674,19 @@ class SharedMemorySource(_message.Message):
     name: _builtins.str
     """Path or segment name."""
     host_namespace: _builtins.str
-    """Boot id and device, so that a server on another host refuses instead of misreading."""
+    """Boot id and device, so that a server on another host refuses the upload instead of reading other
+    memory.
+    """
     filling: _builtins.bool
-    """Set means that the uploader is still filling it, so that both sides work at the same time: all of it is
-    there at the commit, which also has the checksums that the header leaves at zero. Only for a full
-    upload. Unset means that all of it is there already.
+    """Set if the uploader is still filling the memory, so that both sides work at the same time. Every byte
+    must be there at the commit, which then carries the checksums that the header leaves at zero. Only
+    for a full upload. Unset means that every byte is already there.
     """
     progress_offset_bytes: _builtins.int
-    """Where, with filling, the progress word is: a little-endian unsigned 64-bit integer at a multiple of 8
-    behind every tensor, zero when the header is sent. It says how many bytes from the beginning on are
-    filled and stay as they are. A hint: the server may read ahead as far as it says, and no verdict depends
-    on it. Zero means that there is none.
+    """With filling: offset of the progress word, or zero for none. The progress word is a little-endian
+    unsigned 64-bit integer, aligned to 8 bytes and located after every tensor. It is zero when the header
+    is sent. It then holds how many bytes from the start are filled and will not change. It is only a
+    hint: the server may read ahead that far, and no decision depends on it.
     """
     def __init__(
         self,
@@ -702,15 +706,15 @@ Global___SharedMemorySource: _TypeAlias = SharedMemorySource  # noqa: Y015
 
 @_typing.final
 class CheckpointSource(_message.Message):
-    """Bytes in a directory of safetensors files. The header lists names, shapes, dtypes and checksums;
-    offsets and lengths are those of the files and stay zero here.
+    """Bytes in a directory of safetensors files. The header lists names, shapes, dtypes and checksums.
+    Offsets and lengths are those of the files, and stay zero in the header.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Absolute path of the directory, as the server sees it."""
+    """Absolute path of the directory on the server."""
     def __init__(
         self,
         *,
@@ -726,8 +730,8 @@ Global___CheckpointSource: _TypeAlias = CheckpointSource  # noqa: Y015
 
 @_typing.final
 class CollectiveSource(_message.Message):
-    """Bytes by a collective that the engine joined before, through its own weight transfer. They go
-    straight into the live model, so the activation has to be immediate.
+    """Bytes sent by a collective that the engine joined before, through the engine's own weight transfer.
+    They go straight into the live model, so the activation must be immediate.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -750,8 +754,8 @@ Global___CollectiveSource: _TypeAlias = CollectiveSource  # noqa: Y015
 
 @_typing.final
 class PeerSource(_message.Message):
-    """Bytes of a full version that another server has, or is being given just now. Offsets and lengths of the
-    header are where they go here; there they may lie in another order.
+    """Bytes of a full version that another server has or is still receiving. The header's offsets and lengths
+    are for this server's memory; the other server may store the tensors in another order.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -759,9 +763,9 @@ class PeerSource(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """Where that server listens: host and port."""
+    """Address of that server: host and port."""
     weight_version: _builtins.int
-    """What that server calls the version."""
+    """Number of the version at that server."""
     def __init__(
         self,
         *,
@@ -785,12 +789,10 @@ class FetchWeightsRequest(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
-    """What the server that is asked calls it."""
+    """Number of the version at the server that receives this request."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """Each tensor that is wanted: its name, length and checksum, and where it goes in the payload. The rest is
-        not looked at.
-        """
+        """The tensors to send: name, length, checksum and offset in the payload. Other fields are ignored."""
 
     def __init__(
         self,
@@ -808,14 +810,16 @@ Global___FetchWeightsRequest: _TypeAlias = FetchWeightsRequest  # noqa: Y015
 
 @_typing.final
 class FetchWeightsResponse(_message.Message):
-    """A slice of the payload that was asked for; slices come in order and without a gap."""
+    """A slice of the requested payload; slices come in order and without gaps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chunk(self) -> Global___WeightChunk:
-        """Numbered as in UpdateWeightsRequest, so that a slice is the same bytes on its way in and out."""
+        """Has the same field number as in UpdateWeightsRequest, so that a slice has the same bytes in both
+        messages.
+        """
 
     def __init__(
         self,
@@ -842,7 +846,7 @@ class CollectiveJoin(_message.Message):
     backend: _builtins.str
     """Name of the engine's weight transfer backend, such as "nccl" or "gloo"."""
     rendezvous_json: _builtins.str
-    """The backend's own rendezvous fields, a JSON object."""
+    """The backend's rendezvous fields, as a JSON object."""
     trainer_epoch: _builtins.int
     """Identifies the trainer process; a join by an older epoch is refused."""
     def __init__(
@@ -868,8 +872,8 @@ class CollectiveRound(_message.Message):
 
     UPDATE_JSON_FIELD_NUMBER: _builtins.int
     update_json: _builtins.str
-    """The backend's own description of what it is about to send: a JSON object, or an array with one for
-    each worker.
+    """The backend's description of what it will send: a JSON object, or an array with one for each
+    worker.
     """
     def __init__(
         self,
@@ -923,11 +927,11 @@ class WeightCommit(_message.Message):
     HEADER_SHA256_FIELD_NUMBER: _builtins.int
     TENSOR_XXH3_FIELD_NUMBER: _builtins.int
     header_sha256: _builtins.bytes
-    """SHA-256 of the serialized header, so that both sides mean the same manifest."""
+    """SHA-256 of the serialized header, so that both sides refer to the same manifest."""
     @_builtins.property
     def tensor_xxh3(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """XXH3-64 of every tensor's bytes, in the order of the header, where shared memory was being filled;
-        else empty.
+        """XXH3-64 of every tensor's bytes, in the order of the header, if shared memory was being filled;
+        otherwise empty.
         """
 
     def __init__(
@@ -946,7 +950,9 @@ Global___WeightCommit: _TypeAlias = WeightCommit  # noqa: Y015
 
 @_typing.final
 class WeightReceipt(_message.Message):
-    """ACK or NACK of a switch: a version belongs to the weights, not to the stream."""
+    """Result of a switch, accepted or refused. It names the version because a version belongs to the weights,
+    not to the stream.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -956,20 +962,20 @@ class WeightReceipt(_message.Message):
     PAUSE_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
-    """The version that was asked for."""
+    """The requested version."""
     active_weight_version: _builtins.int
-    """Version now sampling; equals weight_version on success."""
+    """Active weight version; equals weight_version on success."""
     @_builtins.property
     def rejection(self) -> _rejection_pb2.Rejection:
-        """Set means refused, and active_weight_version is what is in use."""
+        """Set if the switch was refused; active_weight_version then remains in use."""
 
     @_builtins.property
     def pause(self) -> _duration_pb2.Duration:
-        """How long generation stood still."""
+        """How long generation was paused."""
 
     @_builtins.property
     def probe(self) -> Global___WeightProbeResult:
-        """How far the probe of this version was off, where there was one."""
+        """Result of this version's probe, if it had one."""
 
     def __init__(
         self,

@@ -5,13 +5,13 @@
 import { BinaryReader, BinaryWriter } from "@bufbuild/protobuf/wire";
 import { Struct } from "../../google/protobuf/struct.js";
 
-/** Who speaks. */
+/** Author of a message. */
 export enum Role {
   /** ROLE_UNSPECIFIED - Never valid on the wire. */
   ROLE_UNSPECIFIED = 0,
   /** ROLE_SYSTEM - Instructions. */
   ROLE_SYSTEM = 1,
-  /** ROLE_USER - The environment, as a person. */
+  /** ROLE_USER - The environment, speaking as a user. */
   ROLE_USER = 2,
   /** ROLE_ASSISTANT - The policy. */
   ROLE_ASSISTANT = 3,
@@ -21,8 +21,8 @@ export enum Role {
 }
 
 /**
- * Chat messages and tools, for callers that hold text rather than tokens. The server
- * renders them once with the model's chat template and keeps the tokens.
+ * Chat messages and tools, for callers that work with text rather than tokens. The server renders
+ * them once with the model's chat template and keeps the tokens.
  */
 export interface Conversation {
   /** Messages to append, oldest first. */
@@ -33,24 +33,27 @@ export interface Conversation {
 
 /** One chat message. */
 export interface ChatMessage {
-  /** Who speaks. */
+  /** Author of the message. */
   role: Role;
   /** Text. */
   content: string;
   /**
-   * Calls the assistant made; only with ROLE_ASSISTANT. Of a turn they are what the server's tool parser
-   * finds in it, and none without one.
+   * Calls the assistant made; only with ROLE_ASSISTANT. In a sampled turn, these are the calls that
+   * the server's tool parser found. A server without a tool parser reports none.
    */
   toolCalls: ToolCall[];
   /** The call this message answers; only with ROLE_TOOL. */
   toolCallId: string;
-  /** Text of the assistant's reasoning, where the model separates it and the server has a parser for it. */
+  /**
+   * Text of the assistant's reasoning. Set only if the model separates its reasoning and the server
+   * has a parser for it.
+   */
   reasoning: string;
 }
 
 /** A function the policy may call. */
 export interface Tool {
-  /** Name the policy uses. */
+  /** Name the policy calls it by. */
   name: string;
   /** When to use it. */
   description: string;
@@ -64,7 +67,10 @@ export interface ToolCall {
   toolCallId: string;
   /** Name of the tool. */
   name: string;
-  /** Arguments as the policy wrote them, a JSON object; kept as text because the policy may err. */
+  /**
+   * Arguments as the policy wrote them. They should be a JSON object; they are kept as text because
+   * the policy can write invalid JSON.
+   */
   argumentsJson: string;
 }
 

@@ -5,15 +5,15 @@
 import { BinaryReader, BinaryWriter } from "@bufbuild/protobuf/wire";
 
 /**
- * Why something was refused, where the refusal travels inside a stream. An rpc that fails as a
- * whole says the same in its status: the reason and metadata as google.rpc.ErrorInfo.
+ * Why something was refused, when the refusal is sent inside a stream. An rpc that fails as a whole
+ * reports the same in its status, with the reason and metadata as google.rpc.ErrorInfo.
  */
 export interface Rejection {
   /** Machine-readable, UPPER_SNAKE_CASE, such as CHECKSUM_MISMATCH. */
   reason: string;
-  /** For a person. */
+  /** Explanation for people. */
   message: string;
-  /** The values the message speaks of, such as tensor, expected and actual. */
+  /** The values mentioned in the message, such as tensor, expected and actual. */
   metadata: { [key: string]: string };
 }
 

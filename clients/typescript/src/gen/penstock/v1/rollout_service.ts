@@ -40,20 +40,23 @@ export enum ReplicaState {
   REPLICA_STATE_PAUSED = 2,
   /** REPLICA_STATE_DRAINING - Finishes its turns and takes no new ones. */
   REPLICA_STATE_DRAINING = 3,
-  /** REPLICA_STATE_UNAVAILABLE - Lost, or holds weights that cannot be trusted. */
+  /** REPLICA_STATE_UNAVAILABLE - Connection lost, or its weights cannot be trusted. */
   REPLICA_STATE_UNAVAILABLE = 4,
-  /** REPLICA_STATE_JOINING - Answers, and is being given the weights that the others have. */
+  /** REPLICA_STATE_JOINING - Reachable, and receiving the weights that the other engines have. */
   REPLICA_STATE_JOINING = 5,
   UNRECOGNIZED = -1,
 }
 
 /** Opens a trajectory. */
 export interface GenerateRequest {
-  /** Chosen by the caller, or the id that came with a lease; a repeated id is ALREADY_EXISTS. */
+  /**
+   * Chosen by the caller, or the id that came with a lease. A repeated id is refused with
+   * ALREADY_EXISTS.
+   */
   trajectoryId: string;
-  /** Group this trajectory belongs to; empty for a trajectory of its own that is never delivered. */
+  /** Group this trajectory belongs to. Empty for a trajectory without a group, which is never delivered. */
   groupId: string;
-  /** Siblings the group waits for; equal in every request of one group. */
+  /** Number of trajectories in the group; the same in every request of one group. */
   groupSize: number;
   /** Position within the group, from zero. */
   sampleIndex: number;
@@ -77,20 +80,24 @@ export interface GenerateRequest {
   streamOptions:
     | StreamOptions
     | undefined;
-  /** Lower runs earlier; ties are first come, first served. */
+  /** Lower values run earlier; ties are served first come, first served. */
   priority: number;
-  /** Sample under this version only, else FAILED_PRECONDITION; zero accepts any. */
+  /**
+   * Sample only under this weight version; zero accepts any. If another version is active, the call
+   * fails with FAILED_PRECONDITION.
+   */
   requiredWeightVersion: bigint;
   /**
-   * Trajectory this one branches from, such as a sub-agent's or a compacted context's; it belongs
-   * to the same attempt, is closed with it and shares its outcome unless it is given its own. The
-   * tokens that both begin with are the parent's: of a conversation what the policy wrote there stands,
-   * where the messages are still the same, and is not encoded again.
+   * Trajectory this one branches from, such as the parent of a sub-agent or of a compacted context. The
+   * branch belongs to the same attempt and is closed with its parent. It shares the parent's outcome
+   * unless it is completed with its own. The tokens that both start with are the parent's. In a
+   * conversation, tokens the policy wrote for messages that are unchanged are kept and not encoded again.
    */
   parentTrajectoryId: string;
   /**
-   * Closed and forgotten when its turn ends: it cannot be continued, looked up or recorded. For whoever
-   * keeps trajectories of its own, as a hub does. Not with a group, a lease or a parent.
+   * Closes and forgets the trajectory when its turn ends: it cannot be continued, looked up or recorded.
+   * Meant for callers that keep the trajectories themselves, as a hub does. Cannot be combined with a
+   * group, a lease or a parent.
    */
   singleTurn: boolean;
 }
@@ -99,7 +106,7 @@ export interface GenerateRequest {
 export interface ContinueRequest {
   /** The trajectory to extend. */
   trajectoryId: string;
-  /** What the environment answered; unset resumes an aborted turn where it stopped. */
+  /** What the environment answered. If unset, an aborted turn resumes where it stopped. */
   observation:
     | //
     /** Tokens, appended as they are. */
@@ -108,7 +115,7 @@ export interface ContinueRequest {
     /** Text, encoded without a chat template. */
     { $case: "text"; value: string }
     | //
-    /** Messages; only their own tokens are appended, earlier ones are never encoded again. */
+    /** Messages; only their own tokens are appended. Earlier messages are never encoded again. */
     { $case: "conversation"; value: Conversation }
     | undefined;
   /** Replaces the trajectory's sampling parameters from this turn on. */
@@ -157,15 +164,15 @@ export interface TurnStarted {
   turnIndex: number;
   /** Tokens the policy sees before it writes. */
   contextTokenCount: number;
-  /** Version sampling when the turn was admitted. */
+  /** Weight version that was active when the turn was admitted. */
   weightVersion: bigint;
 }
 
 /** The turn ended. */
 export interface TurnFinished {
-  /** Why. */
+  /** Why it ended. */
   finishReason: FinishReason;
-  /** Tokens the policy wrote this turn, over all attempts. */
+  /** Tokens the policy wrote in this turn, including before it was aborted and resumed. */
   policyTokenCount: number;
   /** Context tokens the engine took from its cache. */
   cachedTokenCount: number;
@@ -176,8 +183,8 @@ export interface TurnFinished {
   /** The turn as text, when the trajectory was opened with text. */
   text: string;
   /**
-   * Why what begins as a tool call is none, for the policy to be told; its text is then the message's
-   * content. Empty where there is no such thing.
+   * Why the text that starts like a tool call could not be read as one, so that the agent can pass the
+   * reason on to the policy. The text is then in the message's content. Empty if there is no such text.
    */
   toolCallError: string;
 }
@@ -194,7 +201,7 @@ export interface SamplingParams {
     | undefined;
   /** Zero means no limit. */
   topK: number;
-  /** Upper bound on policy tokens in one turn, counted over all its attempts. */
+  /** Upper bound on policy tokens in one turn. Tokens from before an abort count. */
   maxTokens: number;
   /** Stop after any of these tokens. */
   stopTokenIds: number[];
@@ -204,19 +211,19 @@ export interface SamplingParams {
   seed?:
     | bigint
     | undefined;
-  /** Go on after the end-of-sequence token. */
+  /** Continue after the end-of-sequence token. */
   ignoreEos: boolean;
 }
 
 /** How a turn is streamed. */
 export interface StreamOptions {
-  /** Longest time tokens wait on the server before they are sent; unset is the server's default. */
+  /** Longest time tokens wait on the server before they are sent; unset means the server's default. */
   flushInterval:
     | Duration
     | undefined;
   /** Send one segment per weight version, when the turn ends. */
   finalOnly: boolean;
-  /** Go on without a caller when the stream is lost, instead of aborting. */
+  /** If the stream is lost, continue the turn without a caller instead of aborting it. */
   detach: boolean;
 }
 
@@ -264,79 +271,82 @@ export interface AbortResponse {
 export interface AbortedTurn {
   /** The trajectory. */
   trajectoryId: string;
-  /** Policy tokens of the turn that are kept and that Continue resumes after. */
+  /** Policy tokens of the turn that are kept. Continue resumes after them. */
   policyTokenCount: number;
 }
 
 /** Asks for a description of the server. */
 export interface GetServerInfoRequest {
-  /** Set means that `tensors` is wanted, which is long. */
+  /** Whether to include `tensors`, which is long. */
   withTensors: boolean;
 }
 
 /** Describes the server. */
 export interface GetServerInfoResponse {
-  /** Release of the server. */
+  /** Release version of the server. */
   serverVersion: string;
-  /** Model as it was given to the server. */
+  /** Model name or path that the server was started with. */
   model: string;
-  /** Version now sampling. */
+  /** Active weight version. */
   activeWeightVersion: bigint;
-  /** Versions uploaded and verified but not yet switched to. */
+  /** Weight versions uploaded and verified but not yet switched to. */
   stagedWeightVersions: bigint[];
-  /** Longest sequence, in tokens. */
+  /** Maximum sequence length, in tokens. */
   maxContextLength: number;
   /** Size of the vocabulary. */
   vocabSize: number;
   /** Sources UpdateWeights accepts. */
   weightSources: WeightSourceKind[];
-  /** Load now. */
+  /** Current load. */
   load:
     | ServerLoad
     | undefined;
-  /** One per engine behind this server. */
+  /** One entry per engine behind this server. */
   replicas: ReplicaInfo[];
-  /** Torch dtype name every uploaded tensor must have, such as "bfloat16". */
+  /** Torch dtype that every uploaded tensor must have, such as "bfloat16". */
   weightDtype: string;
-  /** Version whose bytes the server still holds, so that a delta can apply to it; zero for none. */
+  /** Weight version whose bytes the server still holds, so that a delta can apply to it; zero for none. */
   deltaBaseWeightVersion: bigint;
   /** Set means that LoRA adapters can be uploaded. */
   lora:
     | LoraSupport
     | undefined;
-  /** Versions that are adapters and still sample, oldest first. */
+  /** Weight versions that are adapters and still sample, oldest first. */
   adapterWeightVersions: bigint[];
-  /** Port of the OpenAI and Anthropic endpoints, on the host of this one; 0 for none. */
+  /** Port of the OpenAI and Anthropic endpoints, on the same host; 0 for none. */
   httpPort: number;
-  /** Tells this process of the server from any other, also one at the same address. */
+  /** Identifies this server process. A restarted server at the same address has another id. */
   serverId: string;
   /** Tokens that end a turn, unless the sampling parameters ignore them. */
   eosTokenIds: number[];
-  /** Boot id of its host: servers with the same one may be able to read each other's memory. */
+  /** Boot id of the server's host. Servers with the same one may be able to read each other's memory. */
   hostId: string;
-  /** Every tensor of a full upload, where it was asked for. */
+  /** Every tensor of a full upload, if the request set with_tensors. */
   tensors: TensorDescription[];
-  /** Whether it was told to stop, and starts no turn any more. */
+  /** Whether the server is shutting down and no longer starts turns. */
   draining: boolean;
-  /** Version of the full weights that are there: the one now sampling, or the one that its adapter is added to. */
+  /**
+   * Version of the full weights in the engine: the active version, or the one that the active adapter is
+   * added to.
+   */
   fullWeightVersion: bigint;
 }
 
 /** A tensor of a full upload. */
 export interface TensorDescription {
-  /** Hugging Face parameter name. */
+  /** Parameter name, as in Hugging Face Transformers. */
   name: string;
   /** Dimension sizes. */
   shape: bigint[];
-  /** Whether an upload may leave it out, such as a tied lm_head.weight. */
+  /** Whether an upload may omit it, such as a tied lm_head.weight. */
   optional: boolean;
 }
 
-/** What a server offers for LoRA adapters. */
+/** A server's limits for LoRA adapters. */
 export interface LoraSupport {
   /** Largest rank. */
   maxRank: number;
-  /** Most versions that sample at the same time. */
+  /** Maximum number of adapter versions that sample at the same time. */
   maxAdapters: number;
 }
 
@@ -346,13 +356,16 @@ export interface ServerLoad {
   runningTurnCount: number;
   /** Turns waiting for the engine. */
   waitingTurnCount: number;
-  /** Part of the key-value cache in use, from 0 to 1. */
+  /** Fraction of the key-value cache in use, from 0 to 1. */
   kvCacheUsage: number;
-  /** Trajectories open. */
+  /** Open trajectories. */
   openTrajectoryCount: number;
   /** Groups finished and not yet delivered. */
   bufferedGroupCount: number;
-  /** Turns that lost their place in the key-value cache to others and had to be computed again, ever. */
+  /**
+   * Total number of preemptions: a turn lost its key-value cache to other turns and had to be computed
+   * again.
+   */
   preemptionCount: bigint;
 }
 
@@ -362,17 +375,17 @@ export interface ReplicaInfo {
   address: string;
   /** Whether it takes turns. */
   state: ReplicaState;
-  /** Version it samples. */
+  /** Weight version it samples under. */
   activeWeightVersion: bigint;
-  /** Load now. */
+  /** Current load. */
   load:
     | ServerLoad
     | undefined;
-  /** Why it takes no turns, where it does not. */
+  /** If it takes no turns, the reason. */
   problem: string;
-  /** Turns it has from this server. */
+  /** Turns in flight that this server gave it. */
   turnCount: number;
-  /** Most turns it is given. */
+  /** Maximum number of turns that this server gives it at a time. */
   turnLimit: number;
 }
 
@@ -390,7 +403,7 @@ export interface GetTrajectoryResponse {
     | undefined;
   /** Whether it can still be extended. */
   open: boolean;
-  /** How the last turn ended, for a caller that lost the stream before; unset while one is in flight. */
+  /** How the last turn ended, for a caller that lost its stream. Unset while a turn is in flight. */
   lastTurn: TurnFinished | undefined;
 }
 
@@ -2805,7 +2818,7 @@ export const GetTrajectoryResponse: MessageFns<GetTrajectoryResponse> = {
   },
 };
 
-/** Samples from the current policy and swaps its weights. */
+/** Samples from the current policy and updates its weights. */
 export type RolloutServiceService = typeof RolloutServiceService;
 export const RolloutServiceService = {
   /** Opens a trajectory and streams the policy's first turn. */
@@ -2839,8 +2852,9 @@ export const RolloutServiceService = {
     responseDeserialize: (value: Buffer): AbortResponse => AbortResponse.decode(value),
   },
   /**
-   * Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
-   * answer is said again every ten seconds while there is no other.
+   * Uploads one weight version and, on commit, stages it or switches to it. While the server works on
+   * an upload, it repeats its last response every ten seconds. An upload by a collective is the
+   * exception: it gets no repeated responses.
    */
   updateWeights: {
     path: "/penstock.v1.RolloutService/UpdateWeights" as const,
@@ -2852,7 +2866,10 @@ export const RolloutServiceService = {
       Buffer.from(UpdateWeightsResponse.encode(value).finish()),
     responseDeserialize: (value: Buffer): UpdateWeightsResponse => UpdateWeightsResponse.decode(value),
   },
-  /** Hands out the bytes of a full version that this server has or is being given, to another server. */
+  /**
+   * Sends the bytes of a full weight version to another server. This server either has the version or
+   * is still receiving it.
+   */
   fetchWeights: {
     path: "/penstock.v1.RolloutService/FetchWeights" as const,
     requestStream: false as const,
@@ -2895,11 +2912,15 @@ export interface RolloutServiceServer extends UntypedServiceImplementation {
   /** Stops turns in flight and returns once the engine no longer works on them. */
   abort: handleUnaryCall<AbortRequest, AbortResponse>;
   /**
-   * Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
-   * answer is said again every ten seconds while there is no other.
+   * Uploads one weight version and, on commit, stages it or switches to it. While the server works on
+   * an upload, it repeats its last response every ten seconds. An upload by a collective is the
+   * exception: it gets no repeated responses.
    */
   updateWeights: handleBidiStreamingCall<UpdateWeightsRequest, UpdateWeightsResponse>;
-  /** Hands out the bytes of a full version that this server has or is being given, to another server. */
+  /**
+   * Sends the bytes of a full weight version to another server. This server either has the version or
+   * is still receiving it.
+   */
   fetchWeights: handleServerStreamingCall<FetchWeightsRequest, FetchWeightsResponse>;
   /** Describes the server: model, versions, limits, load. */
   getServerInfo: handleUnaryCall<GetServerInfoRequest, GetServerInfoResponse>;
@@ -2939,8 +2960,9 @@ export interface RolloutServiceClient extends Client {
     callback: (error: ServiceError | null, response: AbortResponse) => void,
   ): ClientUnaryCall;
   /**
-   * Uploads one weight version and, on commit, stages it or switches to it. But by a collective, the last
-   * answer is said again every ten seconds while there is no other.
+   * Uploads one weight version and, on commit, stages it or switches to it. While the server works on
+   * an upload, it repeats its last response every ten seconds. An upload by a collective is the
+   * exception: it gets no repeated responses.
    */
   updateWeights(): ClientDuplexStream<UpdateWeightsRequest, UpdateWeightsResponse>;
   updateWeights(options: Partial<CallOptions>): ClientDuplexStream<UpdateWeightsRequest, UpdateWeightsResponse>;
@@ -2948,7 +2970,10 @@ export interface RolloutServiceClient extends Client {
     metadata: Metadata,
     options?: Partial<CallOptions>,
   ): ClientDuplexStream<UpdateWeightsRequest, UpdateWeightsResponse>;
-  /** Hands out the bytes of a full version that this server has or is being given, to another server. */
+  /**
+   * Sends the bytes of a full weight version to another server. This server either has the version or
+   * is still receiving it.
+   */
   fetchWeights(
     request: FetchWeightsRequest,
     options?: Partial<CallOptions>,

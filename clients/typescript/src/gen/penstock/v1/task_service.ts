@@ -23,15 +23,15 @@ import { Conversation } from "./conversation.js";
 import { SamplingParams } from "./rollout_service.js";
 import { Outcome, Purpose, TokenSequence } from "./trajectory.js";
 
-/** Something to do, several times over. */
+/** A task, which is attempted several times. */
 export interface Task {
   /** Chosen by the submitter, unique in the run; makes submission idempotent. */
   taskId: string;
-  /** What it is for. */
+  /** What the task is for. */
   purpose: Purpose;
   /** Trajectories to sample, which form one group. */
   groupSize: number;
-  /** Where to start; an agent may build its own prompt from metadata instead. */
+  /** Initial prompt; an agent may build its own prompt from metadata instead. */
   prompt:
     | //
     /** Text, encoded without a chat template. */
@@ -49,15 +49,16 @@ export interface Task {
     | undefined;
   /** Names the data source, for metrics. */
   dataSource: string;
-  /** Order in the data; groups of one batch are delivered sorted by it. */
+  /** Position in the data; groups of one batch are delivered sorted by it. */
   index: bigint;
-  /** How to sample where the agent's own call leaves it unset. */
+  /** Sampling parameters, used where the agent's call leaves them unset. */
   samplingParams:
     | SamplingParams
     | undefined;
   /**
-   * Trajectories that complete the group: the first so many to end with a reward. The others are taken
-   * back from their agents and are not part of it. Zero: all of them.
+   * Number of trajectories with a reward that complete the group: the first ones to end with one count.
+   * The server takes the remaining attempts back from their agents, and they are not part of the group.
+   * Zero means all trajectories of the group.
    */
   finishCount: number;
 }
@@ -66,11 +67,14 @@ export interface Task {
 export interface SubmitTasksRequest {
   /** The tasks. */
   tasks: Task[];
-  /** Of a trainer: its run, as in its Hello. Tasks of a run that was replaced are refused with STALE_EPOCH. */
+  /**
+   * Set by a trainer: its run, as in its Hello. Tasks of a run that was replaced are refused with
+   * STALE_EPOCH.
+   */
   runId: string;
   /**
-   * Of a trainer: the epoch of its live session. Any other than the last Hello's is refused with
-   * STALE_EPOCH; zero, of a caller that is no trainer, is not compared.
+   * Set by a trainer: the epoch of its live session. Any epoch other than the last Hello's is refused
+   * with STALE_EPOCH. Callers that are not trainers leave it zero, which is not compared.
    */
   trainerEpoch: bigint;
 }
@@ -79,23 +83,23 @@ export interface SubmitTasksRequest {
 export interface SubmitTasksResponse {
   /** Tasks added. */
   acceptedCount: number;
-  /** Tasks known already. */
+  /** Tasks the server already knew. */
   duplicateCount: number;
-  /** Tasks of the same purposes waiting for an agent; of all where none was submitted. */
+  /** Tasks of the same purposes that wait for an agent; tasks of all purposes if the request had none. */
   pendingCount: number;
 }
 
 /** Asks for work. */
 export interface LeaseTasksRequest {
-  /** Names the agent process, for metrics and traces. */
+  /** Name of the agent process, for metrics and traces. */
   agentId: string;
   /** Attempts the agent works on at a time. */
   concurrency: number;
   /** Only tasks of this purpose; unspecified takes any. */
   purpose: Purpose;
   /**
-   * Lease every attempt of a group to this agent while the stream lives, for rewards that compare
-   * siblings; a group larger than concurrency is then never leased to it.
+   * Lease every attempt of a group to this agent while the stream is open, for rewards that compare
+   * siblings. A group larger than concurrency is then never leased to this agent.
    */
   wholeGroups: boolean;
 }
@@ -120,20 +124,20 @@ export interface LeaseTasksResponse {
 
 /** Extends a lease. */
 export interface RenewLeaseRequest {
-  /** Trajectories still being worked on. */
+  /** Trajectories the agent still works on. */
   trajectoryIds: string[];
 }
 
 /** Confirms renewals. */
 export interface RenewLeaseResponse {
   /**
-   * Trajectories that have no lease: it ran out and their work is lost to another agent, or their group
+   * Trajectories without a lease. Either the lease expired and another agent gets the work, or the group
    * is complete without them, or they are closed, or this server does not know them.
    */
   expiredTrajectoryIds: string[];
   /**
-   * Those of them whose lease ran out and whose attempt is made again, under another trajectory id. Of
-   * the others nothing more comes: they were closed, count as failed, or their group is complete.
+   * Those of them whose lease expired and whose attempt is retried under another trajectory id. The
+   * others are not retried: they were closed, count as failed, or their group is complete.
    */
   retriedTrajectoryIds: string[];
 }
@@ -146,11 +150,11 @@ export interface CompleteTrajectoryRequest {
   outcome: Outcome | undefined;
 }
 
-/** Confirms a close; repeated for the same outcome it is confirmed again. */
+/** Confirms a close. A repeated call with the same outcome is confirmed again. */
 export interface CompleteTrajectoryResponse {
   /** Whether this close completed its group. */
   groupCompleted: boolean;
-  /** Whether the attempt failed and will be made again, under another trajectory id. */
+  /** Whether the attempt failed and will be retried under another trajectory id. */
   retried: boolean;
 }
 
@@ -992,7 +996,7 @@ export const CompleteTrajectoryResponse: MessageFns<CompleteTrajectoryResponse> 
   },
 };
 
-/** Hands tasks to agents and takes finished trajectories back. */
+/** Gives tasks to agents and takes back finished trajectories. */
 export type TaskServiceService = typeof TaskServiceService;
 export const TaskServiceService = {
   /** Adds tasks; a task_id seen before is counted as a duplicate and changes nothing. */
@@ -1005,7 +1009,7 @@ export const TaskServiceService = {
     responseSerialize: (value: SubmitTasksResponse): Buffer => Buffer.from(SubmitTasksResponse.encode(value).finish()),
     responseDeserialize: (value: Buffer): SubmitTasksResponse => SubmitTasksResponse.decode(value),
   },
-  /** Leases attempts at tasks, as many at a time as the agent asks for, while the stream lives. */
+  /** Leases attempts at tasks while the stream is open, as many at a time as the agent asks for. */
   leaseTasks: {
     path: "/penstock.v1.TaskService/LeaseTasks" as const,
     requestStream: false as const,
@@ -1015,7 +1019,7 @@ export const TaskServiceService = {
     responseSerialize: (value: LeaseTasksResponse): Buffer => Buffer.from(LeaseTasksResponse.encode(value).finish()),
     responseDeserialize: (value: Buffer): LeaseTasksResponse => LeaseTasksResponse.decode(value),
   },
-  /** Extends a lease that would run out while the agent works without the server. */
+  /** Extends leases that would expire while the agent works without calling the server. */
   renewLease: {
     path: "/penstock.v1.TaskService/RenewLease" as const,
     requestStream: false as const,
@@ -1025,7 +1029,7 @@ export const TaskServiceService = {
     responseSerialize: (value: RenewLeaseResponse): Buffer => Buffer.from(RenewLeaseResponse.encode(value).finish()),
     responseDeserialize: (value: Buffer): RenewLeaseResponse => RenewLeaseResponse.decode(value),
   },
-  /** Closes a trajectory with its outcome; answered only once it is durable. */
+  /** Closes a trajectory with its outcome; returns only once the outcome is durable. */
   completeTrajectory: {
     path: "/penstock.v1.TaskService/CompleteTrajectory" as const,
     requestStream: false as const,
@@ -1042,11 +1046,11 @@ export const TaskServiceService = {
 export interface TaskServiceServer extends UntypedServiceImplementation {
   /** Adds tasks; a task_id seen before is counted as a duplicate and changes nothing. */
   submitTasks: handleUnaryCall<SubmitTasksRequest, SubmitTasksResponse>;
-  /** Leases attempts at tasks, as many at a time as the agent asks for, while the stream lives. */
+  /** Leases attempts at tasks while the stream is open, as many at a time as the agent asks for. */
   leaseTasks: handleServerStreamingCall<LeaseTasksRequest, LeaseTasksResponse>;
-  /** Extends a lease that would run out while the agent works without the server. */
+  /** Extends leases that would expire while the agent works without calling the server. */
   renewLease: handleUnaryCall<RenewLeaseRequest, RenewLeaseResponse>;
-  /** Closes a trajectory with its outcome; answered only once it is durable. */
+  /** Closes a trajectory with its outcome; returns only once the outcome is durable. */
   completeTrajectory: handleUnaryCall<CompleteTrajectoryRequest, CompleteTrajectoryResponse>;
 }
 
@@ -1067,14 +1071,14 @@ export interface TaskServiceClient extends Client {
     options: Partial<CallOptions>,
     callback: (error: ServiceError | null, response: SubmitTasksResponse) => void,
   ): ClientUnaryCall;
-  /** Leases attempts at tasks, as many at a time as the agent asks for, while the stream lives. */
+  /** Leases attempts at tasks while the stream is open, as many at a time as the agent asks for. */
   leaseTasks(request: LeaseTasksRequest, options?: Partial<CallOptions>): ClientReadableStream<LeaseTasksResponse>;
   leaseTasks(
     request: LeaseTasksRequest,
     metadata?: Metadata,
     options?: Partial<CallOptions>,
   ): ClientReadableStream<LeaseTasksResponse>;
-  /** Extends a lease that would run out while the agent works without the server. */
+  /** Extends leases that would expire while the agent works without calling the server. */
   renewLease(
     request: RenewLeaseRequest,
     callback: (error: ServiceError | null, response: RenewLeaseResponse) => void,
@@ -1090,7 +1094,7 @@ export interface TaskServiceClient extends Client {
     options: Partial<CallOptions>,
     callback: (error: ServiceError | null, response: RenewLeaseResponse) => void,
   ): ClientUnaryCall;
-  /** Closes a trajectory with its outcome; answered only once it is durable. */
+  /** Closes a trajectory with its outcome; returns only once the outcome is durable. */
   completeTrajectory(
     request: CompleteTrajectoryRequest,
     callback: (error: ServiceError | null, response: CompleteTrajectoryResponse) => void,

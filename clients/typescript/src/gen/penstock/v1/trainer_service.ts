@@ -24,7 +24,7 @@ export enum LatePolicy {
   LATE_POLICY_UNSPECIFIED = 0,
   /** LATE_POLICY_MASK - Deliver it; tokens that are too old carry no gradient. */
   LATE_POLICY_MASK = 1,
-  /** LATE_POLICY_WAIT - Schedule so that there is none; the trainer waits for the oldest group where it must. */
+  /** LATE_POLICY_WAIT - Schedule groups so that no token becomes too old; the trainer waits for the oldest group if necessary. */
   LATE_POLICY_WAIT = 2,
   /** LATE_POLICY_REQUEUE - Drop it, count it and sample its task again. */
   LATE_POLICY_REQUEUE = 3,
@@ -44,7 +44,7 @@ export interface ExchangeRequest {
     /** Allows the server to send more groups. */
     { $case: "demand"; value: Demand }
     | //
-    /** Says what became of delivered groups. */
+    /** Reports what the trainer did with delivered groups. */
     { $case: "receipt"; value: GroupReceipt }
     | //
     /** Switches to a staged weight version. */
@@ -72,63 +72,66 @@ export interface ExchangeResponse {
     /** Something the trainer should log. */
     { $case: "notice"; value: Notice }
     | //
-    /** Several groups by their places, each delivered at least once; only where by_place allows it. */
+    /** Several groups by their locations in files, each delivered at least once; only if by_place allows it. */
     { $case: "deliveries"; value: GroupDeliveries }
     | undefined;
 }
 
 /** Opens or resumes a session. */
 export interface Hello {
-  /** Stable over restarts of one training run. */
+  /** Stays the same when the trainer of one training run restarts. */
   runId: string;
-  /** Grows with every start of the trainer; a session of a smaller epoch is ended with ABORTED. */
+  /** Increases with every start of the trainer. A session with a smaller epoch is ended with ABORTED. */
   trainerEpoch: bigint;
   /** Weight version the trainer holds. */
   weightVersion: bigint;
-  /** Optimizer step the trainer resumes after; groups trained in later steps are delivered again. */
+  /** Optimizer step after which the trainer resumes. Groups trained in later steps are delivered again. */
   resumeStep: bigint;
   /** Bound on staleness. */
   staleness:
     | StalenessContract
     | undefined;
   /**
-   * Made when the run begins, and the same wherever it resumes. Where the server knows another one of this
-   * run, the run has begun anew, with nothing left of that start: what the server has of it is dropped, as
-   * that of another run would be. Empty where the trainer does not know.
+   * Generated when the run starts, and unchanged when it resumes. If the server knows another start_id for
+   * this run_id, the run has started from scratch. The server then drops everything it holds of the
+   * previous start, as it would for another run. Empty if the trainer does not know its start_id.
    */
   startId: string;
 }
 
-/** Bounds how far behind the trainer a trained token may be. */
+/** Bounds how old a token may be when it is trained. */
 export interface StalenessContract {
   /**
-   * Largest allowed difference between the version the trainer holds when it takes a group and the
-   * version that sampled a token.
+   * Largest allowed lag: the version the trainer holds when it takes a group, minus the version that
+   * sampled a token.
    */
   maxLag: number;
-  /** What happens to a group with older tokens. */
+  /** What happens to a group with tokens older than that. */
   latePolicy: LatePolicy;
-  /** Groups in one optimizer step, from which admission is computed. */
+  /** Groups in one optimizer step. The staleness gate uses it to decide how many groups to admit. */
   groupsPerStep: number;
 }
 
 /** Answers Hello. */
 export interface Welcome {
-  /** Version now sampling. */
+  /** Active weight version. */
   activeWeightVersion: bigint;
-  /** Groups finished and waiting, evaluation groups not among them. */
+  /** Groups finished and waiting for delivery, without evaluation groups. */
   bufferedGroupCount: number;
-  /** Folder whose files groups lie in; unset where they lie in none. */
+  /** Folder with the files that contain the groups; unset if the server keeps no such files. */
   groupFolder: GroupFolder | undefined;
 }
 
-/** A folder of the server's host. A trainer that finds it there may read groups itself. */
+/** A folder on the server's host. A trainer that can open it may read groups from it directly. */
 export interface GroupFolder {
   /** Boot id of the host. */
   hostId: string;
   /** Absolute path. */
   path: string;
-  /** Device of the file LOCK in it: whoever finds the same device and inode there has found the same folder. */
+  /**
+   * Device of the file LOCK in the folder. A trainer that sees the same device and inode sees the same
+   * folder.
+   */
   device: bigint;
   /** Inode of that file. */
   inode: bigint;
@@ -136,63 +139,72 @@ export interface GroupFolder {
 
 /** Adds credit. */
 export interface Demand {
-  /** Further groups the trainer will take. */
+  /** Number of additional groups the trainer will take. */
   groupCount: number;
   /** Of this purpose; unspecified is PURPOSE_TRAIN. */
   purpose: Purpose;
-  /** Whether groups may come by where they lie in Welcome's group_folder; what the last demand says counts. */
+  /**
+   * Whether the server may send a group's location in Welcome's group_folder instead of the group. The
+   * last demand's value applies.
+   */
   byPlace: boolean;
 }
 
 /** One delivered group. */
 export interface GroupDelivery {
-  /** Grows within a run. */
+  /** Increases within a run. */
   deliveryId: bigint;
   /** The group. */
   group:
     | TrajectoryGroup
     | undefined;
-  /** Times the group was delivered before. */
+  /** Number of times the group was delivered before. */
   redeliveryCount: number;
-  /** Where the group lies, in place of `group`; only where by_place allows it. */
+  /** Location of the group, instead of `group`; only if by_place allows it. */
   stored: StoredGroup | undefined;
 }
 
 /** Groups that were ready at the same time. */
 export interface GroupDeliveries {
-  /** Two or more, in the order in which they were selected. */
+  /** Two or more deliveries, in the order in which the server selected the groups. */
   deliveries: GroupDelivery[];
 }
 
-/** A group in a file. Who cannot read it, or finds another checksum, says Hello again without by_place. */
+/**
+ * The location of a group in a file. A trainer that cannot read it, or whose checksum differs, sends Hello
+ * again on a new stream and demands without by_place.
+ */
 export interface StoredGroup {
   /** Name of the file in Welcome's group_folder. */
   file: string;
-  /** Where the frame begins whose payload is a JournalRecord with group_finished or group_referred. */
+  /** Offset of the frame whose payload is a JournalRecord with group_finished or group_referred. */
   offsetBytes: bigint;
   /** Length of the frame. */
   lengthBytes: bigint;
-  /** Of a group_referred, for each of its segments in order: the record of the turn that has it. */
+  /**
+   * For a group_referred: one entry for each of its segments, in order, with the record of the turn that
+   * contains the segment.
+   */
   turns: StoredTurn[];
 }
 
-/** The record of a turn in a file of the same folder. */
+/** The location of a turn's record in a file of the same folder. */
 export interface StoredTurn {
   /** Name of the file. */
   file: string;
-  /** Where the frame begins whose payload is a JournalRecord with turn_changed. */
+  /** Offset of the frame whose payload is a JournalRecord with turn_changed. */
   offsetBytes: bigint;
   /** Length of the frame. */
   lengthBytes: bigint;
 }
 
-/** Says what became of delivered groups. */
+/** Reports what the trainer did with delivered groups. */
 export interface GroupReceipt {
   /** The deliveries. */
   deliveryIds: bigint[];
-  /** Step that used them; zero when refused. */
+  /** Optimizer step that used them; zero if refused. */
   step: bigint;
-  /** Set means refused, and not to be delivered again. */
+  /** Set if the trainer refuses the groups; they are then not delivered again. */
   rejection: Rejection | undefined;
 }
 
@@ -206,7 +218,10 @@ export interface SwitchWeights {
 
 /** Makes receipts final. */
 export interface CheckpointNotice {
-  /** Last step that the durable checkpoint contains; of a run that saves none, the last one it has made. */
+  /**
+   * Last optimizer step that the durable checkpoint contains. A run without checkpoints sends its last
+   * step.
+   */
   step: bigint;
 }
 
@@ -214,11 +229,14 @@ export interface CheckpointNotice {
 export interface Notice {
   /** Machine-readable, UPPER_SNAKE_CASE, such as GROUP_DROPPED. */
   reason: string;
-  /** For a person. */
+  /** Explanation for people. */
   message: string;
-  /** The group concerned, if one is. */
+  /** The group concerned, if any. */
   groupId: string;
-  /** Its task, if it has one. After GROUP_DROPPED and GROUP_TOO_LARGE no group of that task will come. */
+  /**
+   * Its task, if it has one. After GROUP_DROPPED or GROUP_TOO_LARGE the server delivers no group for that
+   * task.
+   */
   taskId: string;
 }
 
@@ -1630,8 +1648,8 @@ export const Notice: MessageFns<Notice> = {
 export type TrainerServiceService = typeof TrainerServiceService;
 export const TrainerServiceService = {
   /**
-   * The trainer's one long-lived stream: demand, receipts and weight versions up, groups and
-   * weight receipts down. Bulk weight bytes never travel on it.
+   * The trainer's one long-lived stream. The trainer sends demand, receipts and weight switches; the
+   * server sends groups and weight receipts. Bulk weight bytes never travel on it.
    */
   exchange: {
     path: "/penstock.v1.TrainerService/Exchange" as const,
@@ -1646,16 +1664,16 @@ export const TrainerServiceService = {
 
 export interface TrainerServiceServer extends UntypedServiceImplementation {
   /**
-   * The trainer's one long-lived stream: demand, receipts and weight versions up, groups and
-   * weight receipts down. Bulk weight bytes never travel on it.
+   * The trainer's one long-lived stream. The trainer sends demand, receipts and weight switches; the
+   * server sends groups and weight receipts. Bulk weight bytes never travel on it.
    */
   exchange: handleBidiStreamingCall<ExchangeRequest, ExchangeResponse>;
 }
 
 export interface TrainerServiceClient extends Client {
   /**
-   * The trainer's one long-lived stream: demand, receipts and weight versions up, groups and
-   * weight receipts down. Bulk weight bytes never travel on it.
+   * The trainer's one long-lived stream. The trainer sends demand, receipts and weight switches; the
+   * server sends groups and weight receipts. Bulk weight bytes never travel on it.
    */
   exchange(): ClientDuplexStream<ExchangeRequest, ExchangeResponse>;
   exchange(options: Partial<CallOptions>): ClientDuplexStream<ExchangeRequest, ExchangeResponse>;

@@ -18,13 +18,13 @@ export enum Author {
 
 /** Why generation stopped. */
 export enum FinishReason {
-  /** FINISH_REASON_UNSPECIFIED - Still running. */
+  /** FINISH_REASON_UNSPECIFIED - Not stopped yet. */
   FINISH_REASON_UNSPECIFIED = 0,
   /** FINISH_REASON_STOP - A stop token or stop string was produced. */
   FINISH_REASON_STOP = 1,
   /** FINISH_REASON_LENGTH - The token budget or the context length ran out. */
   FINISH_REASON_LENGTH = 2,
-  /** FINISH_REASON_ABORTED - Stopped by Abort, a lost caller or a weight update; can be continued. */
+  /** FINISH_REASON_ABORTED - Stopped by Abort, a lost caller or a weight update; Continue can resume it. */
   FINISH_REASON_ABORTED = 3,
   UNRECOGNIZED = -1,
 }
@@ -35,14 +35,17 @@ export enum Purpose {
   PURPOSE_UNSPECIFIED = 0,
   /** PURPOSE_TRAIN - Feeds the optimizer. */
   PURPOSE_TRAIN = 1,
-  /** PURPOSE_EVAL - Measures one weight version; never feeds the optimizer. */
+  /** PURPOSE_EVAL - Evaluates one weight version; never feeds the optimizer. */
   PURPOSE_EVAL = 2,
   UNRECOGNIZED = -1,
 }
 
-/** Several trajectories sampled for one task; the unit of advantage and of delivery. */
+/**
+ * The trajectories sampled for one task. Advantages are computed over a group, and it is delivered as a
+ * whole.
+ */
 export interface TrajectoryGroup {
-  /** Identifies the group across the whole run, never reused. */
+  /** Identifies the group within the whole run; never reused. */
   groupId: string;
   /** The task every trajectory answers. */
   taskId: string;
@@ -50,15 +53,18 @@ export interface TrajectoryGroup {
   trajectories: Trajectory[];
   /** What the group is for. */
   purpose: Purpose;
-  /** Smallest weight_version over all policy tokens; staleness is counted from it. */
+  /** Smallest weight_version of all policy tokens; staleness is counted from it. */
   oldestWeightVersion: bigint;
-  /** Largest weight_version over all policy tokens; equal to the oldest where one version was measured whole. */
+  /**
+   * Largest weight_version of all policy tokens. If it equals the oldest, an evaluation group measured
+   * exactly one version.
+   */
   newestWeightVersion: bigint;
 }
 
 /** One finished episode: an ordered run of segments and its outcome. */
 export interface Trajectory {
-  /** Identifies the trajectory across the whole run, never reused. */
+  /** Identifies the trajectory within the whole run; never reused. */
   trajectoryId: string;
   /** Position within the group, from zero. */
   sampleIndex: number;
@@ -76,12 +82,12 @@ export interface Trajectory {
   parentTrajectoryId: string;
   /**
    * W3C trace context of the call that opened it, so that the optimizer step that trains it appears
-   * in the same trace; empty where the caller sent none.
+   * in the same trace. Empty if the caller sent none.
    */
   traceparent: string;
   /**
-   * So many tokens at the beginning are the parent's own first ones: they are not among the segments
-   * here, nor trained again. 0 without a parent.
+   * Number of tokens it shares with the beginning of its parent. They are not in this trajectory's
+   * segments and are not trained again. Zero without a parent.
    */
   parentTokenCount: number;
 }
@@ -89,8 +95,8 @@ export interface Trajectory {
 /**
  * A maximal run of tokens with one author and, for the policy, one weight version.
  *
- * Segments run-length encode the loss mask and the per-token weight version, so
- * neither can fall out of step with the tokens.
+ * Segments run-length encode the loss mask and the weight version of each token, so neither can get out
+ * of step with the tokens.
  */
 export interface Segment {
   /** Who wrote the tokens. */
@@ -102,13 +108,13 @@ export interface Segment {
    * after temperature; empty unless author is AUTHOR_POLICY.
    */
   logprobs: number[];
-  /** Weights that sampled these tokens; zero unless author is AUTHOR_POLICY. */
+  /** Weight version that sampled these tokens; zero unless author is AUTHOR_POLICY. */
   weightVersion: bigint;
   /** Turn these tokens belong to, from zero. */
   turnIndex: number;
   /**
-   * Temperature the tokens were sampled at, so that a trainer can recompute logprobs; greedy
-   * tokens carry zero and the log-probability at temperature 1. Zero unless author is AUTHOR_POLICY.
+   * Temperature the tokens were sampled at, so that a trainer can recompute logprobs. Greedy tokens
+   * carry zero and the log-probability at temperature 1. Zero unless author is AUTHOR_POLICY.
    */
   temperature: number;
 }
@@ -121,22 +127,22 @@ export interface TokenSequence {
 
 /** How an episode ended, as the agent judged it. */
 export interface Outcome {
-  /** Scored, or failed with a reason: a failure is data, not an exception. */
+  /** Either a reward, or a failure with a reason. A failure is data, not an exception. */
   result:
     | //
-    /** The scalar return. */
+    /** The reward of the whole trajectory. */
     { $case: "reward"; value: number }
     | //
     /** The agent could not finish; the trajectory carries no gradient. */
     { $case: "failure"; value: Failure }
     | undefined;
-  /** Named components of the reward and any other per-episode number worth logging. */
+  /** Named components of the reward, and any other per-episode numbers worth logging. */
   metrics: { [key: string]: number };
   /** Anything the reward or a later reader needs. */
   metadata:
     | { [key: string]: any }
     | undefined;
-  /** Rewards of single turns, by turn_index; empty where only the whole is scored. */
+  /** Rewards of individual turns, by turn_index; empty if only the whole trajectory is scored. */
   turnRewards: number[];
 }
 
@@ -149,7 +155,7 @@ export interface Outcome_MetricsEntry {
 export interface Failure {
   /** Machine-readable, UPPER_SNAKE_CASE. */
   reason: string;
-  /** For a person. */
+  /** Explanation for people. */
   message: string;
 }
 

@@ -11,33 +11,33 @@ export enum IndexCoding {
   /** INDEX_CODING_UNSPECIFIED - Never valid on the wire. */
   INDEX_CODING_UNSPECIFIED = 0,
   /**
-   * INDEX_CODING_GAPS - One byte for each gap, the number of unchanged elements since the changed one before: 0 to 254. A
-   * byte of 255 stands for 255 unchanged elements and goes on with the next byte.
+   * INDEX_CODING_GAPS - One byte for each gap, which is the number of unchanged elements since the previous changed one: 0
+   * to 254. A byte of 255 stands for 255 unchanged elements; the gap continues with the next byte.
    */
   INDEX_CODING_GAPS = 1,
-  /** INDEX_CODING_BITMAP - One bit for each element, the least significant bit of a byte first; set means changed. */
+  /** INDEX_CODING_BITMAP - One bit for each element, least significant bit of a byte first; a set bit means changed. */
   INDEX_CODING_BITMAP = 2,
   UNRECOGNIZED = -1,
 }
 
 /** How bytes are compressed. */
 export enum Compression {
-  /** COMPRESSION_UNSPECIFIED - Not at all. */
+  /** COMPRESSION_UNSPECIFIED - No compression. */
   COMPRESSION_UNSPECIFIED = 0,
-  /** COMPRESSION_ZSTD - One Zstandard frame that names its content size. */
+  /** COMPRESSION_ZSTD - One Zstandard frame whose header has the content size. */
   COMPRESSION_ZSTD = 1,
   UNRECOGNIZED = -1,
 }
 
-/** How far an upload has come. */
+/** State of an upload. */
 export enum WeightState {
   /** WEIGHT_STATE_UNSPECIFIED - Never valid on the wire. */
   WEIGHT_STATE_UNSPECIFIED = 0,
   /** WEIGHT_STATE_READY - The header is accepted: send chunks, or start the collective. */
   WEIGHT_STATE_READY = 1,
-  /** WEIGHT_STATE_STAGED - Complete and verified, not yet sampling. */
+  /** WEIGHT_STATE_STAGED - Complete and verified, not yet active. */
   WEIGHT_STATE_STAGED = 2,
-  /** WEIGHT_STATE_ACTIVE - Sampling. */
+  /** WEIGHT_STATE_ACTIVE - The version is active. */
   WEIGHT_STATE_ACTIVE = 3,
   UNRECOGNIZED = -1,
 }
@@ -46,9 +46,9 @@ export enum WeightState {
 export enum Activation {
   /** ACTIVATION_UNSPECIFIED - Treated as ACTIVATION_IMMEDIATE. */
   ACTIVATION_UNSPECIFIED = 0,
-  /** ACTIVATION_IMMEDIATE - Switch at once. */
+  /** ACTIVATION_IMMEDIATE - Switch immediately. */
   ACTIVATION_IMMEDIATE = 1,
-  /** ACTIVATION_STAGED - Wait for SwitchWeights on the trainer's stream. */
+  /** ACTIVATION_STAGED - Wait for SwitchWeights on the trainer's Exchange stream, or WeightActivation on the upload's stream. */
   ACTIVATION_STAGED = 2,
   UNRECOGNIZED = -1,
 }
@@ -57,9 +57,9 @@ export enum Activation {
 export enum InFlightPolicy {
   /** IN_FLIGHT_POLICY_UNSPECIFIED - The server's default. */
   IN_FLIGHT_POLICY_UNSPECIFIED = 0,
-  /** IN_FLIGHT_POLICY_KEEP - Freeze them, keep their key-value cache and go on under the new weights. */
+  /** IN_FLIGHT_POLICY_KEEP - Freeze them, keep their key-value cache and continue under the new weights. */
   IN_FLIGHT_POLICY_KEEP = 1,
-  /** IN_FLIGHT_POLICY_RECOMPUTE - Freeze them, recompute their key-value cache and go on under the new weights. */
+  /** IN_FLIGHT_POLICY_RECOMPUTE - Freeze them, recompute their key-value cache and continue under the new weights. */
   IN_FLIGHT_POLICY_RECOMPUTE = 2,
   /** IN_FLIGHT_POLICY_DRAIN - Let them finish first. */
   IN_FLIGHT_POLICY_DRAIN = 3,
@@ -68,7 +68,7 @@ export enum InFlightPolicy {
   UNRECOGNIZED = -1,
 }
 
-/** Where a server can take weights from. */
+/** Sources that a server can take weights from. */
 export enum WeightSourceKind {
   /** WEIGHT_SOURCE_KIND_UNSPECIFIED - Never valid on the wire. */
   WEIGHT_SOURCE_KIND_UNSPECIFIED = 0,
@@ -89,18 +89,18 @@ export enum WeightSourceKind {
 export enum TensorEncoding {
   /** TENSOR_ENCODING_UNSPECIFIED - Treated as TENSOR_ENCODING_RAW. */
   TENSOR_ENCODING_UNSPECIFIED = 0,
-  /** TENSOR_ENCODING_RAW - The bytes themselves. */
+  /** TENSOR_ENCODING_RAW - The bytes, unencoded. */
   TENSOR_ENCODING_RAW = 1,
   /** TENSOR_ENCODING_SAME - Unchanged since base_weight_version; no bytes. */
   TENSOR_ENCODING_SAME = 2,
-  /** TENSOR_ENCODING_SPARSE - Positions and new values of the elements that changed: lossless, and small where few did. */
+  /** TENSOR_ENCODING_SPARSE - Positions and differences of the elements that changed: lossless, and small if few did. */
   TENSOR_ENCODING_SPARSE = 3,
   UNRECOGNIZED = -1,
 }
 
 /**
- * One message of an upload: a header, then chunks where the source is inline, or rounds where it is a
- * collective, then a commit. Or a join, alone.
+ * One message of an upload. An upload is a header, then chunks for an inline source or rounds for a
+ * collective, then a commit. A join is the only message of its stream.
  */
 export interface UpdateWeightsRequest {
   /** Exactly one kind of message. */
@@ -116,8 +116,8 @@ export interface UpdateWeightsRequest {
     { $case: "commit"; value: WeightCommit }
     | //
     /**
-     * Only message of a stream that joins a collective: answered with READY at once, so that both sides
-     * meet in it, and with the end of the stream when the engine has joined.
+     * Joins a collective; the only message of its stream. The server answers READY at once, so that both
+     * sides can meet in the collective. It ends the stream when the engine has joined.
      */
     { $case: "join"; value: CollectiveJoin }
     | //
@@ -130,11 +130,11 @@ export interface UpdateWeightsRequest {
 }
 
 /**
- * Switches to the version of an upload whose activation is staged, on the stream that it came by. Without
- * one the version waits for SwitchWeights, as any staged one does.
+ * Switches to a version uploaded with ACTIVATION_STAGED, on the stream of its upload. Without this message
+ * the version waits for SwitchWeights, like any staged version.
  */
 export interface WeightActivation {
-  /** What happens to turns in flight; unspecified is what the header says. */
+  /** What happens to turns in flight; unspecified means the header's policy. */
   inFlight: InFlightPolicy;
 }
 
@@ -142,34 +142,34 @@ export interface WeightActivation {
 export interface UpdateWeightsResponse {
   /** The version being uploaded. */
   weightVersion: bigint;
-  /** How far it has come. */
+  /** State of the upload. */
   state: WeightState;
-  /** Version now sampling on this server. */
+  /** Active weight version of this server. */
   activeWeightVersion: bigint;
-  /** How long generation stood still; set with WEIGHT_STATE_ACTIVE. */
+  /** How long generation was paused; set with WEIGHT_STATE_ACTIVE. */
   pause:
     | Duration
     | undefined;
-  /** Tensors whose bytes differ from the version before; zero is worth an alarm. */
+  /** Number of tensors whose bytes differ from the previous version; zero is worth an alarm. */
   changedTensorCount: number;
-  /** How far the probe of this version was off; set with WEIGHT_STATE_ACTIVE where there was one. */
+  /** Result of this version's probe; set with WEIGHT_STATE_ACTIVE if the header had one. */
   probe:
     | WeightProbeResult
     | undefined;
   /**
-   * Where the whole version lies in this server's memory; set with WEIGHT_STATE_STAGED for one that came in
-   * chunks or from a peer. Packed as the header has it, or, put together from a delta, tensor after tensor in
-   * the header's order, each at the next multiple of 8 bytes. Others of this host can take it from there for
-   * as long as it is staged or held.
+   * Where the whole version is in this server's memory. Set with WEIGHT_STATE_STAGED for a version that
+   * came in chunks or from a peer. It is packed as in the header. A version assembled from a delta is
+   * packed tensor after tensor in the header's order, each at the next multiple of 8 bytes. Other servers
+   * on this host can read it there as long as it is staged or held.
    */
   memory: SharedMemorySource | undefined;
 }
 
-/** Describes the version about to be uploaded. */
+/** Describes the version to be uploaded. */
 export interface WeightHeader {
-  /** Strictly greater than every version this server has accepted. */
+  /** Must be greater than every version this server has accepted. */
   weightVersion: bigint;
-  /** Version a delta applies to, which has to be the active one; zero for a full upload. */
+  /** Version a delta applies to, which must be the active one; zero for a full upload. */
   baseWeightVersion: bigint;
   /** Every tensor of this version, in the order of the payload. */
   tensors: TensorSpec[];
@@ -185,10 +185,10 @@ export interface WeightHeader {
     /** In a checkpoint directory that both sides can read. */
     { $case: "checkpoint"; value: CheckpointSource }
     | //
-    /** Broadcast by a collective that both sides join. */
+    /** Sent by a collective that both sides have joined. */
     { $case: "collective"; value: CollectiveSource }
     | //
-    /** At another server, which hands it out with FetchWeights. */
+    /** At another server, which sends it with FetchWeights. */
     { $case: "peer"; value: PeerSource }
     | undefined;
   /** What happens on commit. */
@@ -197,39 +197,42 @@ export interface WeightHeader {
   inFlight: InFlightPolicy;
   /** Identifies the trainer process; an upload by an older epoch is refused. */
   trainerEpoch: bigint;
-  /** Scored by the engine after the switch and before any new turn; unset means no such check. */
+  /** Scored by the engine after the switch and before any new turn; unset means no probe. */
   probe:
     | WeightProbe
     | undefined;
   /**
-   * Set means that the tensors are those of a LoRA adapter on the server's full weights, under their
-   * PEFT names.
+   * Set if the tensors are those of a LoRA adapter on the server's full weights. They have their PEFT
+   * names.
    */
   adapter: LoraAdapter | undefined;
 }
 
 /**
- * A fixed sequence that the trainer scored itself. Checksums prove that bytes arrived; this proves
+ * A fixed sequence that the trainer scored itself. Checksums prove that the bytes arrived; a probe proves
  * that the engine computes with them.
  */
 export interface WeightProbe {
   /** At least two tokens. */
   tokenIds: number[];
-  /** Trainer's log-probability of each token but the first, given those before it, at temperature 1. */
+  /**
+   * The trainer's log-probability of each token except the first, given the tokens before it, at
+   * temperature 1.
+   */
   logprobs: number[];
-  /** Largest allowed mean of the absolute differences, in nats. */
+  /** Largest allowed mean absolute difference, in nats. */
   tolerance: number;
 }
 
-/** What the engine's own score of a probe came to. */
+/** How far the engine's score of a probe differs from the trainer's. */
 export interface WeightProbeResult {
-  /** Mean of the absolute differences, in nats. */
+  /** Mean absolute difference, in nats. */
   meanDifference: number;
-  /** Largest of them. */
+  /** Largest absolute difference, in nats. */
   maxDifference: number;
 }
 
-/** A low-rank adapter, as PEFT's adapter_config.json has it. */
+/** A low-rank adapter, as described by PEFT's adapter_config.json. */
 export interface LoraAdapter {
   /** Rank of the matrices. */
   rank: number;
@@ -241,13 +244,13 @@ export interface LoraAdapter {
   rankStabilized: boolean;
 }
 
-/** Names, shapes and locates one tensor. */
+/** Name, shape, location and checksum of one tensor. */
 export interface TensorSpec {
-  /** Hugging Face parameter name. */
+  /** Parameter name, as in Hugging Face Transformers. */
   name: string;
   /** Dimension sizes. */
   shape: bigint[];
-  /** Torch dtype name, such as "bfloat16". */
+  /** Torch dtype, such as "bfloat16". */
   dtype: string;
   /** Where it starts in the payload. */
   offsetBytes: bigint;
@@ -255,26 +258,26 @@ export interface TensorSpec {
   lengthBytes: bigint;
   /** How the payload encodes it. */
   encoding: TensorEncoding;
-  /** XXH3-64 of the tensor's decoded bytes; zero where the commit has it. */
+  /** XXH3-64 of the tensor's decoded bytes; zero if the commit carries it. */
   xxh3: bigint;
-  /** How the payload codes what changed; set with TENSOR_ENCODING_SPARSE. */
+  /** How the payload encodes the changed elements; set with TENSOR_ENCODING_SPARSE. */
   sparse: SparseCoding | undefined;
 }
 
 /**
  * The changed elements of one tensor: first their positions, then their values, in the order of the
  * positions. Elements are unsigned integers of the dtype's width, little-endian. A value is new minus
- * old, modulo that width, folded so that small differences are small numbers (zigzag: 0, -1, 1, -2 ...
- * become 0, 1, 2, 3 ...), and stored byte plane by byte plane, the least significant plane first.
+ * old, modulo that width. It is zigzag-coded, so that small differences become small numbers: 0, -1, 1,
+ * -2 ... become 0, 1, 2, 3 ... Values are stored byte plane by byte plane, least significant plane first.
  */
 export interface SparseCoding {
-  /** Elements that changed. */
+  /** Number of elements that changed. */
   changedElementCount: bigint;
   /** How positions are coded. */
   indexCoding: IndexCoding;
-  /** Length of the positions in the payload; the rest of the tensor's payload are the values. */
+  /** Length of the positions in the payload; the rest of the tensor's payload is the values. */
   indexLengthBytes: bigint;
-  /** How both parts are compressed, each by itself. */
+  /** How the two parts are compressed, each separately. */
   compression: Compression;
 }
 
@@ -288,35 +291,38 @@ export interface InlineSource {
 export interface SharedMemorySource {
   /** Path or segment name. */
   name: string;
-  /** Boot id and device, so that a server on another host refuses instead of misreading. */
+  /**
+   * Boot id and device, so that a server on another host refuses the upload instead of reading other
+   * memory.
+   */
   hostNamespace: string;
   /**
-   * Set means that the uploader is still filling it, so that both sides work at the same time: all of it is
-   * there at the commit, which also has the checksums that the header leaves at zero. Only for a full
-   * upload. Unset means that all of it is there already.
+   * Set if the uploader is still filling the memory, so that both sides work at the same time. Every byte
+   * must be there at the commit, which then carries the checksums that the header leaves at zero. Only
+   * for a full upload. Unset means that every byte is already there.
    */
   filling: boolean;
   /**
-   * Where, with filling, the progress word is: a little-endian unsigned 64-bit integer at a multiple of 8
-   * behind every tensor, zero when the header is sent. It says how many bytes from the beginning on are
-   * filled and stay as they are. A hint: the server may read ahead as far as it says, and no verdict depends
-   * on it. Zero means that there is none.
+   * With filling: offset of the progress word, or zero for none. The progress word is a little-endian
+   * unsigned 64-bit integer, aligned to 8 bytes and located after every tensor. It is zero when the header
+   * is sent. It then holds how many bytes from the start are filled and will not change. It is only a
+   * hint: the server may read ahead that far, and no decision depends on it.
    */
   progressOffsetBytes: bigint;
 }
 
 /**
- * Bytes in a directory of safetensors files. The header lists names, shapes, dtypes and checksums;
- * offsets and lengths are those of the files and stay zero here.
+ * Bytes in a directory of safetensors files. The header lists names, shapes, dtypes and checksums.
+ * Offsets and lengths are those of the files, and stay zero in the header.
  */
 export interface CheckpointSource {
-  /** Absolute path of the directory, as the server sees it. */
+  /** Absolute path of the directory on the server. */
   path: string;
 }
 
 /**
- * Bytes by a collective that the engine joined before, through its own weight transfer. They go
- * straight into the live model, so the activation has to be immediate.
+ * Bytes sent by a collective that the engine joined before, through the engine's own weight transfer.
+ * They go straight into the live model, so the activation must be immediate.
  */
 export interface CollectiveSource {
   /** Name of the engine's weight transfer backend. */
@@ -324,30 +330,30 @@ export interface CollectiveSource {
 }
 
 /**
- * Bytes of a full version that another server has, or is being given just now. Offsets and lengths of the
- * header are where they go here; there they may lie in another order.
+ * Bytes of a full version that another server has or is still receiving. The header's offsets and lengths
+ * are for this server's memory; the other server may store the tensors in another order.
  */
 export interface PeerSource {
-  /** Where that server listens: host and port. */
+  /** Address of that server: host and port. */
   address: string;
-  /** What that server calls the version. */
+  /** Number of the version at that server. */
   weightVersion: bigint;
 }
 
 /** Asks for the bytes of a full version. */
 export interface FetchWeightsRequest {
-  /** What the server that is asked calls it. */
+  /** Number of the version at the server that receives this request. */
   weightVersion: bigint;
-  /**
-   * Each tensor that is wanted: its name, length and checksum, and where it goes in the payload. The rest is
-   * not looked at.
-   */
+  /** The tensors to send: name, length, checksum and offset in the payload. Other fields are ignored. */
   tensors: TensorSpec[];
 }
 
-/** A slice of the payload that was asked for; slices come in order and without a gap. */
+/** A slice of the requested payload; slices come in order and without gaps. */
 export interface FetchWeightsResponse {
-  /** Numbered as in UpdateWeightsRequest, so that a slice is the same bytes on its way in and out. */
+  /**
+   * Has the same field number as in UpdateWeightsRequest, so that a slice has the same bytes in both
+   * messages.
+   */
   chunk: WeightChunk | undefined;
 }
 
@@ -355,7 +361,7 @@ export interface FetchWeightsResponse {
 export interface CollectiveJoin {
   /** Name of the engine's weight transfer backend, such as "nccl" or "gloo". */
   backend: string;
-  /** The backend's own rendezvous fields, a JSON object. */
+  /** The backend's rendezvous fields, as a JSON object. */
   rendezvousJson: string;
   /** Identifies the trainer process; a join by an older epoch is refused. */
   trainerEpoch: bigint;
@@ -364,8 +370,8 @@ export interface CollectiveJoin {
 /** One transfer of a collective upload. */
 export interface CollectiveRound {
   /**
-   * The backend's own description of what it is about to send: a JSON object, or an array with one for
-   * each worker.
+   * The backend's description of what it will send: a JSON object, or an array with one for each
+   * worker.
    */
   updateJson: string;
 }
@@ -382,30 +388,33 @@ export interface WeightChunk {
 
 /** Ends an upload. */
 export interface WeightCommit {
-  /** SHA-256 of the serialized header, so that both sides mean the same manifest. */
+  /** SHA-256 of the serialized header, so that both sides refer to the same manifest. */
   headerSha256: Buffer;
   /**
-   * XXH3-64 of every tensor's bytes, in the order of the header, where shared memory was being filled;
-   * else empty.
+   * XXH3-64 of every tensor's bytes, in the order of the header, if shared memory was being filled;
+   * otherwise empty.
    */
   tensorXxh3: bigint[];
 }
 
-/** ACK or NACK of a switch: a version belongs to the weights, not to the stream. */
+/**
+ * Result of a switch, accepted or refused. It names the version because a version belongs to the weights,
+ * not to the stream.
+ */
 export interface WeightReceipt {
-  /** The version that was asked for. */
+  /** The requested version. */
   weightVersion: bigint;
-  /** Version now sampling; equals weight_version on success. */
+  /** Active weight version; equals weight_version on success. */
   activeWeightVersion: bigint;
-  /** Set means refused, and active_weight_version is what is in use. */
+  /** Set if the switch was refused; active_weight_version then remains in use. */
   rejection:
     | Rejection
     | undefined;
-  /** How long generation stood still. */
+  /** How long generation was paused. */
   pause:
     | Duration
     | undefined;
-  /** How far the probe of this version was off, where there was one. */
+  /** Result of this version's probe, if it had one. */
   probe: WeightProbeResult | undefined;
 }
 
