@@ -148,7 +148,8 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def cluster(folder: Path, placement: str, steps: int) -> AsyncGenerator[Cluster]:
-    """Run a cluster; on exit kill it and check that no process is left."""
+    """Run a cluster; kill it on exit. Tests then check with `all_gone`
+    that its processes end too."""
     path = write_cluster(folder, placement, steps)
     command = (sys.executable, "-m", "tests.support.up_with_fakes", str(path))
     running: Cluster
@@ -168,7 +169,7 @@ async def cluster(folder: Path, placement: str, steps: int) -> AsyncGenerator[Cl
 
 
 def is_alive(pid: int) -> bool:
-    """Run a cluster; kill it on exit. `all_gone` then checks that its processes end too."""
+    """Whether the process exists and is not a zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

@@ -81,8 +81,7 @@ WeightProbe = T(weights_pb2.WeightProbe)
 
 
 class Wire:
-    """Each rpc as an attribute with its name, taking and returning
-    the runtime's message classes."""
+    """Each rpc as an attribute with its name. Messages are twins (see `codec.twin`)."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel

@@ -152,7 +152,7 @@ class Responses(Http):
 
 
 class Messages(Http):
-    """Anthropic's messages."""
+    """Uses Anthropic's messages endpoint."""
 
     def line(self, role: str, text: str, call_id: str = "") -> Line:
         if not call_id:
@@ -209,5 +209,6 @@ def _turn_name(answer_id: str) -> TurnName:
 
 
 def _error(found: Any) -> str:
-    """Uses Anthropic's messages endpoint."""
+    """Why a call is invalid. The SDK does not declare this field, so
+    it is among the extra fields."""
     return str((found.model_extra or {}).get("tool_call_error", ""))

@@ -594,7 +594,7 @@ class Referee:
     floor: dict[str, int] = field(default_factory=dict[str, int])
     """The oldest version that may have sampled each group."""
     taken: Counter[int] = field(default_factory=Counter[int])
-    """The number of groups taken at each trainer version."""
+    """Groups taken at the trainer's current version, keyed by that version alone."""
     waits: int = 0
     decisions: int = 0
     restored: int = 0

@@ -120,7 +120,7 @@ def test_a_cut_anywhere_leaves_the_frames_before_it(tmp_path: Path, data: st.Dat
     path.write_bytes(whole[:cut] + bytes(len(whole) - cut))
     kept = sum(end <= cut for end in ends[1:])
     found, torn = read_segment(path)
-    # Zeros at the end of a payload cannot be told apart from unwritten bytes, and need not be.
+    # Zeros at the end of a payload look like unwritten bytes. This does no harm.
     assert found[:kept] == payloads[:kept] and found == payloads[: len(found)]
     assert (torn == 0) == (not any(whole[ends[len(found)] : cut]))
     path.unlink()

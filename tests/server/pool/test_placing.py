@@ -99,7 +99,7 @@ class Engines:
         )
 
     def close(self) -> None:
-        """Close every engine."""
+        """Close every engine at version 7."""
         for member in self.members:
             member.version = 7
             member.close_for(1.0)

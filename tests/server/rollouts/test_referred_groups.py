@@ -41,7 +41,7 @@ Outcome = codec.twin(trajectory_pb2.Outcome)
 GroupReferred = codec.twin(journal_pb2.GroupReferred)
 TurnChanged = codec.twin(journal_pb2.TurnChanged)
 POLICY_BYTES = 4 * 8
-"""The four tokens sampled in a turn of `finish_groups`."""
+"""Bytes of the four tokens that a turn of `finish_groups` samples."""
 
 
 def finished_in(folder: Path) -> list[Any]:
@@ -147,7 +147,7 @@ async def test_a_group_that_goes_while_it_is_copied_is_counted_once(tmp_path: Pa
 
 
 async def held_groups(harness: Harness) -> list[Any]:
-    """The finished groups."""
+    """The finished groups in the buffer, decoded."""
     groups = [await group.payload.read() for group in harness.serving.buffer.groups]
     return [group_bytes.decode_group(group) for group in groups]
 

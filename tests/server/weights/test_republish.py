@@ -149,8 +149,8 @@ async def test_a_server_killed_on_the_way_is_given_the_weights_again_before_it_s
         await asyncio.wait([working])
     assert len(server.processes) == 2
     assert [record["weight_version"] for record in run.records] == list(range(1, STEPS + 1))
-    # Groups sampled after the kill have the trainer's version: the
-    # uploaded one or the previous one.
+    # The weights that sample after the kill are the trainer's: the uploaded
+    # version or the previous one.
     assert max(record["lag_max"] for record in run.records) <= 2
     after = versions[next(i for i, v in enumerate(versions) if v >= KILLED_AT - 1) :]
     assert min(after) >= KILLED_AT - 2

@@ -171,7 +171,7 @@ async def test_an_upload_in_rounds_becomes_the_active_version(harness: Harness) 
     assert response.changed_tensor_count == len(NAMES)
     assert [found["names"] for found in harness.engine.rounds] == [[name] for name in NAMES]
     await serves(harness, 1)
-    # The engine is still in the collective.
+    # The engine is still joined.
     await Call(harness, 2).whole()
     await serves(harness, 2)
     assert harness.engine.joins == 1

@@ -169,7 +169,7 @@ async def arriving(
 
 
 async def test_a_version_is_handed_on_while_it_arrives(giver: Harness, taker: Harness) -> None:
-    # Large enough for the first tensor, the piece that the peer asks for.
+    # Chunks large enough for the first tensor, of which the peer requests a piece.
     first = payload(2)[1][0].length_bytes
     upload = await arriving(giver, 2, first)
     taking = asyncio.ensure_future(take(taker, from_peer(2, giver.address, 2)))
