@@ -1,4 +1,4 @@
-"""Fixtures of the wire tests, and the options of the fault tests."""
+"""Shared fixtures: servers around a fake engine, and the external-process sandbox."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before torch is imported: several processes with as many threads as there are cores take turns in
-    # waiting for each other, and a quarter of their time with it.
+    # Set before torch is imported. If every test process starts one thread per core, the threads
+    # spend about a quarter of their time waiting for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -23,11 +23,11 @@ from tests.faults.report import (  # noqa: F401
 )
 from tests.support.harness import Harness, serve
 
-# What `.ci/programs.py` fetched, where the machine has none of its own.
+# Programs fetched by `.ci/programs.py`, used if the machine has none installed.
 PROGRAMS = Path(__file__).resolve().parents[1] / ".venv" / "share" / "programs"
 os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), str(PROGRAMS)))
 
-# How long an example takes says how busy the machine is.
+# No deadline: an example's duration depends on how busy the machine is.
 settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("penstock")
 
@@ -41,14 +41,14 @@ async def harness(tmp_path: Path) -> AsyncGenerator[Harness]:
 
 @pytest.fixture
 async def slow(tmp_path: Path) -> AsyncGenerator[Harness]:
-    """A server whose engine takes five milliseconds a token."""
+    """A server whose engine takes five milliseconds per token."""
     async with serve(tmp_path, step_seconds=0.005) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def sandbox_here(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Why there is none here; empty where there is."""
+    """The reason why this machine has no sandbox; empty if it has one."""
     try:
         find_sandbox(tmp_path_factory.mktemp("probe"), share_network=False, read=(), hidden=())
     except SandboxMissing as error:
@@ -58,7 +58,8 @@ def sandbox_here(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(params=[SandboxUse.OFF, SandboxUse.REQUIRE], ids=["open", "sandbox"])
 def lock(request: pytest.FixtureRequest, sandbox_here: str) -> SandboxUse:
-    """Both ways, where this machine has both."""
+    """Runs the test with and without the sandbox; skips the sandboxed
+    run if there is no sandbox."""
     if request.param is SandboxUse.REQUIRE and sandbox_here:
         pytest.skip(sandbox_here)
     return request.param
@@ -66,7 +67,7 @@ def lock(request: pytest.FixtureRequest, sandbox_here: str) -> SandboxUse:
 
 @pytest.fixture
 def locked(sandbox_here: str) -> SandboxUse:
-    """The sandbox, or no test."""
+    """Requires the sandbox; skips the test if this machine has none."""
     if sandbox_here:
         pytest.skip(sandbox_here)
     return SandboxUse.REQUIRE

@@ -1,4 +1,5 @@
-"""Certificates and tokens of the tests: one authority, a server, callers of every role, and strangers."""
+"""Test certificates and tokens: a trusted authority, a server, callers of every role, and
+strangers."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ COMMON_NAMES = {Role.AGENT: "agent-1", Role.TRAINER: "trainer-1", Role.ADMIN: "a
 
 @cache
 def authority() -> trustme.CA:
-    """The one that everybody trusts; made once, since keys take their time."""
+    """The authority that server and clients trust. Created once,
+    because generating keys is slow."""
     return trustme.CA()
 
 
 @cache
 def stranger() -> trustme.CA:
-    """One that nobody trusts."""
+    """An authority that neither server nor clients trust."""
     return trustme.CA()
 
 
@@ -39,7 +41,7 @@ def client_certificate(name: str, *, trusted: bool = True) -> trustme.LeafCert:
 
 
 def write_certificate(folder: Path, name: str, certificate: trustme.LeafCert) -> tuple[Path, Path]:
-    """Certificate and key as PEM files."""
+    """Write the certificate chain and the key as PEM files, and return their paths."""
     chain, key = folder / f"{name}.pem", folder / f"{name}-key.pem"
     chain.write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
     key.write_bytes(certificate.private_key_pem.bytes())
@@ -48,11 +50,11 @@ def write_certificate(folder: Path, name: str, certificate: trustme.LeafCert) ->
 
 @dataclass
 class Authorities:
-    """The files of a server and of its callers, in one folder."""
+    """One folder with the certificates and tokens of a server and its callers."""
 
     folder: Path
     tokens: dict[str, str]
-    """Name -> token: one for each role, named after it, and "expired", an agent's."""
+    """Name to token: one token per role, named after the role, plus "expired" (an agent's)."""
 
     @property
     def ca(self) -> Path:
@@ -60,11 +62,11 @@ class Authorities:
 
     @property
     def token_file(self) -> Path:
-        """The server's."""
+        """The file that the server reads its tokens from."""
         return self.folder / "tokens.toml"
 
     def settings(self, *, mutual: bool = False, tls: bool = True) -> list[str]:
-        """What the server is told."""
+        """The `--set` options for a server that uses these files."""
         found = [f"security.tokens={self.token_file}"]
         if tls:
             found += [
@@ -74,7 +76,7 @@ class Authorities:
         return [*found, f"security.client_ca={self.ca}"] if mutual else found
 
     def security(self, name: str | None, certificate: str | None = None) -> Security:
-        """Of a client with this token, and this certificate."""
+        """Client security with the token and certificate of these names, or without them."""
         pair = (None, None)
         if certificate is not None:
             pair = (self.folder / f"{certificate}.pem", self.folder / f"{certificate}-key.pem")
@@ -86,7 +88,7 @@ class Authorities:
         )
 
     def write_tokens(self, **changes: dict[str, object] | None) -> None:
-        """The token file, with these entries changed, or left out where they are None."""
+        """Write the token file. `changes` replaces entries by name; None removes one."""
         now = datetime.now(UTC)
         entries: dict[str, dict[str, object] | None] = {
             name: {
@@ -114,7 +116,7 @@ class Authorities:
 
 
 def make_authorities(folder: Path) -> Authorities:
-    """Writes all of it."""
+    """Create the folder with every certificate and the token file."""
     folder.mkdir(exist_ok=True)
     (folder / "ca.pem").write_bytes(authority().cert_pem.bytes())
     write_certificate(folder, "server", server_certificate())

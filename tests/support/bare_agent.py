@@ -1,7 +1,9 @@
-"""An agent as docs/clients.md has it: `python -S bare_agent.py STUBS ADDRESS < docs/clients.md`.
+"""An agent written only from docs/clients.md.
 
-It has stubs, gRPC and the messages of that page, in which it puts its own attempt's id, and nothing of this
-project's. Prints, as JSON, what it got.
+    python -S bare_agent.py STUBS ADDRESS < docs/clients.md
+
+It uses generated stubs, gRPC and the messages on that page, with its own attempt's id filled in. It
+imports nothing from this project. It prints the results as JSON.
 """
 
 from __future__ import annotations
@@ -24,26 +26,26 @@ ABORTED = trajectory_pb2.FINISH_REASON_ABORTED
 
 
 class Page:
-    """The messages of the page, in its order."""
+    """The messages on the page, in page order."""
 
     def __init__(self, text: str) -> None:
         self._blocks = re.findall(r"```textproto\n# penstock\.v1\.(\w+)\n(.*?)```", text, re.DOTALL)
 
     def message(self, name: str, index: int = 0) -> Any:
-        """The page's message of a type; of several the one at this place."""
+        """The page's message of type `name`; `index` chooses among several."""
         body = [body for found, body in self._blocks if found == name][index]
         kind = GetMessageClass(Default().FindMessageTypeByName(f"penstock.v1.{name}"))
         return Parse(body, kind())
 
     def own(self, name: str, index: int, trajectory_id: str) -> Any:
-        """The same, of this trajectory."""
+        """The page's message of type `name`, addressed to this trajectory."""
         message = self.message(name, index)
         message.trajectory_id = trajectory_id
         return message
 
 
 def turn(stream: Any) -> tuple[int, Any]:
-    """How many tokens a stream brought, and its end."""
+    """Return the number of tokens a stream delivered, and its `finished` event."""
     events = list(stream)
     kinds = [event.WhichOneof("event") for event in events]
     assert (kinds[0], kinds[-1]) == ("started", "finished"), kinds
@@ -52,7 +54,7 @@ def turn(stream: Any) -> tuple[int, Any]:
 
 
 def drive(page: Page, tasks: Any, rollouts: Any) -> dict[str, Any]:
-    """One attempt, by the page's steps."""
+    """Drive one attempt through the steps on the page."""
     leases = tasks.LeaseTasks(page.message("LeaseTasksRequest"))
     leased = next(leases)
     mine = leased.trajectory_id

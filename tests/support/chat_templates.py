@@ -1,10 +1,12 @@
-"""Three tokenizers of bytes whose chat templates differ as those of the large families do.
+"""Three byte tokenizers whose chat templates differ in the ways the large model families differ.
 
-The end of a turn is token 256 in each, which is where the fake engine ends one; what opens and closes a
-call is 258 and 259. What matters of the
-families: ChatML writes tools as JSON and a call after the text; Llama 3 has headers, leaves the text out
-beside a call and refuses several calls in one message; Qwen 3 leaves out reasoning before the last
-question, puts an empty one into the last answer, and joins the answers of tools into one turn.
+Token 256 ends a turn in each of them, as it does for the fake engine. Tokens 258 and 259 open and
+close a tool call. Each family covers different behaviour:
+
+- ChatML writes tools as JSON, and a call after the text.
+- Llama 3 has headers, drops the text of a message with a call, and refuses several calls in one message.
+- Qwen 3 drops reasoning before the last question, puts an empty reasoning block into the last answer,
+  and joins consecutive tool answers into one turn.
 """
 
 from __future__ import annotations
@@ -76,6 +78,5 @@ FAMILIES = {
 
 
 def make_tokenizer(family: str) -> object:
-    """The tokenizer of a family."""
     tokens, template = FAMILIES[family]
     return make_byte_tokenizer(tokens, template, tokens[0])

@@ -1,6 +1,6 @@
-"""`penstock up` with engine servers behind a hub, as a process whose parts are killed.
+"""`penstock up` with engine servers behind a hub, run as a process whose parts tests kill.
 
-Real training of a tiny model, a real hub and real workers; engine servers around the fake engine.
+Training of a tiny model, the hub and the workers are real. The engine servers use the fake engine.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ checkpoint.every_steps = 2
 
 
 def write_cluster(folder: Path, placement: str, steps: int) -> Path:
-    """The file, and what it names."""
+    """Write the cluster file, and the model and tasks that it names."""
     write_model(folder / "model")
     write_printable(folder / "tasks.jsonl")
     path = folder / "cluster.toml"
@@ -80,8 +80,6 @@ def write_cluster(folder: Path, placement: str, steps: int) -> Path:
 
 @dataclass
 class Cluster:
-    """A running one."""
-
     folder: Path
     process: Process
     ending: asyncio.Task[int]
@@ -91,21 +89,22 @@ class Cluster:
 
     @property
     def out(self) -> Path:
-        """The run's folder."""
+        """The run's output folder."""
         return self.folder / "out"
 
     @property
     def steps(self) -> int:
-        """Made so far, those that a killed trainer makes again included."""
+        """Steps made so far. A step that a restarted trainer repeats counts again."""
         return sum(bool(re.match(r"step \d+/", line)) for line in self.printed)
 
     @property
     def events(self) -> str:
-        """All that was told."""
+        """The text of the run's event log."""
         return (self.out / "events.log").read_text()
 
     def roles(self) -> dict[str, dict[str, Any]]:
-        """What it has put down of each."""
+        """The state of each role, by name, from the run's state file;
+        empty before that file exists."""
         try:
             told = json.loads((self.out / "state.json").read_text())["roles"]
         except FileNotFoundError:
@@ -113,7 +112,7 @@ class Cluster:
         return {role["name"]: role for role in told}
 
     async def until(self, true: Callable[[], bool], seconds: float = 120.0) -> None:
-        """Returns when it is; looked at with every line, and now and then."""
+        """Wait until `true()` holds. It is checked after every printed line and every 0.1 s."""
         async with asyncio.timeout(seconds):
             while not true():
                 assert not self.ending.done(), "\n".join(self.printed[-40:])
@@ -122,14 +121,13 @@ class Cluster:
                     await asyncio.wait_for(self.changed.wait(), 0.1)
 
     async def step(self, further: int = 1) -> None:
-        """Waits for so many more steps."""
+        """Wait for this many more steps."""
         wanted = self.steps + further
         await self.until(lambda: self.steps >= wanted)
 
     async def kill(self, name: str, *, actor: bool) -> int:
-        """kill -9 of a role's process, or of the actor it is in; returns the process's id when it is gone.
-
-        Waits for it to run first."""
+        """Wait for the role to run, then send SIGKILL to its process, or to the actor that contains
+        it. Return the id of the role's process once it is gone."""
         await self.until(lambda: self.runs(name))
         pid = self.roles()[name]["pid"]
         victim = psutil.Process(pid).ppid() if actor else pid
@@ -140,17 +138,18 @@ class Cluster:
         return pid
 
     def runs(self, name: str) -> bool:
-        """Whether a role is at work."""
+        """Whether the role is running or serving."""
         return self.roles().get(name, {}).get("state") in ("running", "serving")
 
     async def came_back(self, name: str, killed: int) -> None:
-        """Waits until it does, as another process."""
+        """Wait until the role runs again, as another process."""
         await self.until(lambda: self.runs(name) and self.roles()[name]["pid"] != killed)
 
 
 @contextlib.asynccontextmanager
 async def cluster(folder: Path, placement: str, steps: int) -> AsyncGenerator[Cluster]:
-    """Starts one, and leaves nothing of it."""
+    """Run a cluster; kill it on exit. Tests then check with `all_gone`
+    that its processes end too."""
     path = write_cluster(folder, placement, steps)
     command = (sys.executable, "-m", "tests.support.up_with_fakes", str(path))
     running: Cluster
@@ -170,14 +169,14 @@ async def cluster(folder: Path, placement: str, steps: int) -> AsyncGenerator[Cl
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and not over."""
+    """Whether the process exists and is not a zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def processes_of(mark: str) -> dict[int, str]:
-    """What runs and has inherited this mark."""
+    """Live processes that inherited this mark, by id, with their command lines."""
     found: dict[int, str] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -187,7 +186,7 @@ def processes_of(mark: str) -> dict[int, str]:
 
 
 async def all_gone(mark: str) -> None:
-    """Fails where something is still there after a while."""
+    """Fail if a process with this mark is still alive after 20 seconds."""
     async with asyncio.timeout(20):
         while left := processes_of(mark):
             logger.info("left: %s", left)

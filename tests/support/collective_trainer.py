@@ -1,7 +1,7 @@
-"""A trainer that sends by gloo, in a process of its own, and dies where it is told to.
+"""A trainer that sends weights over gloo from its own process, and dies on command.
 
-Reads one command per line, JSON, and runs each in a fork, so that vLLM is imported once. Prints what
-happens, a JSON object per line; the last of a command has "exit".
+It reads one JSON command per line and runs each in a fork, so that vLLM is imported only once. It
+prints one JSON object per event; the last event of a command has the key "exit".
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.gloo_group import GroupBroken
 
-# Several tensors to a bucket, and several buckets to the larger tensors.
+# Small enough that a bucket holds several tensors and the larger tensors need several buckets.
 BUCKET_BYTES = 24 * 1024
 TIMEOUT_SECONDS = 40.0
 Pairs = list[tuple[str, torch.Tensor]]
@@ -48,7 +48,8 @@ def say(**event: Any) -> None:
 
 
 def heard() -> str:
-    """The next line; nothing is read ahead, since parent and child read the same."""
+    """The next line of stdin. Reads byte by byte, because parent and child share the pipe
+    and neither may read ahead."""
     line = b""
     while not line.endswith(b"\n"):
         if not (byte := os.read(0, 1)):
@@ -58,7 +59,8 @@ def heard() -> str:
 
 
 class FileSource(WeightSource):
-    """A model's file; `stop_after` tensors it says so and waits to be told to go on."""
+    """Weights from a model's file. After `stop_after` tensors it reports an event and waits for
+    a line before it continues."""
 
     def __init__(self, path: Path, stop_after: int = -1) -> None:
         state = load_file(path / "model.safetensors")
@@ -97,7 +99,7 @@ def prepare(client: PenstockWeightSyncClient, command: dict[str, Any], version: 
 
 
 def send(command: dict[str, Any]) -> None:
-    """Versions one after the other, each of its own model, through one group."""
+    """Send versions one after the other through one group, each from its own model."""
     source = FileSource(Path(command["models"][0]))
     client, engine = engine_of(command, source)
     for version, path in zip(command["versions"], command["models"], strict=True):
@@ -109,7 +111,7 @@ def send(command: dict[str, Any]) -> None:
 
 
 def send_broken(command: dict[str, Any]) -> None:
-    """One version in which a tensor has a NaN, or is not what its checksum says."""
+    """Send one version that has a tensor with a NaN or with a wrong checksum."""
     source = FileSource(Path(command["models"][0]))
     name, tensor = source.pairs[3]
     source.pairs[3] = name, tensor.clone()
@@ -123,7 +125,7 @@ def send_broken(command: dict[str, Any]) -> None:
 
 
 def die(command: dict[str, Any]) -> None:
-    """Half of a version goes through; then the trainer dies, or only falls silent."""
+    """Send half of a version; then die, or fall silent."""
     source = FileSource(Path(command["models"][0]))
     client, engine = engine_of(command, source)
     meta = source.metadata()
@@ -153,7 +155,7 @@ def die(command: dict[str, Any]) -> None:
 
 
 def lose_the_server(command: dict[str, Any]) -> None:
-    """Waits in the middle of a round; by the time it goes on there is no server."""
+    """Wait in the middle of a round. The test stops the server before the round continues."""
     source = FileSource(Path(command["models"][0]), stop_after=5)
     client, engine = engine_of(command, source)
     prepare(client, command, command["versions"][0])
@@ -164,7 +166,7 @@ def lose_the_server(command: dict[str, Any]) -> None:
 
 
 def transport(command: dict[str, Any]) -> None:
-    """As `penstock train` sends it."""
+    """Send with the transport that `penstock train` uses."""
 
     async def run() -> None:
         pairs = FileSource(Path(command["models"][0])).pairs
@@ -207,7 +209,7 @@ def run(command: dict[str, Any]) -> None:
     except Exception as error:
         found = getattr(error, "trailing_metadata", None)
         say(failed=read_failure(error).reason if found else type(error).__name__, why=str(error))
-    # Not as the interpreter ends: that would wait for gloo.
+    # Not a normal interpreter exit: that would wait for gloo.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""An OTLP endpoint of the tests' own."""
+"""An in-process OTLP endpoint for tests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 
 class Collector:
-    """Keeps what it is sent."""
+    """Keeps the spans and metric names that it receives."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Any]] = []
-        """(service, span)"""
+        """Pairs of (service, span)."""
         self.metrics: set[tuple[str, str]] = set()
-        """(service, metric)"""
+        """Pairs of (service, metric name)."""
 
     async def take_spans(self, request: Any, context: object) -> Any:
         for resource in request.resource_spans:

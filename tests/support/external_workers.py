@@ -1,4 +1,4 @@
-"""Workers that run external processes, for the tests of them."""
+"""Helpers for tests of workers that run external processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.harness import Harness, SubmitTasksRequest, Task, hello, samp
 
 ROOT = Path(__file__).resolve().parents[2]
 OFF, LOCKED = SandboxUse.OFF, SandboxUse.REQUIRE
-# A turn, and then what each test appends.
+# Takes one turn; each test appends its own code.
 TURN = """
 import asyncio, json, os, sys
 from penstock.client import connect
@@ -45,7 +45,7 @@ def python(source: str) -> str:
 
 @dataclass
 class Site:
-    """A worker in this process."""
+    """A worker that runs in this process."""
 
     worker: CommandWorker
     calls: Calls
@@ -81,7 +81,8 @@ def make(
 
 
 async def run(harness: Harness, root: Path, command: str, **options: Any) -> Statistics:
-    """One attempt, or as many as are said, to the end; no folder is left unless it is to be kept."""
+    """Run a worker for one attempt, or for the number in `options`. Check that it leaves no attempt
+    folder unless `keep` asks for it."""
     site = make(harness, root, command, **options)
     try:
         statistics = await asyncio.wait_for(site.worker.run(), 60)
@@ -94,7 +95,7 @@ async def run(harness: Harness, root: Path, command: str, **options: Any) -> Sta
 
 @contextlib.asynccontextmanager
 async def going(harness: Harness, root: Path, command: str, **options: Any) -> AsyncGenerator[Site]:
-    """A worker that goes on meanwhile."""
+    """Run a worker while the `with` block executes."""
     site = make(harness, root, command, **{"attempts": None, **options})
     site.running = asyncio.create_task(site.worker.run())
     try:
@@ -123,7 +124,7 @@ async def submit(harness: Harness, count: int = 1, **fields: Any) -> None:
 
 
 async def delivered(harness: Harness, count: int = 1) -> list[Any]:
-    """Outcomes as a trainer gets them, by sample."""
+    """Outcomes that a trainer receives, one per sample."""
     trainer = await hello(harness.wire, max_lag=100, groups_per_step=100)
     trainer.send(demand={"group_count": count})
     groups = [(await trainer.receive("delivery")).group for _ in range(count)]
@@ -132,7 +133,7 @@ async def delivered(harness: Harness, count: int = 1) -> list[Any]:
 
 
 def matching(text: str, begin: str = "") -> list[psutil.Process]:
-    """Processes with an argument that begins so and has this text in it."""
+    """Processes with an argument that starts with `begin` and contains `text`."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -144,11 +145,12 @@ def matching(text: str, begin: str = "") -> list[psutil.Process]:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """What `fleeing` left behind. Not whoever has it in a command to run."""
+    """Processes that `fleeing` left behind. Shells that only have the mark in
+    their command do not count."""
     return matching(mark, "import time")
 
 
 def fleeing(mark: str) -> str:
-    """Shell: leaves a process behind in a session of its own, whose parent is gone."""
+    """A shell command that leaves a process behind in its own session, without its parent."""
     forever = f"import time, sys; time.sleep(10000) # {mark}"
     return f"(setsid {sys.executable} -I -S -c '{forever}' >/dev/null 2>&1 &)"

@@ -1,4 +1,4 @@
-"""The fake engine's part in a collective: no bytes, and every way it can go."""
+"""The fake engine's side of a collective. No bytes move; tests choose how each stage ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STAGES_FIRST = {"gloo": True, "nccl": False, "sparse_nccl": False}
 
 
 class FakeCollective:
-    """What `FakeEngine` is made of besides."""
+    """The collective half of `FakeEngine`."""
 
     version: int
     _computes: int | None
@@ -24,18 +24,18 @@ class FakeCollective:
         self.joined: tuple[str, Mapping[str, object]] | None = None
         self.joins = 0
         self.rounds: list[CollectiveUpdate] = []
-        """Those of the last update."""
+        """The rounds of the last update."""
         self.meeting = asyncio.Event()
-        """A join waits for it, as for the trainer."""
+        """A join waits for this event, as it would wait for the trainer."""
         self.meeting.set()
         self.arriving = asyncio.Event()
-        """A round waits for it, as for the trainer's bytes."""
+        """A round waits for this event, as it would wait for the trainer's bytes."""
         self.arriving.set()
         self.finishing = asyncio.Event()
-        """Making what came the weights waits for it."""
+        """Finishing an update waits for this event."""
         self.finishing.set()
         self.refuse_round: WeightRefused | None = None
-        """What is wrong with what the next round brings."""
+        """The error that the next round raises."""
         self.fail_finishes = 0
         self._changed = False
         self._updating = False

@@ -1,23 +1,25 @@
-"""`penstock serve` around the fake engine, as a process of its own, to be killed and started again.
+"""`penstock serve` around the fake engine, as a separate process that tests kill and restart.
 
     python -m tests.support.fake_serve --listen 127.0.0.1:0 [--config FILE] [--set KEY=VALUE]...
         [--model FOLDER] [--max-model-len N] [--step-seconds S] [--turn-seconds S] [--start-seconds S]
         [--engine-process] [--enable-lora] [--max-lora-rank N] [--max-loras N]
 
-Options, output and exit status are those of `penstock serve`, and so is all of the server but the engine
-(`tests.support.fakes.FakeEngine`) and the tokenizer (bytes). A table [engine] in FILE counts where its names are
-those of the options here, and is ignored otherwise.
+Options, output and exit status are those of `penstock serve`. So is the whole server, except the
+engine (`tests.support.fakes.FakeEngine`) and the tokenizer (bytes). An [engine] table in FILE sets
+the options listed here that it names; its other keys are ignored.
 
-- `--model`: the tensors and the vocabulary are those of this Hugging Face folder, so that a real trainer
-  fits it; without it those of `tests.support.fakes`. What is sampled stays a function of prefix and version.
-- `--step-seconds`: how long one token of every request takes. `--turn-seconds`: how much longer with each
-  request that samples. `--start-seconds`: how long the engine takes to start.
-- `--engine-process`: the engine lives in a process of its own, whose id is printed as `fake engine process
-  PID` before the line `penstock serving fake on HOST:PORT (weight version 0)`. To kill that process is to
-  kill the engine.
+- `--model`: take the tensors and the vocabulary from this Hugging Face folder, so that a real trainer
+  fits. The default is those of `tests.support.fakes`. Sampled tokens still depend only on prefix and
+  version.
+- `--step-seconds`: the time that one token of every request takes.
+- `--turn-seconds`: the extra time per token for each request that samples.
+- `--start-seconds`: the time that the engine takes to start.
+- `--engine-process`: tie the engine to its own process, and print `fake engine process PID` before the
+  line `penstock serving fake on HOST:PORT (weight version 0)`. Killing that process kills the engine.
 
-Exit status: 0 stopped on request (SIGTERM, SIGINT); 1 the address or the journal is in use, or the engine
-is lost; 2 bad configuration. For a test, `tests.support.processes.Server` starts, kills and restarts one.
+Exit status: 0 stopped on request (SIGTERM, SIGINT); 1 the address or the journal is in use, or the
+engine is lost; 2 bad configuration. In tests, `tests.support.processes.Server` starts, kills and
+restarts one.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from tests.support.fakes import MAX_CONTEXT, TENSORS, VOCAB_SIZE, ByteRenderer, 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the fake engine is told."""
+    """The fake engine's options."""
 
     model: Path | None = None
     max_model_len: int = MAX_CONTEXT
@@ -88,7 +90,7 @@ def main(
     ignored: tuple[str, ...],
     **engine_options: Any,
 ) -> None:
-    """Serves until told to stop."""
+    """Serve until a signal stops the server."""
     given = [f"http.listen={http_listen}", *settings, *([f"listen={listen}"] if listen else [])]
     try:
         config = configuration.load(path, given)
@@ -118,7 +120,7 @@ def engine_options_of(config: ServeConfig, given: dict[str, Any]) -> EngineOptio
 
 
 async def serve(config: ServeConfig, options: EngineOptions) -> int:
-    """From the first bind to the last answer, in the order of `penstock serve`."""
+    """Serve from the first bind to the last answer, in the same order as `penstock serve`."""
     gate = open_gate(config)
     server, port = bind(config.listen, config.limits.concurrent_calls, gate)
     http = open_http(config, port, gate.credentials)
@@ -173,7 +175,7 @@ def make_engine(options: EngineOptions) -> FakeEngine:
 
 
 def tensors_of(folder: Path) -> dict[str, TensorMeta]:
-    """The tensors of a full upload, as the folder's safetensors have them."""
+    """The tensors of a full upload, with the shapes in the folder's safetensors."""
     found: dict[str, TensorMeta] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "numpy") as file:
@@ -181,13 +183,13 @@ def tensors_of(folder: Path) -> dict[str, TensorMeta]:
                 found[name] = TensorMeta(tuple(file.get_slice(name).get_shape()))
     embedding = found.get("model.embed_tokens.weight")
     if embedding is not None and "lm_head.weight" not in found:
-        # Tied to the embedding, and a trainer may upload it all the same.
+        # Tied to the embedding, but a trainer may still upload it.
         found["lm_head.weight"] = TensorMeta(embedding.shape, optional=True)
     return found
 
 
 async def live_in_a_process(engine: FakeEngine) -> asyncio.Task[None]:
-    """Ties the engine's life to a process, which ends with this one too."""
+    """Tie the engine's life to a new process. That process ends with this one."""
     process = await asyncio.create_subprocess_exec(
         "cat", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
     )

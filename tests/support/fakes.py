@@ -1,8 +1,8 @@
 """Fakes for the heavy seams: an engine whose every token can be recomputed, and a byte tokenizer.
 
-`FakeEngine` samples a pure function of (prefix, weight version): a test that knows the context and the
-versions can recompute every token and log-probability, and so sees a wrong version, a lost token or a
-doubled one.
+`FakeEngine` samples a pure function of (prefix, weight version). A test that knows the context and
+the versions can recompute every token and log-probability. It therefore detects a wrong version, a
+lost token or a duplicated one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TENSORS = {
 def sampled(prefix: bytes, version: int) -> tuple[int, float]:
     """The token that follows a prefix (int32 bytes) under a version, and its log-probability."""
     digest = xxhash.xxh3_64_intdigest(prefix, seed=version)
-    # One token in sixty-four ends the turn; others are printable characters.
+    # One token in 64 ends the turn; the others are lower-case letters.
     token = EOS if digest % 64 == 0 else 97 + (digest >> 8) % 26
     return token, -float((digest >> 16) % 1000) / 1000.0
 
@@ -59,7 +59,7 @@ def sampled(prefix: bytes, version: int) -> tuple[int, float]:
 def expected_tokens(
     context: Sequence[int], versions: Sequence[int]
 ) -> tuple[list[int], list[float]]:
-    """What the fake engine writes after `context` when token i is sampled by `versions[i]`."""
+    """Tokens and log-probabilities that follow `context` if `versions[i]` samples token i."""
     prefix = np.asarray(context, np.int32).tobytes()
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -72,7 +72,7 @@ def expected_tokens(
 
 
 def expected_scores(token_ids: Sequence[int], version: int) -> NDArray[np.float32]:
-    """What a version gives each token but the first, shape [n - 1]."""
+    """Log-probabilities under a version of each token except the first, shape [n - 1]."""
     tokens = np.asarray(token_ids, np.int32)
     scores: list[float] = []
     for count in range(1, len(tokens)):
@@ -97,8 +97,11 @@ class _Running:
 
 
 class FakeEngine(FakeCollective):
-    """Implements the Engine seam; `step_seconds` is how long one token of every request takes, and
-    `turn_seconds` how much longer with each request that samples."""
+    """Implements the Engine protocol.
+
+    A step takes `step_seconds`, plus `turn_seconds` for each request that samples in it. Each
+    scheduled request gets one token per step.
+    """
 
     def __init__(
         self,
@@ -111,48 +114,48 @@ class FakeEngine(FakeCollective):
         vocab_size: int = VOCAB_SIZE,
         keeps_history: bool = True,
     ) -> None:
-        """`keeps_history` is whether it remembers each load and each request, for a test to read."""
+        """`keeps_history`: whether tests can read the past loads and requests."""
         super().__init__()
         self.step_seconds = step_seconds
         self.turn_seconds = 0.0
         self.choose: Callable[[bytes, int], tuple[int, float]] = sampled
-        """What follows a prefix under a version, and its log-probability."""
+        """Samples the token after a prefix under a version; returns it with its log-probability."""
         self._keeps_history = keeps_history
         self.version = 0
         self.loaded: list[StagedWeights] = []
         self.payloads: list[bytes] = []
-        """The bytes of each load, as its file had them at the time."""
+        """The bytes of each load, copied from its file at the time."""
         self.fail_loads = 0
+        """The number of following loads that fail half-way."""
         self.fail_preparations = 0
         self.prepared: list[int] = []
-        """Versions that were made ready ahead of a load."""
-        """How many loads from now on fail half-way."""
+        """Versions prepared before their load."""
         self.corrupt_next_load = False
-        """The next load says it is done, and goes on computing with the weights before, as a layer does
-        that keeps a copy of its own."""
+        """The next load reports success, but the engine keeps computing with the previous weights,
+        like a layer that holds its own copy."""
         self.score_gate = asyncio.Event()
-        """Scores wait for it."""
+        """Scores wait for this event."""
         self.score_gate.set()
         self.scores = 0
         self.caches_dropped = 0
         self.salts: list[tuple[str, str, int]] = []
-        """(request id, cache salt, version active when the engine took it)"""
+        """Tuples of (request id, cache salt, version active when the engine took the request)."""
         self.max_running = 0
         self.adapters: dict[int, dict[str, NDArray[np.float32]]] = {}
-        """Those it has, with the tensors it read from the folder of each."""
+        """The loaded adapters, with the tensors read from the folder of each."""
         self.adapter_folders: dict[int, Path] = {}
         self.adapters_added: list[int] = []
         self.adapters_removed: list[int] = []
         self.fail_adapters = 0
-        """How many adapters from now on it does not take."""
+        """The number of following adapters that the engine refuses."""
         self.pauses = 0
         self.freeze_at: int | None = None
-        """Requests of so many tokens get no more while it is set."""
+        """While set, requests with this many tokens get no more."""
         self._description = EngineDescription(
             "fake", vocab_size, max_context, (EOS,), "float32", tensors, checkpoint, adapters
         )
         self._computes: int | None = 0
-        """The version it really computes with; None for a mixture."""
+        """The version that the engine really computes with; None for a mixture."""
         self._running: dict[str, _Running] = {}
         self._paused = False
         self._wake = asyncio.Event()
@@ -205,7 +208,8 @@ class FakeEngine(FakeCollective):
             await asyncio.sleep(self.step_seconds + self.turn_seconds * len(scheduled))
 
     def _scheduled(self) -> list[_Running]:
-        """As vLLM does it: no more adapters in a step than there is room for; others wait."""
+        """Schedule as vLLM does: a step runs at most `max_adapters`
+        adapters, and other requests wait."""
         chosen: list[_Running] = []
         adapters: set[int] = set()
         limits = self._description.adapters
@@ -273,7 +277,7 @@ class FakeEngine(FakeCollective):
         self.pauses += 1
         self.caches_dropped += drop_cache
         async with self._stepping:
-            # What was sampled before the boundary carries the version before it.
+            # Tokens sampled before the boundary carry the previous version.
             for running in self._running.values():
                 if running.tokens and running.finish is None:
                     self._hand_over(running)
@@ -373,7 +377,7 @@ class FakeEngine(FakeCollective):
         return EngineStats(len(self._running), 0, 0.0)
 
     def die(self, reason: str = "told to die") -> None:
-        """What kill -9 of an engine process looks like from the server."""
+        """Fail the way the server sees an engine process killed with SIGKILL."""
         self._lost.set_result(reason)
 
     async def lost(self) -> str:
@@ -389,7 +393,7 @@ def decode_bytes(token_ids: Iterable[int]) -> str:
 
 
 class ByteRenderer:
-    """A tokenizer of bytes with a chat template of two control tokens."""
+    """A byte tokenizer with a chat template of two control tokens."""
 
     def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)

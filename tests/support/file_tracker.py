@@ -1,4 +1,4 @@
-"""A tracker of one's own: a file of JSON, a line a point. Fails, slowly, where it is told to."""
+"""A custom tracker that writes one JSON line per point. At step `fails_at` it fails, slowly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server on a real port around the fake engine, and raw calls to every rpc of it."""
+"""A real server on a real port around the fake engine, and raw calls to each of its rpcs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import pytest
 
 ON_DISK = "PENSTOCK_TEST_JOURNAL"
-"""With this variable set every server of the tests keeps its journal on the disk."""
+"""If this environment variable is set, every test server keeps its journal on disk."""
 
 T = codec.twin
 GenerateRequest = T(rollout_service_pb2.GenerateRequest)
@@ -81,7 +81,7 @@ WeightProbe = T(weights_pb2.WeightProbe)
 
 
 class Wire:
-    """Every rpc as an attribute named after it, speaking twins."""
+    """Each rpc as an attribute with its name. Messages are twins (see `codec.twin`)."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
@@ -129,7 +129,7 @@ class Turn:
 
 
 async def collect(call: AsyncIterator[Any], turn: Turn | None = None) -> Turn:
-    """Reads a Generate or Continue stream to its end."""
+    """Read a Generate or Continue stream to its end."""
     turn = turn or Turn()
     async for event in call:
         kind = event.WhichOneof("event")
@@ -141,14 +141,14 @@ async def collect(call: AsyncIterator[Any], turn: Turn | None = None) -> Turn:
 
 
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Returns once something is so that nobody tells of: however busy the machine, not before."""
+    """Poll until the condition holds. The generous timeout is for busy machines."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.002)
 
 
 async def begun(wire: Any, trajectory_id: str, least: int = 1) -> None:
-    """Returns once a policy has written so many tokens of a trajectory, wherever its server runs."""
+    """Wait until the policy has written `least` tokens of a trajectory; works for any server."""
     request = GetTrajectoryRequest(trajectory_id=trajectory_id)
     count = 0
     async with asyncio.timeout(20):
@@ -170,7 +170,7 @@ def sampling(max_tokens: int = 16, **fields: Any) -> Any:
 
 @dataclass
 class Harness:
-    """A running server with what is inside it."""
+    """A running server and its internals."""
 
     serving: Serving
     engine: FakeEngine
@@ -184,13 +184,14 @@ class Harness:
 
     @property
     def http(self) -> str:
-        """The base URL of the HTTP endpoints, up to the version."""
+        """The base URL of the HTTP endpoints, including the version."""
         return f"http://127.0.0.1:{self.serving.info.http_port}/v1"
 
     async def generate(
         self, trajectory_id: str, prompt: Sequence[int] = (1, 2, 3), **fields: Any
     ) -> Turn:
-        """One Generate with a token prompt, to its end."""
+        """Run one Generate call with a token prompt (unless `fields` give
+        another prompt) to its end."""
         fields.setdefault("sampling_params", sampling())
         if not {"text", "conversation"} & set(fields):
             fields["tokens"] = sequence(prompt)
@@ -199,11 +200,12 @@ class Harness:
         )
 
     async def sampled(self, trajectory_id: str, least: int = 1) -> None:
-        """Returns once the last turn has so many tokens: however busy the machine, the engine has it."""
+        """Wait until the last turn has `least` tokens. Then the
+        engine certainly has its request."""
         await until(lambda: self._token_count(trajectory_id) >= least)
 
     async def answers_read(self) -> None:
-        """Returns once no answer is on its way: callers may have theirs before the server knows."""
+        """Wait until no answer is in flight. Callers may have theirs before the server knows."""
         await until(lambda: not self.serving.callers.unread_bytes)
 
     def _token_count(self, trajectory_id: str) -> int:
@@ -211,7 +213,7 @@ class Harness:
         return 0 if record is None or record.turn is None else record.turn.policy_token_count
 
     def pass_lease_time(self, seconds: float = 3600.0) -> None:
-        """Leases have that much less time left, at once: no test has to outwait one, or outrun it."""
+        """Shorten every lease by `seconds` at once, so that no test waits for one to expire."""
         queue = self.serving.queue
         for group in queue.groups:
             for attempt in group.attempts:
@@ -238,7 +240,7 @@ class Harness:
         return bool(answer.group_completed)
 
     async def upload(self, version: int, *, staged: bool = False, **fields: Any) -> list[Any]:
-        """Uploads a version of the fake model inline; returns the responses."""
+        """Upload a version of the fake model inline; return the responses."""
         return await upload(self.wire, version, staged=staged, **fields)
 
 
@@ -246,7 +248,8 @@ Tensors = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 
 
 def weights_of(version: int) -> Tensors:
-    """The fake model's weights of a version: one tensor changes everywhere, one in two elements."""
+    """The fake model's weights at a version. From one version to another the first tensor changes
+    everywhere, the second in two elements."""
     few = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
     few.flat[version % 32] = version + 0.5
     shape = TENSORS["model.embed_tokens.weight"].shape
@@ -262,7 +265,7 @@ def payload(version: int) -> tuple[bytes, list[Any]]:
 
 
 def payload_of(tensors: Tensors) -> tuple[bytes, list[Any]]:
-    """Bytes and specs of tensors in float32."""
+    """Bytes and specs of tensors, as float32."""
     data = b""
     specs: list[Any] = []
     for name, tensor in tensors.items():
@@ -284,7 +287,7 @@ def payload_of(tensors: Tensors) -> tuple[bytes, list[Any]]:
 def delta(
     version: int, base: int, new: Tensors | None = None, *, raw: bool = False, **fields: Any
 ) -> tuple[Any, bytes]:
-    """Header and payload of a version, or of these weights, as its difference from another."""
+    """Header and payload of a version (or of `new` weights), as a delta against version `base`."""
     data = b""
     specs: list[Any] = []
     before = weights_of(base)
@@ -336,8 +339,8 @@ def header(version: int, *, staged: bool = False, **fields: Any) -> tuple[Any, b
 def hold_back_switches(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> asyncio.Future[list[Any]]:
-    """Has the journal not take the record of a switch, and any other as ever; what is returned has to be
-    set, as if it was durable then."""
+    """Block the journal record of a switch; other records are written as usual. Set the returned
+    future to make that record count as durable."""
     written: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
     journal = harness.serving._journal
     begin_append = journal.begin_append
@@ -352,7 +355,7 @@ def hold_back_switches(
 
 @contextlib.contextmanager
 def shared(head: Any, data: bytes) -> Iterator[tuple[Any, Path]]:
-    """The same upload with its payload in shared memory, and that file."""
+    """The same upload with its payload in shared memory, and the path of that file."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="penstock-test-") as file:
         path = Path(file.name)
         path.write_bytes(data)
@@ -364,7 +367,7 @@ def shared(head: Any, data: bytes) -> Iterator[tuple[Any, Path]]:
 
 
 def messages(head: Any, data: bytes, chunk_bytes: int = 4096) -> list[Any]:
-    """The requests of an upload."""
+    """The requests of an inline upload."""
     chunks = [
         WeightChunk(offset_bytes=at, data=piece, xxh3=xxhash.xxh3_64_intdigest(piece))
         for at in range(0, len(data), chunk_bytes)
@@ -379,7 +382,7 @@ def messages(head: Any, data: bytes, chunk_bytes: int = 4096) -> list[Any]:
 
 
 async def send(harness: Harness, requests: Sequence[Any]) -> list[Any]:
-    """One call of UpdateWeights, to its end."""
+    """Run one UpdateWeights call to its end; return the responses."""
     return [response async for response in harness.wire.UpdateWeights(iter(requests))]
 
 
@@ -389,7 +392,7 @@ async def upload(wire: Any, version: int, *, staged: bool = False, **fields: Any
 
 
 class Exchange:
-    """The trainer's end of a stream, by hand."""
+    """The trainer's end of an Exchange stream, driven by hand."""
 
     def __init__(self, wire: Any) -> None:
         self.outgoing: asyncio.Queue[Any] = asyncio.Queue()
@@ -400,7 +403,8 @@ class Exchange:
         return self
 
     async def __anext__(self) -> Any:
-        """What is sent next. Not of a generator, which would be closed again where it is left."""
+        """The next message to send. Not a generator, because gRPC would close
+        a generator that it leaves."""
         if (message := await self.outgoing.get()) is None:
             raise StopAsyncIteration
         return message
@@ -421,11 +425,11 @@ class Exchange:
         return getattr(response, kind)
 
     async def nothing(self, seconds: float = 0.2) -> None:
-        """Nothing arrives for a while."""
+        """Check that no message arrives for a while."""
         reading = asyncio.ensure_future(self.call.read())
         done, _ = await asyncio.wait([reading], timeout=seconds)
         assert not done, reading.result()
-        # A read cannot be taken back: the next receive gets what this one was waiting for.
+        # A read cannot be undone, so the next receive gets the message that this read waits for.
         self._pending = reading
         original = self.call.read
 
@@ -437,7 +441,7 @@ class Exchange:
 
 
 async def hello(wire: Any, epoch: int = 1, **fields: Any) -> Exchange:
-    """Opens a session and reads the Welcome."""
+    """Open a session and read the Welcome."""
     exchange = Exchange(wire)
     contract = {"max_lag": 4, "groups_per_step": 2}
     for name in ("max_lag", "groups_per_step", "late_policy"):
@@ -469,14 +473,14 @@ async def serve(
     renderer: Renderer | None = None,
     make_engine: Callable[..., FakeEngine] = FakeEngine,
 ) -> AsyncGenerator[Harness]:
-    """A server around a fake engine, on a free port; its version 0 is in `checkpoint`. The harness calls
-    it with `security`."""
+    """A server around a fake engine, on a free port. Version 0 of its weights is in `checkpoint`.
+    The harness calls it with `security`."""
     engine = make_engine(step_seconds, max_context, checkpoint, adapters)
     stage = folder / "stage"
     stage.mkdir(exist_ok=True)
-    # Without HTTP, whose endpoints import vllm, unless a test asks for it.
+    # No HTTP by default, because its endpoints import vllm.
     given = ["listen=127.0.0.1:0", "http.listen=", f"weights.stage_folder={stage}"]
-    # Turns are of a few tokens.
+    # Refer groups from the first byte, because test turns have only a few tokens.
     given += ["journal.refers_from_bytes=1", *settings]
     if os.environ.get(ON_DISK):
         given += [f"journal.folder={folder / 'journal'}", "journal.segment_bytes=1048576"]

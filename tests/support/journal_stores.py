@@ -1,4 +1,4 @@
-"""The places that a journal can be in, behind one face, for tests of what it promises wherever it is."""
+"""The journal backends behind one interface, for tests of the guarantees that each must keep."""
 
 from __future__ import annotations
 
@@ -24,47 +24,49 @@ STREAMS = itertools.count()
 
 
 def record(name: str, size: int = 0) -> Record:
-    """One that can be told from others."""
+    """A record that tests can identify by name."""
     return tasks_known([name, "x" * size])
 
 
 def name_of(found: Record) -> str:
-    """Of what `record` made."""
+    """The name of a record made by `record`."""
     return found.tasks_known.task_ids[0]
 
 
 def read_name(payload: bytes) -> str:
-    """The same, of its bytes."""
+    """The name of a record made by `record`, read from its bytes."""
     return name_of(JournalRecord.FromString(payload))
 
 
 class Store(ABC):
-    """One place, which one journal after the other writes to."""
+    """One location that journals write to, one after the other."""
 
     modules: tuple[ModuleType, ...]
-    """Where its journal is written."""
+    """The modules that implement its journal."""
 
     @abstractmethod
     async def make(self, *, max_bytes: int = 64 * MEBIBYTE) -> Any:
-        """A journal that was opened, and no more. Raises JournalInUse and JournalUnreadable."""
+        """Open a journal without replaying or starting it. Raises
+        JournalInUse and JournalUnreadable."""
 
     @abstractmethod
     async def crash(self, journal: Any) -> None:
-        """What a server that is killed at this moment leaves is what the next journal finds."""
+        """Simulate a server killed now: the next journal finds only
+        what is stored at this moment."""
 
     @abstractmethod
     async def damage(self, journal: Any, stored: Stored) -> None:
-        """A record is not any more what was written."""
+        """Corrupt a stored record."""
 
     @abstractmethod
     async def stored_bytes(self, journal: Any) -> int:
-        """What is in it."""
+        """The size of everything stored, in bytes."""
 
     @asynccontextmanager
     async def opened(
         self, snapshot: Callable[[], Iterable[Record | Stored]] = list, **options: int
     ) -> AsyncGenerator[tuple[Any, list[str]]]:
-        """A journal that is written to, and the names of what it held."""
+        """A journal that accepts records, and the names of the records it held before."""
         journal = await self.make(**options)
         try:
             names = await names_in(journal)
@@ -74,18 +76,18 @@ class Store(ABC):
             await journal.close()
 
     async def names(self, **options: int) -> list[str]:
-        """Of all that it holds."""
+        """The names of all records it holds."""
         async with self.opened(**options) as (_, names):
             return names
 
 
 async def names_in(journal: Journal) -> list[str]:
-    """Of all that is replayed."""
+    """The names of all replayed records."""
     return [name_of(found) async for found, _ in journal.replay()]
 
 
 class LogStore(Store):
-    """A folder."""
+    """A folder on disk."""
 
     modules = (log_journal, journal_snapshot)
 
@@ -101,7 +103,7 @@ class LogStore(Store):
         copy = self.folder.with_name(f"{self.folder.name}-again")
         while True:
             try:
-                # In its thread, which then writes nothing meanwhile.
+                # Run in the journal's thread, so that it writes nothing during the copy.
                 await journal._in_thread(lambda: shutil.copytree(self.folder, copy))
                 break
             except shutil.Error:  # Compaction removed a file.
@@ -116,13 +118,13 @@ class LogStore(Store):
 
     async def stored_bytes(self, journal: LogJournal) -> int:
         while True:
-            # One may go while it is looked at.
+            # Compaction may remove a file during the scan.
             with contextlib.suppress(FileNotFoundError):
                 return sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
 
 
 class JetStreamStore(Store):
-    """A stream."""
+    """A NATS JetStream stream."""
 
     def __init__(self, nats: NatsServer) -> None:
         from penstock.server.journal.jetstream import journal as jetstream_journal

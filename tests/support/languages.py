@@ -1,6 +1,7 @@
-"""The clients in other languages, as `.ci/clients.py` makes them ready, for tests that run them.
+"""The clients in other languages, built by `.ci/clients.py`, for tests that run them.
 
-A test that needs one is skipped, with the reason, where its tools cannot be had on this machine.
+A test that needs a language is skipped, with the reason, if its tools are not available on this
+machine.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ clients = _load()
 
 @dataclass(frozen=True)
 class Language:
-    """How programs of a language are run here."""
+    """How programs of a language run on this machine."""
 
     name: str
     environment: Mapping[str, str]
     folder: Path
 
     def program(self, name: str) -> tuple[str, ...]:
-        """The command of "life", the agent of test_languages.py, or of "agent", the example."""
+        """The command of "life" (the agent of test_languages.py) or of "agent" (the example)."""
         if self.name == "python":
             return (sys.executable, "-m", f"tests.support.{name}")
         if self.name == "openai":
@@ -51,10 +52,11 @@ class Language:
         return (self.tool("node"), str(self.folder / "dist" / place / f"{name}.js"))
 
     def own_tests(self) -> tuple[str, ...]:
-        """The command of the client's own tests, a line for each that passes."""
+        """The command of the client's own test suite. It prints a
+        line for each test that passes."""
         if self.name == "go":
             return (str(clients.BIN / "penstock.test"), "-test.v")
-        # Not by `node --test`, whose own child outlives it where it is killed.
+        # Not `node --test`: its child process survives when it is killed.
         return (self.tool("node"), "--test-reporter=tap", "dist/test/client.test.js")
 
     def tool(self, name: str) -> str:
@@ -66,7 +68,7 @@ class Language:
 
 @functools.cache
 def language(name: str) -> Language:
-    """A language whose client is built. Skips the test where its tools cannot be had."""
+    """A language whose client is built. Skips the test if its tools are not available."""
     try:
         if name == "typescript":
             return Language(name, clients.typescript(), clients.TYPESCRIPT)
@@ -83,7 +85,8 @@ async def run(
     folder: Path = ROOT,
     seconds: float = 120,
 ) -> str:
-    """Runs a program to its end; returns what it printed. It ends with this coroutine."""
+    """Run a program to its end and return its output. The program is killed
+    if this coroutine ends early."""
     with tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_exec(
             *command, env=dict(environment), cwd=folder, stdout=output, stderr=output

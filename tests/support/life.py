@@ -1,6 +1,8 @@
-"""The agent of test_languages.py: `python -m tests.support.life ADDRESS ATTEMPTS`. What it does with an attempt is
-named by the task's metadata, and is the same, call by call, in clients/typescript/test/life.ts and
-clients/go/internal/life."""
+"""The agent of test_languages.py: `python -m tests.support.life ADDRESS ATTEMPTS`.
+
+The task's metadata names what the agent does with an attempt. Each behaviour is the same, call by
+call, in clients/typescript/test/life.ts and clients/go/internal/life.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ async def chat(trajectory: Trajectory) -> Score:
 
 
 async def aborted(trajectory: Trajectory) -> Score:
-    # A worker's trajectories go on by themselves; here the agent does it.
+    # A worker resumes aborted turns automatically; here the agent resumes them.
     trajectory.resume_aborted = False
     stream = trajectory.stream(max_tokens=24, flush_seconds=0.001)
     async with aclosing(stream) as segments:

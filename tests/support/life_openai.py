@@ -1,6 +1,8 @@
-"""The agent `chat` of tests/support/life.py by OpenAI's SDK: `python -m tests.support.life_openai ADDRESS ATTEMPTS HTTP`.
+"""The agent `chat` of tests/support/life.py, written with OpenAI's SDK.
 
-It knows a base URL, and nothing of turns; what leases and closes the attempt around it is the worker.
+    python -m tests.support.life_openai ADDRESS ATTEMPTS HTTP
+
+It knows a base URL and nothing of turns. The worker leases and closes the attempt around it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from tests.support.life import judged
 
 
 async def converse(base_url: str) -> int:
-    """Asks twice; returns how often."""
+    """Ask twice; return the number of questions."""
     messages: list[Any] = [{"role": "system", "content": "Be brief."}]
     asked = ("What is 2 + 3?", "Is that so?")
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:

@@ -1,10 +1,12 @@
-"""What `test_megatron_policy` has processes do: `python -m tests.support.megatron_worker FOLDER RANK PART`.
+"""The processes that `test_megatron_policy` starts.
+
+    python -m tests.support.megatron_worker FOLDER RANK PART
 
     rank 0, alone:  rollouts and ten steps of the default policy for each case; megatron-core on one rank
     all:            the same steps on the cases' layouts; the checkpoints of one rank
 
-What rank 0 finds it writes to FOLDER/found.json, by the name of the case; the test judges it. Loading
-megatron-core takes seconds, and so it is done once for everything.
+Rank 0 writes its results to FOLDER/found.json, by the name of the case; the test judges them.
+Loading megatron-core takes seconds, so one start runs everything.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# Odd, so that it has to be padded before two ranks can share it.
+# Odd, so that it must be padded before two ranks can share it.
 VOCABULARY = 265
 STEPS = 10
 RESUMED = ("tensor", "pipeline")
@@ -74,7 +76,7 @@ LEAVES_OUT = {"kl": {"kind": "reward", "coefficient": 0.1}}
 
 @dataclass
 class Case:
-    """One model trained in two ways."""
+    """One model, trained by the default policy and by megatron-core."""
 
     family: str
     tied: bool
@@ -120,12 +122,13 @@ CASES = {
     ),
 }
 MORE_CASES = {
-    # What the last stage alone knows of the reference is in what the critic should have said, too.
+    # The reference's scores are known only to the last stage, yet they
+    # also enter the critic's targets.
     "critic of stages": Case(
         *("qwen3", False, 1, 2),
         algorithm={"advantage": GAE, "kl": {"kind": "reward", "coefficient": 0.1}},
     ),
-    # Of each step an answer that the reference is asked about, and that is not computed then.
+    # Each step has an answer that the reference scores but that is left out of the update.
     "left out of stages": Case("qwen2", tied=False, tensor=1, pipeline=2, algorithm=LEAVES_OUT),
     "left out": Case("qwen2", tied=False, tensor=1, pipeline=1, algorithm=LEAVES_OUT),
     "critic of tensor": Case(
@@ -149,14 +152,14 @@ CASES_OF_FOUR = {
 
 @dataclass(frozen=True)
 class Part:
-    """What one start of the processes is for."""
+    """The work of one start of the processes."""
 
     ranks: int
     cases: dict[str, Case]
     resumed: tuple[str, ...] = ()
     """Cases that are interrupted and resumed."""
     one_rank: bool = False
-    """Whether what one rank computes is compared with transformers, and what is refused is looked at."""
+    """Whether to compare one rank's results with transformers, and to check the refusals."""
 
 
 PARTS = {
@@ -189,7 +192,7 @@ def make_model(folder: Path, family: str, *, tied: bool) -> Path:
     torch.manual_seed(len(family) + tied)
     model = architecture(configuration(**shape))
     if family == "qwen2":
-        # Made as zeros.
+        # transformers initializes biases to zero.
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -199,7 +202,8 @@ def make_model(folder: Path, family: str, *, tied: bool) -> Path:
 
 
 def train_default(case: Case, folder: Path) -> dict[str, Any]:
-    """Ten steps of the default policy on what it samples; its plans are kept for the others."""
+    """Train the default policy for ten steps on its own samples; keep
+    the plans for the other runs."""
     arguments, options = case.policy_arguments(folder, megatron=False)
     policy = FsdpPolicy(*arguments, **options)
     objective, rng = Objective(options["algorithm"]), np.random.default_rng(0)
@@ -230,7 +234,7 @@ def share(plan: StepPlan, policy: Any, rank: int) -> StepPlan:
 
 
 def train_megatron(case: Case, folder: Path, rank: int) -> dict[str, Any]:
-    """The same steps on the case's layout."""
+    """Train the same steps on the case's layout."""
     from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     arguments, options = case.policy_arguments(folder, megatron=True)
@@ -256,7 +260,7 @@ def train_megatron(case: Case, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def copied(policy: Any) -> dict[str, Tensor]:
-    """Its weights, which are live ones, as they are now."""
+    """A copy of the policy's current weights, which are live."""
     return {name: tensor.clone() for name, tensor in policy.weights()}
 
 
@@ -272,7 +276,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def compare_logits(folder: Path, family: str, *, tied: bool) -> dict[str, Any]:
-    """One rank's logits, export and score, next to transformers'."""
+    """Compare one rank's logits, export and score with those of transformers."""
     from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     case = Case(family, tied, 1, 1)
@@ -298,7 +302,8 @@ def compare_logits(folder: Path, family: str, *, tied: bool) -> dict[str, Any]:
 
 
 def save_and_resume(case: Case, folder: Path) -> dict[str, Any]:
-    """On one rank: half the steps, a checkpoint, the rest; and the rest again by another policy."""
+    """On one rank, train half the steps, save a checkpoint and train the rest. Then repeat the rest
+    with another policy that loads the checkpoint."""
     from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     arguments, options = case.policy_arguments(folder, megatron=True, alone=True)
@@ -318,7 +323,7 @@ def save_and_resume(case: Case, folder: Path) -> dict[str, Any]:
     again = [numbers(second.step(plan)) for plan in plans[STEPS // 2 :]]
     trained, same = copied(first), copied(second)
     save_file(trained, folder / "resumed.safetensors")
-    # A gradient that is not finite moves nothing, and the next one is none the worse for it.
+    # A step with a non-finite gradient changes nothing, and the next step is unaffected.
     (update,) = plans[0].updates[:1]
     broken = [
         replace(b, behaviour_logprobs_N=b.behaviour_logprobs_N * torch.nan) for b in update.batches
@@ -329,7 +334,7 @@ def save_and_resume(case: Case, folder: Path) -> dict[str, Any]:
     second.load(empty)
     begun = second.step(plans[0]).learning_rate
     stayed = stayed and second.step(plans[1]).applied
-    # A configuration counts over what a checkpoint was written with.
+    # The configuration overrides the optimizer settings stored in a checkpoint.
     model, train = arguments
     changed = train.model_copy(update={"betas": (0.5, 0.75), "epsilon": 1e-6})
     third = MegatronPolicy(model, changed, **options)
@@ -345,7 +350,8 @@ def save_and_resume(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def train_rounded(case: Case, folder: Path) -> dict[str, Any]:
-    """On one rank, in bfloat16: some steps, a checkpoint, and a step more by this policy and by another."""
+    """On one rank, in bfloat16: train some steps and save a checkpoint. Then take one more step
+    with this policy and with one that loaded the checkpoint."""
     from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     (model, train), options = case.policy_arguments(folder, megatron=True, alone=True)
@@ -367,7 +373,7 @@ def train_rounded(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def resume_elsewhere(case: Case, folder: Path, rank: int) -> dict[str, Any]:
-    """On several ranks: the rest, from the checkpoint of one."""
+    """On several ranks, train the remaining steps from the checkpoint of one rank."""
     from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     arguments, options = case.policy_arguments(folder, megatron=True)
@@ -377,7 +383,7 @@ def resume_elsewhere(case: Case, folder: Path, rank: int) -> dict[str, Any]:
     plans: list[StepPlan] = torch.load(folder / "plans", weights_only=False)
     results = [numbers(policy.step(share(p, policy, rank))) for p in plans[STEPS // 2 :]]
     trained = copied(policy)
-    # And what several ranks write, they read.
+    # Several ranks can also load a checkpoint that several ranks saved.
     if rank == 0:
         (folder / "of-all").mkdir()
     distributed.barrier()
@@ -395,7 +401,7 @@ def resume_elsewhere(case: Case, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What is said of models that two ranks cannot share, or that nobody can compute so."""
+    """The errors for models that these ranks cannot share, or that the backend cannot compute."""
     from penstock.trainer.policy.megatron.policy import MegatronPolicy
 
     said: dict[str, str] = {}
@@ -422,7 +428,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 
 def forget_layout() -> None:
-    """So that the next policy can divide the ranks otherwise."""
+    """Destroy the layout, so that the next policy can divide the ranks differently."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

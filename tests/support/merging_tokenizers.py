@@ -1,13 +1,17 @@
-"""Three tokenizers with merges, of three kinds, whose chat templates are those of `chat_templates`.
+"""Three tokenizers with merges, of three kinds, with the chat templates of `chat_templates`.
 
-A policy samples tokens, not text: it may write "the" as one token, as two or as three, and only one of
-these is what its tokenizer makes of the text. So the tokens of a turn that is decoded and encoded again are
-others, although the text is the same. A tokenizer without merges could not tell.
+A policy samples tokens, not text. It may write "the" as one, two or three tokens, but its tokenizer
+encodes the text in only one of these ways. Decoding and re-encoding a turn therefore changes its
+tokens, although the text is the same. A tokenizer without merges could not reveal that.
 
-They differ as those of the families do: Llama 3's takes words of a pattern and whole words first, Qwen's
-normalizes and takes digits one by one, and that of ChatML is of SentencePiece's kind, whose tokens are of
-characters, with bytes to fall back to. They are trained on the spot, on a text that never changes. Tokens
-0 to 255 are bytes, then come the control tokens with the end of a turn, and after these what was merged.
+They differ as those of the model families do:
+
+- Llama 3's splits words by a pattern and encodes whole words first.
+- Qwen's normalizes the text and encodes digits one by one.
+- ChatML's is of SentencePiece's kind: its tokens are made of characters, with bytes as a fallback.
+
+They are trained on demand, on a text that never changes. Tokens 0 to 255 are bytes. The control
+tokens follow, the end of a turn first, and then the merged tokens.
 """
 
 from __future__ import annotations
@@ -50,11 +54,12 @@ class Kind:
 
     merges: int
     digits: str = ""
-    """How many of them are one word, for the pattern; with none it is of characters, without a pattern."""
+    """How many digits form one word, as part of the splitting pattern. Empty for a tokenizer of
+    characters, which has no pattern."""
     normalizer: normalizers.Normalizer | None = None
     words_first: bool = False
     control: tuple[str, ...] = ()
-    """Control tokens beside the family's."""
+    """Control tokens in addition to the family's."""
 
 
 KINDS = {
@@ -65,7 +70,7 @@ KINDS = {
 
 
 def make_merging_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a family; another one each time."""
+    """A new tokenizer of the family on each call."""
     control, template = _control_of(family), FAMILIES[family][1]
     tokenizer = Tokenizer.from_str(_trained(family))
     tokenizer.add_tokens(
@@ -91,7 +96,7 @@ def _control_of(family: str) -> tuple[str, ...]:
 
 @cache
 def _trained(family: str) -> str:
-    """A tokenizer without its control tokens, whose ids are taken."""
+    """A serialized tokenizer without its control tokens; their ids are reserved."""
     kind = KINDS[family]
     tokenizer = Tokenizer(models.BPE())
     _set_up(tokenizer, kind)
@@ -118,7 +123,7 @@ def _trained(family: str) -> str:
 
 
 def _set_up(tokenizer: Tokenizer, kind: Kind) -> None:
-    """All but the model."""
+    """Set everything except the model."""
     if not kind.digits:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never")
         tokenizer.decoder = decoders.Sequence(
@@ -137,5 +142,5 @@ def _set_up(tokenizer: Tokenizer, kind: Kind) -> None:
 
 
 def _numbered(texts: Sequence[str]) -> dict[str, int]:
-    """Each text once: two merges may make the same."""
+    """Number each text once, because two merges may produce the same text."""
     return {text: index for index, text in enumerate(dict.fromkeys(texts))}

@@ -1,4 +1,4 @@
-"""A NATS server of its own, with JetStream, for tests that kill it, stop it and start it again."""
+"""A separate NATS server with JetStream, for tests that kill, stop and restart it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import pytest
 from penstock.server.config.settings import JournalSection
 from tests.support.ports import HeldPort
 
-# What `.ci/programs.py` fetched, where the machine has none of its own.
+# The program fetched by `.ci/programs.py`, used if the machine has none installed.
 FETCHED = Path(__file__).resolve().parents[2] / ".venv" / "share" / "programs" / "nats-server"
 START_SECONDS = 20.0
 SYNCS_FROM = (2, 10)
-"""The first version that can be told to sync each write before it acknowledges it."""
+"""The first version that can sync each write before it acknowledges it."""
 
 
 def find_program() -> str:
-    """The program; the test is skipped where there is none."""
+    """The path of nats-server; skips the test if it is not found."""
     pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
-    # Benchmarks come here too, whose PATH is whatever it is.
+    # Benchmarks call this too, and their PATH does not include the fetched programs.
     found = shutil.which("nats-server") or shutil.which(FETCHED)
     if found is None:
         pytest.skip("there is no nats-server; .ci/programs.py fetches one")
@@ -38,7 +38,7 @@ def find_program() -> str:
 
 @functools.cache
 def version_of(program: str) -> tuple[int, ...]:
-    """What it says of itself: (2, 15, 1)."""
+    """The version that the program prints, such as (2, 15, 1)."""
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"v(\d+)\.(\d+)\.(\d+)", said)
     assert found, said
@@ -47,53 +47,52 @@ def version_of(program: str) -> tuple[int, ...]:
 
 @dataclass
 class NatsServer:
-    """One, over as many starts as it takes, all on one port and on one folder."""
+    """One server across any number of restarts, on fixed ports and one folder."""
 
     program: str
     folder: Path
     held: HeldPort = field(default_factory=HeldPort)
     held_for_monitor: HeldPort = field(default_factory=HeldPort)
-    """Keep its ports between two starts."""
+    """Keep the ports reserved between two starts."""
     extra: str = ""
-    """More of its configuration."""
+    """Additional configuration."""
     sync: bool = True
-    """Whether it syncs each write, if it can be told to."""
+    """Whether it syncs each write, if its version can."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return self.held.number
 
     @property
     def monitor_port(self) -> int:
-        """Where it answers over HTTP."""
+        """The HTTP monitoring port."""
         return self.held_for_monitor.number
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
+        """The URL for clients."""
         return f"nats://127.0.0.1:{self.port}"
 
     @property
     def monitor(self) -> str:
-        """Where it says how it is."""
+        """The URL of the monitoring endpoint."""
         return f"http://127.0.0.1:{self.monitor_port}"
 
     @property
     def durability(self) -> str:
-        """The most that a journal on it may promise."""
+        """The strongest durability that a journal on this server may promise."""
         syncs = self.sync and version_of(self.program) >= SYNCS_FROM
         return "fsync" if syncs else "process"
 
     def start(self) -> None:
-        """Returns when it is ready."""
+        """Start the server; return when it is ready."""
         sync = "sync_interval: always" if self.durability == "fsync" else ""
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self.folder / "nats.conf"
         config.write_text(
             f'host: "127.0.0.1"\nport: {self.port}\nhttp: "127.0.0.1:{self.monitor_port}"\n'
-            # More than there is: each stream has room set aside, and none of them needs it.
+            # More than the disk has: each stream reserves space, and none of them uses it.
             f'jetstream {{ store_dir: "{self.folder / "store"}", max_file_store: 1TB\n{sync} }}\n'
             f"{self.extra}\n"
         )
@@ -114,15 +113,15 @@ class NatsServer:
 
     @property
     def log(self) -> str:
-        """What all of its starts printed."""
+        """The last 4,000 characters printed by all of its starts."""
         return (self.folder / "nats.log").read_text(errors="replace")[-4000:]
 
     def kill(self) -> None:
-        """kill -9; returns when it is gone."""
+        """Send SIGKILL; return when the process is gone."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """As an operator does."""
+        """Send SIGTERM, as an operator does; return when the process is gone."""
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
@@ -132,13 +131,13 @@ class NatsServer:
             self.process = None
 
     def section(self, stream: str, **settings: object) -> JournalSection:
-        """Of a journal on it."""
+        """The journal section of a server's configuration, for a journal on this server."""
         return JournalSection.model_validate(
             {"url": self.url, "stream": stream, **self._promise, **settings}
         )
 
     def settings(self, stream: str) -> tuple[str, ...]:
-        """Of a server whose journal is on it."""
+        """The settings for a server whose journal is on this server."""
         return (
             f"journal.url={self.url}",
             f"journal.stream={stream}",
@@ -155,7 +154,7 @@ class NatsServer:
 
 @contextlib.contextmanager
 def nats_server(folder: Path, extra: str = "", *, sync: bool = True) -> Generator[NatsServer]:
-    """One that runs until the end of the block."""
+    """A NATS server that runs until the end of the block."""
     server = NatsServer(find_program(), folder, extra=extra, sync=sync)
     server.start()
     try:

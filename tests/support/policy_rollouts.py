@@ -1,4 +1,4 @@
-"""Groups of answers that a policy of this process samples itself."""
+"""Groups of answers sampled by a policy in this process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from penstock.trainer.policy.fsdp import FsdpPolicy
 
 
 def roll_out(policy: FsdpPolicy, rng: np.random.Generator) -> list[TrainingGroup]:
-    """Groups of answers that the policy samples now, rewarded for tokens of a kind it can learn; the last
-    answer has nothing to be compared with."""
+    """Groups sampled from the current weights, with a reward for tokens of a kind that the policy
+    can learn. The last group has a single answer, so it has no sibling to compare with."""
     groups = []
     for count in (4, 4, 4, 4, 1):
         prompt = rng.integers(0, 256, int(rng.integers(3, 7)))
@@ -27,7 +27,7 @@ def roll_out(policy: FsdpPolicy, rng: np.random.Generator) -> list[TrainingGroup
         behaviour = torch.cat([torch.zeros(count, len(prompt)), *logprobs], 1).numpy()
         samples = []
         for row, own in zip(ids.numpy().astype(np.int32), behaviour, strict=True):
-            # Answers end differently.
+            # Answers have different lengths.
             end = len(row) - int(rng.integers(0, 4))
             trained = np.arange(end) >= len(prompt)
             reward = float(np.mean(row[len(prompt) : end] < 128))

@@ -1,4 +1,4 @@
-"""A hub and its engine servers, all in this process, each on a port of its own."""
+"""A hub and its engine servers, all in this process, each on its own port."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICK = PoolRules(look_seconds=0.05, flush_seconds=0.0, whole_flush_seconds=0.0)
 
 @dataclass
 class Pool:
-    """A running hub."""
+    """A running hub and its engine servers."""
 
     hub: Harness
     engine: PoolEngine
@@ -36,7 +36,7 @@ class Pool:
         return next(member for member in self.engine.members if member.address == address)
 
     async def serving(self, *numbers: int) -> None:
-        """Waits until these engines, or all, are in rotation."""
+        """Wait until these engines, or all of them, are in rotation."""
         members = [self.member(number) for number in numbers or range(len(self.engines))]
         await until(lambda: all(member.state is State.SERVING for member in members))
 
@@ -76,8 +76,9 @@ async def serve_pool(
     adapters: AdapterLimits | None = None,
     make_engine: Callable[..., FakeEngine] = FakeEngine,
 ) -> AsyncGenerator[Pool]:
-    """So many engine servers around fake engines, and a hub with all of them in rotation; each on the host
-    of that name, or all on this one. `of_engines` are the settings of those servers."""
+    """`count` engine servers around fake engines, and a hub with all of them in rotation.
+    `hosts` names the host of each server; by default all are on this host. `of_engines` are the
+    settings of the engine servers."""
     async with contextlib.AsyncExitStack() as stack:
         engines: list[Harness] = []
         for number in range(count):

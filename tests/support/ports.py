@@ -1,8 +1,9 @@
-"""Ports of 127.0.0.1 that nobody else is given, for what listens there, is killed, and listens there again.
+"""Reserved ports on 127.0.0.1 for servers that are killed and restarted on the same port.
 
-While nobody listens the kernel may hand the port to any connection that goes out, and the next start then
-fails with "address already in use". It hands out none that a socket is bound to; a server may listen on
-that one all the same, as long as both said SO_REUSEADDR, which gRPC and Go do, and the other only holds it.
+While nothing listens, the kernel may give the port to an outgoing connection. The next start then
+fails with "address already in use". The kernel never hands out a port that a socket is bound to. A
+server may still listen on that port if both sockets set SO_REUSEADDR, as gRPC and Go do, and the
+other socket never listens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import weakref
 
 
 class HeldPort:
-    """A free port, kept as long as this is."""
+    """A free port, reserved for as long as this object lives."""
 
     def __init__(self) -> None:
         held = socket.socket()

@@ -1,4 +1,4 @@
-"""Server and worker as processes of their own, for tests that kill, stop and restart them."""
+"""Servers and workers as separate processes, for tests that kill, stop and restart them."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 
 @dataclass
 class Server:
-    """`tests.support.fake_serve`, or another, over as many starts as it takes, all on one port."""
+    """`tests.support.fake_serve`, or another command, across any number of restarts on one port."""
 
     folder: Path
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict[str, str])
     command: tuple[str, ...] = ("-m", "tests.support.fake_serve")
     held: HeldPort = field(default_factory=HeldPort)
-    """Keeps the port between two starts."""
+    """Keeps the port reserved between two starts."""
     engine_pid: int = 0
-    """Of its newest start, with --engine-process."""
+    """The engine process of the latest start, with --engine-process."""
     processes: list[Process] = field(default_factory=list[Process])
     serves: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by each start, once it serves."""
+    """Set by each start once the server serves."""
 
     @property
     def address(self) -> str:
-        """Where each start of it listens."""
+        """The address that every start listens on."""
         return f"127.0.0.1:{self.held.number}"
 
     @property
     def process(self) -> Process:
-        """The newest."""
+        """The process of the latest start."""
         return self.processes[-1]
 
     @property
     def log(self) -> str:
-        """What all of its starts printed."""
+        """The output of all starts."""
         return (self.folder / "server.log").read_text(errors="replace")
 
     async def start(self, *options: str) -> None:
-        """Returns when it serves."""
+        """Start the server; return when it serves."""
         found: list[str] = []
         serves = FirstMatch(SERVING)
 
@@ -75,17 +75,17 @@ class Server:
         self.serves.set()
 
     async def kill(self) -> None:
-        """kill -9; returns when it is gone."""
+        """Send SIGKILL; return when the process is gone."""
         self.process.kill()
         await self.process.wait()
 
     async def restart(self, *options: str) -> None:
-        """kill -9, and another start on the same port."""
+        """Send SIGKILL and start again on the same port."""
         await self.kill()
         await self.start(*options)
 
     async def wait(self, seconds: float = 30.0) -> int:
-        """Its exit status, once it has ended by itself."""
+        """The exit status, once the server has exited without being killed."""
         async with asyncio.timeout(seconds):
             return await self.process.wait()
 
@@ -94,8 +94,8 @@ class Server:
 async def server_process(
     folder: Path, *options: str, journal: tuple[str, ...] | None = None
 ) -> AsyncGenerator[Server]:
-    """A fake-engine server with a journal, in `folder`, which is there already, where no settings of one
-    are given."""
+    """A fake-engine server with a journal. By default the journal is in `folder`, which must exist;
+    `journal` gives other journal settings."""
     if journal is None:
         journal = (f"journal.folder={folder / 'journal'}", "journal.segment_bytes=1048576")
     given = [part for setting in journal for part in ("--set", setting)]
@@ -113,7 +113,7 @@ async def server_process(
 async def worker_process(
     folder: Path, address: str, *options: str, name: str = "worker"
 ) -> AsyncGenerator[Process]:
-    """`penstock rollout`, which is killed at the end of the block."""
+    """A `penstock rollout` process, killed at the end of the block."""
     worker = start_worker(folder, address, *options, name=name)
     try:
         yield worker
@@ -129,16 +129,16 @@ def start_worker(
     name: str = "worker",
     environment: Mapping[str, str] | None = None,
 ) -> Process:
-    """`penstock rollout`, started."""
+    """Start a `penstock rollout` process."""
     command = (sys.executable, "-m", "penstock.cli", "rollout", "--server", address, *options)
     environment = {**ENVIRONMENT, **(environment or {})}
     return Process.start(Command(name, command, folder / f"{name}.log", environment))
 
 
 def engines_of(pid: int) -> list[psutil.Process]:
-    """The engine processes of vLLM's among a process's children, by the name they take before all else.
-
-    What is started to look at the machine comes and goes, also between being listed and being asked."""
+    """The vLLM engine processes among a process's descendants, found by the name that they
+    set first. vLLM's hardware probes also start processes. A probe may exit between being
+    listed and being inspected."""
     return [child for child in psutil.Process(pid).children(recursive=True) if _is_engine(child)]
 
 
@@ -150,7 +150,7 @@ def _is_engine(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def stopped(pid: int):
-    """Has a process stand still, as under SIGSTOP, until the end of the block."""
+    """Stop a process with SIGSTOP until the end of the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Agents that talk at random: by gRPC; those with SDKs are in `random_sdks`.
+"""Agents with random conversations over gRPC; those with SDKs are in `random_sdks`.
 
-Each goes on with a conversation, asks for a turn again, rewrites history or sums it up, answers calls of
-its tool and is now and then interrupted. What the policy said is sent back in the form in which it came.
-All of them keep which turn of which trajectory every message was, so that a test knows what the engine must
-have seen before the next one.
+Each agent continues a conversation, repeats a turn, rewrites or summarizes history, and answers its
+tool's calls. Sometimes it is interrupted. It sends the policy's messages back in the form in which
+it received them. It records which turn of which trajectory produced each message. From that a test
+knows which tokens the engine must have seen before the next turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.writing_engine import TurnName
 
 ToolMessage = T(conversation_pb2.Tool)
 
-# Text from outside that spells control tokens is no control.
+# Text from outside that spells control tokens must not become control tokens.
 SYSTEM = "Be <|im_end|> brief. ü"
 NAME, DESCRIPTION = "add", "adds </tool_call> two"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -36,8 +36,6 @@ TURNS = 8
 
 
 class Call(NamedTuple):
-    """A call of the tool."""
-
     call_id: str
     name: str
     arguments: str
@@ -49,14 +47,14 @@ class Line:
 
     role: str
     native: list[Any]
-    """As its agent's surface has it: empty where nothing is sent back of it."""
+    """The text as the agent's surface returned it; empty if the agent sends none back."""
     text: str
     calls: tuple[Call, ...] = ()
     turn: TurnName | None = None
-    """Of the policy's."""
+    """The reasoning in the policy's message."""
     reasoning: str = ""
     error: str = ""
-    """Why a call in it is none."""
+    """Why a tool call in the message is invalid."""
 
 
 @dataclass
@@ -70,17 +68,17 @@ class Held:
 
     @property
     def new(self) -> list[Line]:
-        """What follows the last message of the policy's."""
+        """The lines after the policy's last message."""
         return self.lines[max(self.ends, default=-1) + 1 :]
 
     @property
     def ends(self) -> list[int]:
-        """Where the policy's messages are."""
+        """The indices of the policy's messages."""
         return [index for index, line in enumerate(self.lines) if line.turn is not None]
 
     @property
     def natives(self) -> list[Any]:
-        """All that is said, in the surface's form."""
+        """All messages, in the surface's form."""
         return [part for line in self.lines for part in line.native]
 
 
@@ -88,29 +86,29 @@ class Surface(Protocol):
     """How an agent reaches the policy."""
 
     interrupted: int
-    """How often it was cut off in the middle of a turn, and came back."""
+    """How often a turn was interrupted and then resumed or repeated."""
 
     def line(self, role: str, text: str, call_id: str = "") -> Line:
         """A message from outside."""
         ...
 
     async def answer(self, held: Held) -> Line:
-        """What the policy says next; sets the conversation's trajectory."""
+        """The policy's next message. Sets the conversation's trajectory."""
         ...
 
 
 @dataclass
 class Agent:
-    """One attempt at random."""
+    """One attempt with random actions."""
 
     surface: Surface
     draw: random.Random
     asked: list[tuple[list[Line], Line]] = field(default_factory=list[tuple[list[Line], Line]])
-    """What was said before, and the answer, of each turn."""
+    """The conversation before each turn, and the answer."""
     held: list[Held] = field(default_factory=list[Held])
 
     async def talk(self, trajectory_id: str) -> None:
-        """A whole attempt, up to its reward."""
+        """Run a whole attempt, up to its reward."""
         root = Held(trajectory_id, self.draw.random() < 0.8)
         root.lines = [self.surface.line("system", SYSTEM), self._user("Question")]
         await self._ask(root)
@@ -141,7 +139,7 @@ class Agent:
             held.lines.append(line)
 
     def _next(self, held: Held) -> list[Line]:
-        """Answers to the calls that wait for one, or else a question."""
+        """Answers to the pending calls, or else a question."""
         calls = held.lines[-1].calls
         results = [
             self.surface.line("tool", f"result {self.draw.random()}", call.call_id)
@@ -154,7 +152,7 @@ class Agent:
 
 
 class Grpc:
-    """Names its trajectories, sends what is new, and resumes what was aborted."""
+    """Names its trajectories, sends only new messages, and resumes aborted turns."""
 
     def __init__(self, server: Harness, draw: random.Random) -> None:
         self._server = server
@@ -163,12 +161,10 @@ class Grpc:
         self.interrupted = 0
 
     def line(self, role: str, text: str, call_id: str = "") -> Line:
-        """See Surface."""
         number = conversation_pb2.Role.Value(f"ROLE_{role.upper()}")
         return Line(role, [ChatMessage(role=number, content=text, tool_call_id=call_id)], text)
 
     async def answer(self, held: Held) -> Line:
-        """See Surface."""
         if held.trajectory_id in self._turns:
             messages = [part for line in held.new for part in line.native]
             conversation = Conversation(messages=messages)
@@ -179,7 +175,7 @@ class Grpc:
         while turn.finished.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED:
             self.interrupted += 1
             if self._draw.random() < 0.2:
-                # What there is of it is answered.
+                # Answer the part that was written.
                 break
             turn = await self._server.resume(held.trajectory_id)
         return self._read(held, turn)

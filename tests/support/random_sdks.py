@@ -1,4 +1,4 @@
-"""How agents that talk at random do so with each SDK, over the compatible endpoints."""
+"""Agents with random conversations through each SDK, over the compatible endpoints."""
 
 from __future__ import annotations
 
@@ -19,27 +19,25 @@ RETRY = {"x-stainless-retry-count": "1"}
 
 
 class Http:
-    """Sends whole conversations to the URL of its attempt, whole or streamed, and asks again where it was
-    cut off; a subclass for each SDK."""
+    """Sends whole conversations to its attempt's URL, streamed or not, and retries after an
+    interruption. Each SDK has a subclass."""
 
     def __init__(self, client: Any, engine: WritingEngine, draw: random.Random) -> None:
-        """`client` is the SDK's, at the URL of the attempt."""
+        """`client` is the SDK's client for the attempt's URL."""
         self._client = client
         self._engine = engine
         self._draw = draw
         self.interrupted = 0
 
     def line(self, role: str, text: str, call_id: str = "") -> Line:
-        """See Surface."""
         message = {"role": role, "content": text}
         return Line(role, [message | ({"tool_call_id": call_id} if call_id else {})], text)
 
     async def answer(self, held: Held) -> Line:
-        """See Surface."""
         body, stream = self._body(held), self._draw.random() < 0.5
         if self._draw.random() < INTERRUPTED:
             line = await self._begin(body, stream, self._draw.randrange(1, 20))
-            # As the SDKs do by themselves where a connection is lost.
+            # SDKs retry this way after a lost connection.
             line = line or await self._send({**body, "extra_headers": RETRY}, stream)
         else:
             line = await self._send(body, stream)
@@ -48,7 +46,8 @@ class Http:
         return line
 
     async def _begin(self, body: dict[str, Any], stream: bool, count: int) -> Line | None:
-        """Goes away once so many tokens were written, by anybody; None where that came first."""
+        """Disconnect once the engine has written `count` more tokens, for any agent. Returns None
+        after a disconnect, or the answer if it arrived first."""
         sending = asyncio.create_task(self._send(body, stream))
         waiting = asyncio.create_task(self._engine.written(count))
         await asyncio.wait([sending, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -65,16 +64,16 @@ class Http:
         return None
 
     def _body(self, held: Held) -> dict[str, Any]:
-        """The request, as keywords of the SDK's."""
+        """The request, as keyword arguments of the SDK's call."""
         raise NotImplementedError
 
     async def _send(self, body: dict[str, Any], stream: bool) -> Line:
-        """What the SDK makes of the answer."""
+        """Send the request; parse the SDK's answer."""
         raise NotImplementedError
 
 
 class Chat(Http):
-    """OpenAI's chat completions; of reasoning it does not always send back what it got."""
+    """OpenAI's chat completions. Does not always send back the reasoning it received."""
 
     def _body(self, held: Held) -> dict[str, Any]:
         function = {"name": NAME, "description": DESCRIPTION, "parameters": SCHEMA}
@@ -85,7 +84,7 @@ class Chat(Http):
         if stream:
             async with self._client.chat.completions.stream(**body) as events:
                 await events.until_done()
-                # What is called final is refused by the SDK where it ended for length.
+                # The SDK refuses to return a final completion that ended because of its length.
                 answer: Any = events.current_completion_snapshot
         else:
             answer = await self._client.chat.completions.create(**body)
@@ -109,10 +108,9 @@ class Chat(Http):
 
 
 class Responses(Http):
-    """OpenAI's responses: all items, or what is new and the name of the answer before it."""
+    """OpenAI's responses: sends all items, or only the new ones with the previous answer's id."""
 
     def line(self, role: str, text: str, call_id: str = "") -> Line:
-        """See Surface."""
         if not call_id:
             return super().line(role, text)
         item = {"type": "function_call_output", "call_id": call_id, "output": text}
@@ -154,10 +152,9 @@ class Responses(Http):
 
 
 class Messages(Http):
-    """Anthropic's messages."""
+    """Uses Anthropic's messages endpoint."""
 
     def line(self, role: str, text: str, call_id: str = "") -> Line:
-        """See Surface."""
         if not call_id:
             return super().line(role, text)
         result = {"type": "tool_result", "tool_use_id": call_id, "content": text}
@@ -200,11 +197,11 @@ HTTP_SURFACES: Sequence[tuple[type[Http], Callable[..., Any]]] = (
     (Responses, openai.AsyncOpenAI),
     (Messages, anthropic.AsyncAnthropic),
 )
-"""Each with its SDK's client."""
+"""Each surface with its SDK's client."""
 
 
 def _turn_name(answer_id: str) -> TurnName:
-    """The turn that an answer is, which its name says behind what each SDK puts first."""
+    """The turn named by an answer's id, without the prefix that each endpoint adds."""
     trajectory_id, _, index = answer_id.removeprefix("chatcmpl-").rpartition("-")
     for prefix in ("resp_", "msg_"):
         trajectory_id = trajectory_id.removeprefix(prefix)
@@ -212,5 +209,6 @@ def _turn_name(answer_id: str) -> TurnName:
 
 
 def _error(found: Any) -> str:
-    """Why a call is none; an SDK has no field of its own for it."""
+    """Why a call is invalid. The SDK does not declare this field, so
+    it is among the extra fields."""
     return str((found.model_extra or {}).get("tool_call_error", ""))

@@ -1,10 +1,10 @@
-"""Ranks at the price of a fork: `rank_nursery.py MODEL` has loaded all libraries. Each line of JSON is
+"""Starts ranks by fork: `rank_nursery.py MODEL` loads all libraries once. Each input line is JSON:
 
     {"function": "tests.support.rank_work:train", "arguments": {...}, "ranks": 2, "log": "trainer.log"}
 
-and is answered with {"pids": [7, 8]} and, when all have ended, with {"codes": [0, 0]}, negative where a
-signal ended one. Each rank finds its place in the environment as under torchrun; one rank alone finds
-nothing.
+The nursery answers {"pids": [7, 8]} and, when all ranks have ended, {"codes": [0, 0]}. A code is
+negative if a signal ended the rank. Each rank finds its place in the environment, as under
+torchrun. A single rank gets no such variables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks do in tests: each function is run by every rank, in a process of its own."""
+"""The work of ranks in tests. Every rank runs the function in its own process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ STEPS, FEW_STEPS = 10, 3
 
 
 def train(config: str, resume: bool) -> int:
-    """`penstock train`."""
     from penstock.trainer.__main__ import train
 
     return train(Path(config), [], resume, False)
@@ -48,8 +47,8 @@ def steps(
     variants: dict[str, dict[str, Any]],
     long: list[str],
 ) -> int:
-    """The steps of each variant, many of those that are named; rank 0 writes the figures and the weights of
-    each."""
+    """Train the steps of each variant; variants named in `long` get more steps. Rank 0 writes each
+    variant's figures and weights."""
     place = find_place(os.environ)
     torch.set_num_threads(1)
     leader = None
@@ -111,10 +110,12 @@ def walk(
     train: dict[str, Any] | None = None,
     **_: Any,
 ) -> dict[str, torch.Tensor]:
-    """The figures of each step, shape [steps, figures], a score under the weights after them, and these.
+    """The figures of each step, shape [steps, figures]; a score under the final weights; and those
+    weights.
 
-    With `rollouts` the steps are of what the policy itself samples: one process keeps that there, several
-    take it from there."""
+    With `rollouts` the steps train on the policy's own samples. A single process saves them there,
+    and several ranks read them from there.
+    """
     figures: list[list[float]] = []
     updates = (train or {}).get("updates_per_step", 1)
     sampled: list[list[TrainingGroup]] = []
@@ -156,8 +157,8 @@ def plan_for(
 
 
 def groups_of(step: int) -> list[TrainingGroup]:
-    """Three groups of answers of different length, in which a lot of tokens occur, and among them one whose
-    only answer has nothing to be compared with."""
+    """Three groups of answers of different lengths that cover many tokens, and one group with a
+    single answer, which has no sibling to compare with."""
     generator = torch.Generator().manual_seed(step)
     groups: list[TrainingGroup] = []
     for number in range(3):
@@ -187,7 +188,7 @@ def groups_of(step: int) -> list[TrainingGroup]:
 
 
 def write_for_long(folder: str) -> int:
-    """Rank 0 comes late to where all meet, later than a collective may."""
+    """Rank 0 reaches the barrier late, later than a collective's timeout."""
     place = find_place(os.environ)
     join_group(place, None)
     leader = lead(place.size) if place.leads else None
@@ -209,7 +210,8 @@ def write_for_long(folder: str) -> int:
 
 
 def stand_still(folder: str, fails: str = "") -> int:
-    """Rank 0 waits for ever, as for a batch; another may fail at once."""
+    """Rank 0 waits indefinitely, as it would for a batch. Rank 1
+    fails at once if `fails` is set."""
     place = find_place(os.environ)
     if not place.leads:
         end_with_parent()

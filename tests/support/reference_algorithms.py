@@ -1,7 +1,8 @@
-"""Every algorithm once more, from the papers, in plain Python: token by token, with gradients by hand.
+"""A second implementation of every algorithm, from the papers, in plain Python: token by token,
+with gradients by hand.
 
-It shares nothing with the product. It reads delivered groups itself, knows nothing of micro-batches or
-shared prefixes, and takes the configuration as the table that a person writes.
+It shares no code with the product. It reads delivered groups itself and has no micro-batches or
+shared prefixes. It takes the configuration as the table that a user writes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ Table = Mapping[str, Any]
 @dataclass
 class Token:
     place: int
-    """Among all that are trained, in the order of delivery."""
+    """Index among all trained tokens, in the order of delivery."""
     position: int
-    """In its sequence."""
+    """Index in its sequence."""
     behaviour: float
 
 
@@ -35,13 +36,13 @@ class Answer:
     reward: float
     branch: bool
     ids: list[int] = field(default_factory=list[int])
-    """The whole sequence, what the policy did not write included."""
+    """The whole sequence, including tokens that the policy did not write."""
     tokens: list[Token] = field(default_factory=list[Token])
 
 
 @dataclass
 class Given:
-    """What models say of each trained token, by its place."""
+    """The models' values for each trained token, indexed by its place."""
 
     logprobs: Sequence[float]
     proximal: Sequence[float]
@@ -55,10 +56,10 @@ class Found:
     advantages: list[float]
     loss: float
     slopes: list[float]
-    """Derivative by each log-probability."""
+    """Derivative with respect to each log-probability."""
     entropy_slopes: list[float]
     targets: list[float]
-    """What a critic should have said; empty without one."""
+    """The critic's targets; empty without a critic."""
 
 
 def read(messages: Sequence[Any], version: int, max_lag: int) -> list[Answer]:
@@ -87,7 +88,7 @@ def read(messages: Sequence[Any], version: int, max_lag: int) -> list[Answer]:
 def compute(
     answers: Sequence[Answer], given: Given, table: Table, update: Sequence[Answer] | None = None
 ) -> Found:
-    """One update of a step: of these answers where it is not all of them."""
+    """One update of a step. `update` holds its answers, if it does not train all of them."""
     count = sum(len(answer.tokens) for answer in answers)
     advantages = [0.0] * count
     targets = _fill_advantages(answers, given, table, advantages)
@@ -118,7 +119,7 @@ def compute(
 def _fill_advantages(
     answers: Sequence[Answer], given: Given, table: Table, advantages: list[float]
 ) -> list[float]:
-    """Also returns what a critic should have said."""
+    """Fill `advantages` in place; return the critic's targets."""
     kind = table.get("advantage", {}).get("kind", "grpo")
     kl = table.get("kl", {"kind": "none"})
     fines: dict[int, float] = {}
@@ -141,7 +142,7 @@ def _fill_advantages(
     if kind == "reinforce_plus_plus":
         _whiten(advantages)
     if kind == "reinforce_plus_plus_baseline":
-        # Of groups that have a baseline.
+        # Only groups that have a baseline.
         attempts = Counter(answer.group for answer in answers if not answer.branch)
         places = [t.place for a in answers if attempts[a.group] > 1 for t in a.tokens]
         whitened = [advantages[place] for place in places]
@@ -158,7 +159,7 @@ def _estimate(
     table: Table,
     advantages: list[float],
 ) -> list[float]:
-    """GAE as the sum that it is: discounted surprises from each token on."""
+    """GAE written as its definition: the discounted sum of TD errors from each token on."""
     setting = table["advantage"]
     discount, trace = setting.get("discount", 1.0), setting.get("trace", 0.95)
     targets = [0.0] * len(advantages)
@@ -213,7 +214,7 @@ def _whiten(advantages: list[float]) -> None:
 def _losses(
     answer: Answer, given: Given, advantages: Sequence[float], table: Table
 ) -> tuple[list[float], list[float]]:
-    """Loss of each token, and its derivative by that token's log-probability."""
+    """The loss of each token, and its derivative with respect to that token's log-probability."""
     loss = table.get("loss", {"kind": "ppo_clip"})
     old = [
         given.proximal[t.place] if _decoupled(table.get("correction", {})) else t.behaviour
@@ -277,14 +278,14 @@ def _weights(answer: Answer, given: Given, correction: Table) -> list[float]:
             else 0.0
             for log in logs
         ]
-    # KL of the behaviour policy to the proximal one, at tokens of the former.
+    # KL of the behaviour policy to the proximal policy, at tokens of the behaviour policy.
     estimates = [_kl(-log, correction.get("estimator", "k3"))[0] for log in logs]
     mean = statistics.fmean(estimates)
     return [1.0 if (mean if whole else each) <= threshold else 0.0 for each in estimates]
 
 
 def _kl(x: float, estimator: str) -> tuple[float, float]:
-    """An estimate from x = log p - log q, and its slope; that of k1 is lent by k2."""
+    """An estimate from x = log p - log q, and its slope. k1 uses k2's slope."""
     match estimator:
         case "k1":
             return x, x

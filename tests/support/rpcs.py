@@ -1,4 +1,4 @@
-"""Every rpc that a server answers, found by walking the descriptors, and a raw call to any of them."""
+"""Every rpc of a server, found by walking the descriptors, and a raw call to any of them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from penstock.wire.failure import Failure, read_failure
 
 @dataclass(frozen=True)
 class Rpc:
-    """One method."""
-
     name: str
-    """Such as "penstock.v1.TaskService/SubmitTasks"."""
+    """For example "penstock.v1.TaskService/SubmitTasks"."""
     request_streaming: bool
     response_streaming: bool
 
 
 def every_rpc() -> list[Rpc]:
-    """Ours, health's and reflection's."""
+    """The rpcs of Penstock's services, the health service and the reflection service."""
     others = [
         health_pb2.DESCRIPTOR.services_by_name["Health"],
         reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
@@ -50,9 +48,9 @@ async def call(
     seconds: float = 20.0,
     open_ended: bool = False,
 ) -> Failure | None:
-    """Calls a method with raw bytes; what it failed with, None where it was answered.
+    """Call a method with raw bytes. Returns the failure, or None if the call was answered.
 
-    A stream is left at its first answer. `open_ended` leaves this side of one open.
+    The call leaves a stream after its first answer. `open_ended` keeps the request stream open.
     """
 
     async def requests() -> AsyncIterator[bytes]:

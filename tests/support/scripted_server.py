@@ -1,6 +1,7 @@
-"""A small server whose faults are written in the test: it breaks streams, refuses and forgets on command.
+"""A small server with scripted faults: on command it breaks streams, refuses calls and forgets
+tokens.
 
-Its policy writes the token `100 * turn + position`, so that a lost or doubled token is seen.
+Its policy writes the token `100 * turn + position`, so that a lost or duplicated token shows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VERSION = 3
 
 
 def status(code: grpc.StatusCode, reason: str, retry_after: float | None = None) -> grpc.Status:
-    """A status with ErrorInfo, as the error table has it."""
+    """A status with ErrorInfo, as in the error table."""
     message = status_pb2.Status(code=code.value[0], message=f"scripted {reason}")
     details = [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata={"key": "value"})]
     if retry_after is not None:
@@ -55,14 +56,14 @@ TRAJECTORY_UNKNOWN = status(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_UNKNOWN")
 
 @dataclass
 class Record:
-    """A trajectory: what the policy wrote by turn, and how the last turn stands."""
+    """A trajectory: the policy's tokens by turn, and the state of the last turn."""
 
     turns: list[list[int]] = field(default_factory=list)
     finish: int = trajectory.FINISH_REASON_UNSPECIFIED
     outcome: trajectory.Outcome | None = None
 
     def finished(self) -> rollout.TurnFinished:
-        """How the last turn ended."""
+        """The end of the last turn."""
         written = self.turns[-1]
         return rollout.TurnFinished(
             finish_reason=self.finish,
@@ -74,32 +75,32 @@ class Record:
 
 @dataclass
 class Script:
-    """What goes wrong, and what is leased."""
+    """The faults, and the tasks to lease."""
 
     length: int = 10
-    """Tokens of a turn."""
+    """Tokens per turn."""
     break_after: deque[int] = field(default_factory=deque)
-    """Each turn's stream breaks after so many tokens; the record goes on holding them."""
+    """Each turn's stream breaks after this many tokens. The record keeps growing."""
     in_flight_answers: int = 0
-    """So many answers to GetTrajectory say that a turn is in flight."""
+    """This many answers of GetTrajectory report a turn in flight."""
     forgets: deque[int] = field(default_factory=deque)
-    """Each turn that is resumed goes on from so many tokens fewer than GetTrajectory told."""
+    """Each resumed turn starts this many tokens before the position that GetTrajectory reported."""
     unsent: int = 0
-    """Tokens that were recorded but never sent when a stream breaks."""
+    """Tokens that are recorded but never sent when a stream breaks."""
     abort_after: deque[int] = field(default_factory=deque)
-    """Each turn's stream ends ABORTED after so many tokens."""
+    """Each turn's stream ends ABORTED after this many tokens."""
     refuse: dict[str, deque[grpc.Status]] = field(default_factory=dict)
-    """Method -> what its next calls are refused with."""
+    """Method to the statuses that its next calls fail with."""
     tasks: deque[tasks.LeaseTasksResponse] = field(default_factory=deque)
     break_lease_stream: asyncio.Event = field(default_factory=asyncio.Event)
     expired: set[str] = field(default_factory=set)
     hold_turns: asyncio.Event | None = None
-    """Turns wait for it after their first token."""
+    """Turns wait for this event after their first token."""
     max_attempts: int = 3
 
 
 class ScriptedServer:
-    """The services over a Script, on a port of its own."""
+    """The services over a Script, on their own port."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -172,7 +173,7 @@ class ScriptedServer:
         )
 
     async def lease_later(self, task: Task) -> None:
-        """Adds a task while lease streams are open."""
+        """Add a task while lease streams are open."""
         self.add_task(task)
         async with self.changed:
             self.changed.notify_all()
@@ -358,7 +359,7 @@ def expected_tokens(turn: int, length: int = 10) -> list[int]:
 
 
 def assert_turn(turn, index: int, length: int = 10) -> None:
-    """That a turn holds every token once, with its log-probability."""
+    """Check that a turn holds every token once, with its log-probability."""
     np.testing.assert_array_equal(turn.token_ids, expected_tokens(index, length))
     np.testing.assert_array_equal(turn.logprobs, -turn.token_ids.astype(np.float32) / 8)
     assert turn.index == index

@@ -1,4 +1,4 @@
-"""The trainer's side of a server, scripted: a test says what each call answers, on a real port."""
+"""The trainer-facing side of a server on a real port. Tests script the answer to each call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Upload = Callable[[AsyncIterator[Any], Any], Awaitable[None]]
 async def refuse(
     context: Any, code: grpc.StatusCode, reason: str, message: str = "no", **metadata: str
 ) -> None:
-    """Ends a call as the error table has it."""
+    """End a call with a status from the error table."""
     status = status_pb2.Status(code=code.value[0], message=message)
     packed = any_pb2.Any()
     packed.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))
@@ -50,19 +50,19 @@ async def refuse(
 
 @dataclass
 class Received:
-    """What one upload brought, checked as a server would."""
+    """One received upload, checked as a server would check it."""
 
     changed_tensor_count: int = 1
-    """What the server is to say of it."""
+    """The number of changed tensors that the server reports."""
     header: Any = None
     payload: bytearray = field(default_factory=bytearray)
     progress: list[int] = field(default_factory=list)
-    """What the progress word said, from its beginning on."""
+    """Every value of the progress word, from the first."""
     on_progress: Callable[[], None] = lambda: None
-    """Called when some bytes are there, and not all of them."""
+    """Called when some, but not all, of the bytes have arrived."""
 
     async def take(self, requests: AsyncIterator[Any], context: Any) -> None:
-        """An upload whose payload comes in chunks, or elsewhere."""
+        """Receive an upload whose payload is in chunks or elsewhere."""
         self.header = (await anext(requests)).header
         version = self.header.weight_version
         await context.write(Progress(weight_version=version, state=weights_pb2.WEIGHT_STATE_READY))
@@ -91,7 +91,7 @@ class Received:
         raise AssertionError("no commit")
 
     async def _follow(self) -> None:
-        """Reads the progress word while it moves."""
+        """Read the progress word while it changes."""
         source = self.header.shared_memory
         if not source.filling:
             return
@@ -106,7 +106,7 @@ class Received:
                 await asyncio.sleep(0.001)
 
     def _take_checksums(self, checksums: Any) -> None:
-        """They are the header's where that has none."""
+        """Take the commit's checksums for a header that has none."""
         filling = self.header.shared_memory.filling
         assert len(checksums) == (len(self.header.tensors) if filling else 0)
         for spec, xxh3 in zip(self.header.tensors if filling else (), checksums, strict=True):
@@ -114,18 +114,18 @@ class Received:
             spec.xxh3 = xxh3
 
     def _map(self) -> None:
-        """Reads the memory as another process would."""
+        """Read the memory as another process would."""
         source = self.header.shared_memory
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         path = Path(source.name)
         assert source.host_namespace == f"{boot_id}:{path.stat().st_dev}"
         self.payload = bytearray(path.read_bytes())
         if not self.header.base_weight_version:
-            # A payload, and unlike a difference it has a progress word behind it.
+            # A whole payload is followed by a progress word; a delta is not.
             del self.payload[-8:]
 
     def tensors(self, base: dict[str, bytes] | None = None) -> dict[str, bytes]:
-        """The bytes of every tensor of this version, differences applied to the base."""
+        """The bytes of every tensor of this version, with deltas applied to the base."""
         result: dict[str, bytes] = {}
         for spec in self.header.tensors:
             data = bytes(self.payload[spec.offset_bytes : spec.offset_bytes + spec.length_bytes])
@@ -169,7 +169,7 @@ class Session:
 
 
 class ScriptedServer:
-    """Serves on a port of its own until it is left; `sessions` are handled in their order."""
+    """Serves on its own port inside a `with` block; handles the `sessions` in order."""
 
     def __init__(self, *sessions: Callable[[Session], Awaitable[None]], port: int = 0) -> None:
         self._sessions = list(sessions)
@@ -260,7 +260,8 @@ class ScriptedServer:
 
 @contextlib.asynccontextmanager
 async def unanswering() -> AsyncGenerator[tuple[str, asyncio.Event]]:
-    """The address of a port that takes connections and says nothing, and when the first came."""
+    """A port that accepts connections but never answers. Yields its address and an event that is
+    set by the first connection."""
     reached = asyncio.Event()
     writers: list[asyncio.StreamWriter] = []
 

@@ -1,6 +1,8 @@
-"""One agent, written with each official SDK: a question, a call of its tool, the tool's answer, the end.
+"""The same agent for each official SDK: a question, a tool call, the tool's answer and a final
+answer.
 
-They know of nothing but their SDK and a base URL, and raise where an answer is not as the SDK has it.
+The agents know only their SDK and a base URL. They raise if an answer does not have the SDK's
+shape.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ MAX_TOKENS = 100
 
 
 async def chat_agent(base: str, stream: bool, **fields: Any) -> str:
-    """A tool-using conversation by OpenAI's chat completions."""
+    """A tool-using conversation through OpenAI's chat completions."""
     tools: Any = [
         {
             "type": "function",
@@ -52,7 +54,7 @@ async def chat_agent(base: str, stream: bool, **fields: Any) -> str:
 
 
 async def responses_agent(base: str, stream: bool, **fields: Any) -> str:
-    """The same by OpenAI's responses."""
+    """The same conversation through OpenAI's responses."""
     tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
     items: list[Any] = [USER]
     async with openai.AsyncOpenAI(base_url=base, api_key="any") as client:
@@ -86,7 +88,7 @@ async def responses_agent(base: str, stream: bool, **fields: Any) -> str:
 
 
 async def messages_agent(base: str, stream: bool, **fields: Any) -> str:
-    """The same by Anthropic's messages."""
+    """The same conversation through Anthropic's messages."""
     tools: Any = [{"name": "weather", "input_schema": SCHEMA}]
     messages: list[Any] = [USER]
     async with anthropic.AsyncAnthropic(base_url=base, api_key="any") as client:

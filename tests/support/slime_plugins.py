@@ -1,6 +1,7 @@
-"""Functions as people have them for slime: what they import, touch and return is what theirs do.
+"""Functions written the way users write them for slime: their imports, accesses and return values
+are typical.
 
-Imported by name only, after `penstock.client.plugins.modules.install`.
+Imported only by name, after `penstock.client.plugins.modules.install`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from slime.utils.async_utils import run
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
-SHOUT = 33  # "!"
+SHOUT = 33  # The byte "!".
 
 
 async def vime(args, sample, sampling_params):
-    """As vime has it: tokens in and out, by vLLM's names."""
+    """As in vime: tokens in and out, with vLLM's names."""
     from vime.rollout.vllm_rollout import GenerateState, _build_inference_sampling_params
     from vime.utils.http_utils import post
 
@@ -73,7 +74,8 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
 
 
 async def tools(args, sample: Sample, sampling_params) -> Sample:
-    """Turns with a tool between them: tokens grow, the tool's are masked, the budget shrinks."""
+    """Turns with a tool between them. The tokens grow, the tool's tokens are
+    masked, and the budget shrinks."""
     assert not args.partial_rollout
     sample.loss_mask = []
     sample.rollout_log_probs = None
@@ -121,7 +123,7 @@ async def tools(args, sample: Sample, sampling_params) -> Sample:
 
 
 async def search(args, sample: Sample, sampling_params) -> Sample:
-    """Turns with text: everything so far is sent as one string each time."""
+    """Turns with text: each request sends the whole text so far as one string."""
     state = GenerateState(args)
     prompt, response = f"<|im_start|>{sample.prompt}<|im_end|>", ""
     prompt_ids = state.tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -171,7 +173,7 @@ async def solve(args, key):
 
 
 async def solvers(args: Namespace, sample: Sample, sampling_params, evaluation=False):
-    """Several agents at the same prompt at the same time: each is a sample of its own."""
+    """Several concurrent agents on the same prompt; each makes a separate sample."""
     args.sampling_params = sampling_params
     args.tokenizer = GenerateState(args).tokenizer
     args = deepcopy(args)
@@ -186,7 +188,7 @@ async def solvers(args: Namespace, sample: Sample, sampling_params, evaluation=F
 
 
 async def turns(args, sample: Sample, sampling_params):
-    """One sample for each turn, the turns before it as its prompt."""
+    """One sample per turn; its prompt contains the previous turns."""
     tokens = GenerateState(args).tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
     found = []
     for _ in range(3):
@@ -208,7 +210,7 @@ async def turns(args, sample: Sample, sampling_params):
 
 
 async def cuts(args, sample: Sample, sampling_params) -> Sample:
-    """Cuts the answer as text and encodes it anew."""
+    """Change the answer as text and encode it again."""
     sample = await generate(args, sample, sampling_params)
     text = "".join(reversed(sample.response))
     ids = GenerateState(args).tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -218,28 +220,28 @@ async def cuts(args, sample: Sample, sampling_params) -> Sample:
 
 
 async def strips(args, sample: Sample, sampling_params) -> Sample:
-    """Takes the last tokens back."""
+    """Remove the last tokens of the answer."""
     sample = await generate(args, sample, sampling_params)
     sample.strip_last_output_tokens(2, GenerateState(args).tokenizer)
     return sample
 
 
 async def unmasked(args, sample: Sample, sampling_params) -> Sample:
-    """Has the tool's tokens trained too."""
+    """Train the tool's tokens too."""
     sample = await tools(args, sample, sampling_params)
     sample.loss_mask = [1] * sample.response_length
     return sample
 
 
 async def removed(args, sample: Sample, sampling_params) -> Sample:
-    """Does not want to be trained."""
+    """Exclude the sample from training."""
     sample = await generate(args, sample, sampling_params)
     sample.remove_sample = True
     return sample
 
 
 async def fresh(args, sample: Sample, sampling_params) -> Sample:
-    """Makes a sample of its own, and numbers it by the row."""
+    """Return a new sample, numbered by its row."""
     made = await generate(args, sample, sampling_params)
     row = int(sample.label)
     return Sample(
@@ -254,7 +256,7 @@ async def fresh(args, sample: Sample, sampling_params) -> Sample:
 
 
 async def unscored(args: Namespace, sample: Sample, sampling_params):
-    """Leaves it to a reward."""
+    """Leave scoring to the reward function."""
     found = await solvers(args, sample, sampling_params)
     for each in found:
         each.reward = None
@@ -262,14 +264,14 @@ async def unscored(args: Namespace, sample: Sample, sampling_params):
 
 
 async def gives_up(args, sample: Sample, sampling_params) -> Sample:
-    """Says that it was aborted."""
+    """Report an aborted sample."""
     sample = await generate(args, sample, sampling_params)
     sample.status = Sample.Status.ABORTED
     return sample
 
 
 async def breaks(args, sample: Sample, sampling_params) -> Sample:
-    """Fails while a request of its own is under way."""
+    """Fail while another of the function's requests is in flight."""
     waiting = asyncio.ensure_future(solve_slowly(args, sample, sampling_params))
     await generate(args, sample, sampling_params)
     assert not waiting.done()
@@ -283,7 +285,7 @@ async def solve_slowly(args, sample, sampling_params):
 
 
 async def penalized(args, sample: Sample, sampling_params) -> Sample:
-    """Wants a penalty that the server does not have."""
+    """Ask for a penalty that the server does not support."""
     return await generate(args, sample, {**sampling_params, "repetition_penalty": 1.2})
 
 
@@ -294,7 +296,7 @@ async def reward_func(args, sample, **kwargs):
 
 
 async def notes(args, sample: Sample, sampling_params) -> Sample:
-    """One turn, of which it writes down what the filter `noted` reads."""
+    """One turn, with the metadata that the filter `noted` reads."""
     sample = await generate(args, sample, sampling_params)
     sample.metadata["calls"] = {"count": sample.response_length, "names": ["search"]}
     if getattr(args, "keeps_handle", False):
@@ -303,7 +305,7 @@ async def notes(args, sample: Sample, sampling_params) -> Sample:
 
 
 async def told(args, sample: Sample, sampling_params, evaluation=False) -> Sample:
-    """Notes whether it is an evaluation."""
+    """Record whether the call is an evaluation."""
     sample = await generate(args, sample, sampling_params)
     sample.metadata["evaluation"] = evaluation
     return sample
@@ -412,23 +414,23 @@ async def whole_async(args, rollout_id, data_source):
 
 
 def whole(args, rollout_id, data_source, evaluation=False):
-    """Makes batches of groups by itself."""
+    """Make whole batches of groups."""
     assert not evaluation
     return run(whole_async(args, rollout_id, data_source))
 
 
 def greedy(args, rollout_id, data_source, evaluation=False):
-    """Asks for more than there can be."""
+    """Ask for more groups than the server can have."""
     return data_source.get_samples(1000)
 
 
 def whole_by_coroutine(args, rollout_id, data_source, evaluation=False):
-    """Async behind a plain function."""
+    """A plain function that returns a coroutine."""
     return whole_async(args, rollout_id, data_source)
 
 
 def decorated(function):
-    """A plain wrapper, as people have them for logging."""
+    """A plain wrapper, as users write them for logging."""
 
     def call(*arguments, **named):
         return function(*arguments, **named)
@@ -447,7 +449,8 @@ async def decorated_generate(args, sample, sampling_params):
 
 
 async def echo(args, sample, sampling_params):
-    """Whoever is asked, and how: once more each time."""
+    """Append the call's `n` to the response, so that a test sees which samples
+    were generated, and how often."""
     sample.response += str(sampling_params["n"])
     sample.status = (
         Sample.Status.ABORTED if sample.index == args.aborts else Sample.Status.COMPLETED
@@ -479,12 +482,12 @@ async def best_async(args, data_source):
 
 
 def best(args, rollout_id, data_source, evaluation=False):
-    """Returns one sample of each group."""
+    """Return one sample of each group."""
     return run(best_async(args, data_source))
 
 
 async def says_otherwise(args, sample, sampling_params):
-    """Has a budget of its own, and a reward for one sample."""
+    """Report COMPLETED whatever the turn's end, and set a reward function for one sample."""
     sample = await generate(args, sample, sampling_params)
     sample.status = Sample.Status.COMPLETED
     sample.custom_rm_path = f"{__name__}.seven"
@@ -496,13 +499,13 @@ def seven(args, sample, **kwargs):
 
 
 def decoded(args, sample: Sample, **kwargs):
-    """Whether the text is what the policy wrote, and all of it."""
+    """Whether the response is exactly the policy's tokens as text."""
     tokens = sample.tokens[len(sample.tokens) - sample.response_length :]
     return float(sample.response == GenerateState(args).tokenizer.decode(tokens) != "")
 
 
 async def limits(args, sample: Sample, sampling_params) -> Sample:
-    """What `args` say of sampling is what the parameters say."""
+    """Check that the limits in `args` equal those in the sampling parameters."""
     assert args.rollout_temperature == sampling_params["temperature"] == 0.5
     assert args.rollout_max_response_len == sampling_params["max_new_tokens"]
     assert GenerateState(args).sampling_params["temperature"] == 0.5
@@ -527,7 +530,7 @@ async def ask(args, tokens, sampling_params, **fields):
 
 
 async def asks_again(args, sample: Sample, sampling_params) -> Sample:
-    """A second turn that is thrown away, and made once more on another observation."""
+    """Take a second turn, discard it, and take it again with another observation."""
     tokens = list(sample.prompt.encode())
     _, first = await ask(args, tokens, sampling_params)
     await ask(args, [*tokens, *first, SHOUT], sampling_params)
@@ -541,7 +544,7 @@ async def asks_again(args, sample: Sample, sampling_params) -> Sample:
 
 
 async def changes_form(args, sample: Sample, sampling_params) -> Sample:
-    """A turn with text, and the next one with tokens."""
+    """One turn with text, then one with tokens."""
     tokens = list(sample.prompt.encode())
     text = {"text": sample.prompt, "sampling_params": sampling_params, "return_logprob": True}
     output = await post(url_of(args), text)
@@ -555,7 +558,7 @@ async def changes_form(args, sample: Sample, sampling_params) -> Sample:
 
 
 async def too_long_first(args, sample: Sample, sampling_params) -> Sample:
-    """Two requests at the same time, of which the server refuses the first."""
+    """Send two concurrent requests; the server refuses the first."""
     tokens = list(sample.prompt.encode())
     long = [SHOUT] * (args.rollout_max_context_len + 1)
     refused, (_, found) = await asyncio.gather(
@@ -570,7 +573,7 @@ async def too_long_first(args, sample: Sample, sampling_params) -> Sample:
 
 
 async def stops(args, sample: Sample, sampling_params) -> Sample:
-    """The same answer, ended by a stop that is cut from its text or not."""
+    """Sample the same answer with a stop string, trimmed from the text and not."""
     tokens = list(sample.prompt.encode())
     text, found = await ask(args, tokens, sampling_params)
     stop = text[3]
@@ -586,7 +589,7 @@ async def stops(args, sample: Sample, sampling_params) -> Sample:
 
 
 async def ends_otherwise(args, sample: Sample, sampling_params):
-    """Two samples that are complete, as the function has it, of which the second was cut by its budget."""
+    """Return two samples marked as completed, although the second was cut off by its budget."""
     tokens, found = list(sample.prompt.encode()), []
     for params in ({**sampling_params, "stop": [args.stop]}, sampling_params):
         part = deepcopy(sample)

@@ -1,6 +1,7 @@
-"""Whole-rollout functions as people have them for slime: how they take groups, drop and return them.
+"""Whole-rollout functions written the way users write them for slime: how they take, drop and
+return groups.
 
-Imported by name only, after `penstock.client.plugins.modules.install`.
+Imported only by name, after `penstock.client.plugins.modules.install`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def length_reward(args, sample, **kwargs):
 
 
 async def slow_second(args, sample, sampling_params):
-    """The second prompt takes longer than what is made of the first is kept waiting."""
+    """The second prompt takes longer than the finished first group is allowed to wait."""
     if sample.group_index == 1:
         await asyncio.sleep(1.5)
     return await generate(args, sample, sampling_params)
@@ -50,7 +51,7 @@ async def one_by_one_async(args, data_source):
 
 
 def one_by_one(args, rollout_id, data_source, evaluation=False):
-    """Takes the next group when it has dropped or made the one before."""
+    """Take the next group after the previous one was dropped or finished."""
     return run(one_by_one_async(args, data_source))
 
 
@@ -77,12 +78,13 @@ async def over_sampling_async(args, data_source):
 
 
 def over_sampling(args, rollout_id, data_source, evaluation=False):
-    """Asks for a batch each time one is missing, while others of it are being made."""
+    """Request another batch whenever groups are missing, while other
+    groups are still in progress."""
     return run(over_sampling_async(args, data_source))
 
 
 class Background:
-    """Goes on taking groups and making them between the calls."""
+    """Keeps taking and generating groups between the calls."""
 
     one = None
 
@@ -123,7 +125,7 @@ async def collect(args, background):
 
 
 def fully_async(args, rollout_id, data_source, evaluation=False):
-    """As slime's example of that name: a loop of its own, or slime's, has groups in flight all the time."""
+    """Like slime's example of that name: its own loop, or slime's, always has groups in flight."""
     if Background.one is None:
         Background.one = background = Background(args, data_source)
         if args.shares_loop:

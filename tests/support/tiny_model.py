@@ -1,7 +1,7 @@
-"""Makes a small language model on the spot: real architecture, random weights, one token per byte.
+"""Creates a small language model: real architecture, random weights, one token per byte.
 
-A token id below 256 is that byte, so that `list(text.encode())` is the tokenization of plain text.
-Above come the added tokens of `SPECIAL_TOKENS`, in that order; with them the vocabulary ends.
+A token id below 256 is that byte, so `list(text.encode())` is the tokenization of plain text. The
+added tokens of `SPECIAL_TOKENS` follow in that order and end the vocabulary.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def make_tiny_model(
     architecture: Literal["qwen3", "llama"] = "qwen3",
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Writes a Hugging Face model directory to `path` and returns that path."""
+    """Write a Hugging Face model folder to `path`; return that path."""
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": hidden,
@@ -71,7 +71,7 @@ def make_tiny_model(
         "bos_token_id": None,
         "eos_token_id": EOS_ID,
         "pad_token_id": VOCAB_SIZE - 1,
-        # Wide enough that greedy text does not fall into a loop at once.
+        # Wide enough that greedy text does not immediately fall into a loop.
         "initializer_range": 0.1,
     }
     with torch.random.fork_rng(devices=[]):
@@ -92,9 +92,10 @@ def make_byte_tokenizer(
     chat_template: str = CHAT_TEMPLATE,
     eos_token: str = EOS,
 ) -> PreTrainedTokenizerFast:
-    """One token per byte, plus added tokens; ChatML as its chat template.
+    """One token per byte, plus added tokens; ChatML is the default chat template.
 
-    Special to the tokenizer are those in "<|"; as with Qwen's, what else a template writes is added only.
+    Tokens that start with "<|" are special to the tokenizer. As with Qwen's, the other tokens of a
+    template are only added tokens.
     """
     tokenizer = Tokenizer(
         models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])

@@ -1,13 +1,14 @@
-"""Trainers as processes of their own, at the price of a fork: in a short test most of a trainer's time
-would go into loading libraries.
-
-One nursery for each process of the tests, begun with the first trainer, has loaded them. For each
-connection to its socket, which brings an order in JSON and two descriptors for output, it forks a watcher,
-and that the trainer: `penstock train` from its configuration to its exit code. The watcher answers with a
-line of the trainer's pid, and of its exit code when it has ended, negative where a signal ended it. The
-nursery ends when its standard input does, which is when the tests do.
+"""Trainers as separate processes, started by fork, because a short test would otherwise spend most
+of its time loading libraries.
 
     python -m tests.support.trainer_processes SOCKET MODEL
+
+Each test process has one nursery, started with the first trainer, that has the libraries loaded. A
+connection to its socket sends an order in JSON and two descriptors for output. The nursery forks a
+watcher, and the watcher forks the trainer: `penstock train` from its configuration to its exit
+code. The watcher answers with a line that has the trainer's pid, and after the end with a line that
+has its exit code. The code is negative if a signal ended the trainer. The nursery ends when its
+standard input closes, which happens when the tests end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
 class TrainerProcess:
-    """As asyncio's own processes are, as far as tests ask."""
+    """Has the part of asyncio's process interface that tests use."""
 
     def __init__(
         self, pid: int, stdout: asyncio.StreamReader, stderr: asyncio.StreamReader, end: Any
@@ -62,7 +63,7 @@ class TrainerProcess:
         return await asyncio.shield(self._ending)
 
     async def communicate(self) -> tuple[bytes, bytes]:
-        """Everything it writes from now on, once it has ended."""
+        """Everything the trainer writes from now on; returns after it has ended."""
         out, err, _ = await asyncio.gather(self.stdout.read(), self.stderr.read(), self.wait())
         return out, err
 
@@ -78,12 +79,12 @@ def nursery() -> Path:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[2],
-        # Ctrl-C is for the tests, which end it.
+        # Ctrl-C must reach only the tests, which then end the nursery.
         start_new_session=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n", "the nursery did not come up"
-    # Both live as long as the tests do.
+    # Keep both alive as long as the tests run.
     _LIVING.append((process, folder))
     return path / "socket"
 
@@ -98,9 +99,8 @@ async def start_trainer_process(
     env: dict[str, str] | None = None,
     log: Path | None = None,
 ) -> TrainerProcess:
-    """`penstock train` with this configuration, in the environment of this process or another; what it
-    writes is added to `log`, or else can be read.
-    """
+    """Start `penstock train` with this configuration. `env` replaces this process's environment.
+    Output is appended to `log`, or is readable from the process without one."""
     environment = {**(env or os.environ), **ENVIRONMENT}
     order = {"config": str(config), "resume": resume, "env": environment}
     where = await asyncio.to_thread(nursery)
@@ -133,7 +133,7 @@ async def _reader(descriptor: int) -> asyncio.StreamReader:
     return reader
 
 
-# The nursery.
+# The nursery process.
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ def main() -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(where)
     listener.listen()
-    # Nobody waits for the watchers.
+    # The nursery never waits for the watchers.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     os.write(1, b"ready\n")
     while True:

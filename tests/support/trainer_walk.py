@@ -1,4 +1,4 @@
-"""The trainer's walk in this process, around a policy that computes nothing."""
+"""The trainer's training loop in this process, around a policy that computes nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Numbers:
 
 
 class StillPolicy:
-    """Counts its steps; each ends when it may."""
+    """Counts its steps; each ends when `may_end` is set."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -79,7 +79,7 @@ class StillPolicy:
         yield "a.weight", torch.full((3,), float(self.steps))
 
     def adapter(self) -> None:
-        """All weights are trained."""
+        """None: all weights are trained."""
 
     def score(self, tensors: Any, token_ids: Sequence[int]) -> Any:
         return np.full(len(token_ids) - 1, -float(tensors["a.weight"][0]), np.float32)
@@ -91,7 +91,7 @@ class StillPolicy:
 
 @dataclass
 class Run:
-    """A walk under way, and what it leaves behind."""
+    """A training loop in progress, and its results."""
 
     policy: StillPolicy
     exchange: Exchange
@@ -102,7 +102,7 @@ class Run:
     walk: asyncio.Task[None]
     folder: Path
     saved: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-    """Step and weight version of each checkpoint, and the steps the policy had done by then."""
+    """For each checkpoint: step, weight version, and the steps that the policy had done by then."""
 
     async def ends(self, seconds: float = 20.0) -> None:
         async with asyncio.timeout(seconds):
@@ -253,7 +253,6 @@ async def greet(session: Session, active: int = 0) -> None:
 
 
 async def stage(requests: AsyncIterator[Any], context: Any) -> None:
-    """Takes an upload."""
     version = (await anext(requests)).header.weight_version
     await context.write(Progress(weight_version=version, state=weights_pb2.WEIGHT_STATE_READY))
     async for _ in requests:

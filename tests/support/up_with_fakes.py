@@ -1,4 +1,5 @@
-"""`penstock up` with the fake engine's server: `python -m tests.support.up_with_fakes CONFIG [--resume]`."""
+"""`penstock up` with the fake engine's server: `python -m tests.support.up_with_fakes CONFIG
+[--resume]`."""
 
 from __future__ import annotations
 

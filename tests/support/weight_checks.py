@@ -1,4 +1,4 @@
-"""What the tests of weight uploads check again and again."""
+"""Checks shared by the tests of weight uploads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTER = iter(range(1_000_000))
 
 @dataclass(frozen=True)
 class State:
-    """Everything an upload that is refused leaves as it was."""
+    """The server state that a refused upload must leave unchanged."""
 
     active: int
     staged: tuple[int, ...]
@@ -32,7 +32,8 @@ class State:
 
 
 async def state_of(harness: Harness, name: str) -> State:
-    """As it is now; `name` is of a turn that is made to see."""
+    """The current state. `name` is for the trajectory of a turn that
+    reveals the computing weights."""
     info = await harness.wire.GetServerInfo(GetServerInfoRequest())
     turn = await harness.generate(name)
     assert turn.tokens == expected_tokens([1, 2, 3], turn.versions)[0]
@@ -48,12 +49,12 @@ async def state_of(harness: Harness, name: str) -> State:
 
 
 def held_bytes(harness: Harness) -> int:
-    """Memory that weights take on the server, what is kept for the next upload left out."""
+    """The server's memory for weights, without buffers kept for the next upload."""
     return harness.serving.weights._stage.held_bytes
 
 
 async def refused(harness: Harness, requests: Sequence[Any]) -> Failure:
-    """An upload that must be refused, and must leave everything as it was."""
+    """Send an upload that must be refused, and check that it changes nothing."""
     before = await state_of(harness, f"seen-{next(COUNTER)}")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await send(harness, requests)
@@ -63,7 +64,7 @@ async def refused(harness: Harness, requests: Sequence[Any]) -> Failure:
 
 
 def check_tokens(turn: Turn, prompt: Sequence[int]) -> None:
-    """Every token is the one its version samples at its place."""
+    """Check that every token is the one its version samples at its position."""
     tokens, logprobs = expected_tokens(prompt, turn.versions)
     assert turn.tokens == tokens
     assert turn.logprobs == pytest.approx(logprobs)
@@ -71,7 +72,7 @@ def check_tokens(turn: Turn, prompt: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def no_room_for(length_bytes: int) -> Iterator[None]:
-    """No file can have this length, as on a full disk."""
+    """Limit file size so that a file of this length cannot be written, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (length_bytes - 1, before[1]))
     try:

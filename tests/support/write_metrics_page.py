@@ -1,4 +1,4 @@
-"""Puts the table of figures on its page: `python -m tests.support.write_metrics_page`."""
+"""Updates the table of figures on its page: `python -m tests.support.write_metrics_page`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 
 def table() -> str:
-    """The declarations, in the order of `metrics.jsonl`."""
+    """The declared figures as a Markdown table, in the order of `metrics.jsonl`."""
     rows = ["| figure | unit | over several steps | |", "|---|---|---|---|"]
     for each in FIGURES:
         name = f"`{each.name}`" + (" by key" if each.is_breakdown else "")
@@ -23,7 +23,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with the table as it is now."""
+    """The page with an up-to-date table."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}{table()}{END}{rest.split(END)[1]}"
 

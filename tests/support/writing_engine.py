@@ -1,8 +1,8 @@
-"""A fake engine that writes as a policy at the beginning of its training does, and remembers all of it.
+"""A fake engine that writes like a policy at the start of its training, and remembers everything.
 
-It writes tokens that no tokenizer would make of their text, bytes that are no UTF-8, control tokens in the
-middle of a turn, and now and then reasoning and calls of a tool: whole ones, malformed ones, and some that
-are cut short. Like the engine it is made of it is a function of (prefix, weight version).
+It writes tokens that no tokenizer would produce for their text, invalid UTF-8, and control tokens
+mid-turn. Sometimes it writes reasoning and tool calls: whole, malformed or cut short. Like
+`FakeEngine` it is a function of (prefix, weight version).
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ CALLS = {
     ),
 }
 CALLS["qwen3"] = CALLS["chatml"]
-"""Calls as each family's model writes them: two that its parser reads, and two that it does not."""
+"""Calls as each family's model writes them: two that its parser
+accepts, and two that it rejects."""
 THOUGHT = "<think>\nHm, so I add.\n</think>\n\n"
 
-# In a thousand tokens.
+# Frequencies per thousand tokens.
 SCRIPT_BEGINS = 30
 SCRIPT_BEGINS_TURN = 550
 ENDS, ENDS_TURN_AT_ONCE = 30, 10
 CONTROL = 10
 BYTE = 10
 SHORT = 350
-# One script token in so many is another one.
+# One script token in this many is replaced by another token.
 CUT_SHORT = 197
 
 
@@ -63,7 +64,8 @@ class Style:
         pairs = [first + second for first in letters for second in letters]
         encoded = [_encode(tokenizer, text) for text in letters + pairs]
         self.short = [tokens[0] for tokens in encoded if len(tokens) == 1]
-        """Of letters, and of pairs of them: words in such pieces are encoded as longer ones."""
+        """Tokens of letters and letter pairs. A tokenizer encodes words made of
+        such pieces with longer tokens."""
         prompt = [{"role": "user", "content": "?"}]
         before, after = (
             tokenizer.apply_chat_template(prompt, add_generation_prompt=ask, tokenize=False)
@@ -82,7 +84,8 @@ class Style:
         return list(last[-len(self._opening) :]) == self._opening
 
     def following(self, last: Sequence[int]) -> list[int]:
-        """What may come next of the scripts that were begun; of several that which goes back longest."""
+        """The possible next tokens of scripts in progress. Of several
+        scripts, the longest match wins."""
         found: list[int] = []
         most = 0
         for *begun, token in self._begun.get(last[-1], ()):
@@ -94,14 +97,14 @@ class Style:
         return found
 
     def recent(self, prefix: bytes) -> list[int]:
-        """As much of the end of a prefix as says what comes next."""
+        """The end of a prefix, long enough to determine the next token."""
         count = max(self._longest, len(self._opening))
         return np.frombuffer(prefix, np.int32)[-count:].tolist()
 
 
 def _scripts(family: str, tokenizer: Any) -> Iterator[list[int]]:
-    """Calls, some with reasoning before them and the end of the turn after them; one time in four as the
-    tokenizer encodes them."""
+    """Calls, some with reasoning before them and the end of the turn after them. One in four is
+    spelled as the tokenizer encodes it."""
     draw = random.Random(family)
     for text in (*CALLS[family], ""):
         for begin in ("", THOUGHT) if family == "qwen3" else ("",):
@@ -112,7 +115,7 @@ def _scripts(family: str, tokenizer: Any) -> Iterator[list[int]]:
 
 
 def spell(tokenizer: Any, text: str, draw: random.Random) -> list[int]:
-    """A text as tokens that are not those which it is encoded as; its control tokens are."""
+    """A text as tokens other than its usual encoding; control tokens stay as they are."""
     control = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
     found: list[int] = []
     for part in re.split(f"({'|'.join(map(re.escape, control))})", text):
@@ -130,7 +133,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass
 class Attempt:
-    """One request, as the engine had it."""
+    """One request as the engine saw it."""
 
     given: list[int]
     wrote: list[int] = field(default_factory=list[int])
@@ -139,16 +142,17 @@ class Attempt:
 
     @property
     def tokens(self) -> list[int]:
-        """All of its context at its end."""
+        """The whole context at the end of the request."""
         return [*self.given, *self.wrote]
 
 
 TurnName = tuple[str, int]
-"""Trajectory and turn of it."""
+"""A trajectory's id and a turn's index."""
 
 
 class WritingEngine(FakeEngine):
-    """Writes in a style, and keeps what it was given and what it wrote: for each turn its requests."""
+    """Writes in a style, and records for each turn its requests: what
+    the engine received and wrote."""
 
     def __init__(self, *args: Any, style: Style, **fields: Any) -> None:
         super().__init__(*args, vocab_size=style.vocab_size, **fields)
@@ -160,7 +164,7 @@ class WritingEngine(FakeEngine):
         self.choose = self._choose
 
     async def written(self, count: int) -> None:
-        """Returns when so many more tokens are written."""
+        """Wait until `count` more tokens are written."""
         until = self.count + count
         while self.count < until:
             self._counted.clear()

@@ -1,4 +1,4 @@
-"""A caller that asks over HTTP/2 and takes no byte of any answer: its windows are empty from the start."""
+"""An HTTP/2 caller that accepts no byte of any answer: its windows are empty from the start."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ _INITIAL_WINDOW = 4
 
 @dataclass
 class ZeroWindow:
-    """One connection."""
-
     writer: asyncio.StreamWriter
     ended: set[int] = field(default_factory=set)
     """Numbers of the calls that the server has ended."""
     _calls: int = 0
 
     async def call(self, method: str, request: Any = None) -> int:
-        """Makes a call, and sends its only message, or none. Returns the number of the call."""
+        """Make a call and send its only message, or none. Return the number of the call."""
         stream = 1 + 2 * self._calls
         self._calls += 1
         headers = (
@@ -48,7 +46,7 @@ class ZeroWindow:
 
 @contextlib.asynccontextmanager
 async def zero_window(port: int) -> AsyncGenerator[ZeroWindow]:
-    """Connected for as long as it is open."""
+    """A connection, open until the end of the block."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     settings = struct.pack(">HI", _INITIAL_WINDOW, 0)
     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, settings))

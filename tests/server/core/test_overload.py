@@ -1,4 +1,5 @@
-"""More than the server can hold: refused with a precise status, and nothing lost or changed."""
+"""Load beyond the server's limits is refused with a precise status,
+and loses or changes nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ async def refused(call: Any) -> Any:
 
 
 def recounted(harness: Harness) -> tuple[int, int, int]:
-    """What the parts take, counted anew."""
+    """The memory that the parts use, counted from scratch."""
     serving = harness.serving
     tasks = [*serving.queue.pending_tasks]
     tasks += [group.task for group in serving.queue.groups if group.task is not None]
@@ -55,7 +56,7 @@ def recounted(harness: Harness) -> tuple[int, int, int]:
 
 
 def counted(harness: Harness) -> tuple[int, int, int]:
-    """All but the answers that are on their way."""
+    """The memory that the budget has counted, without answers in flight."""
     return tuple(part() for part in harness.serving.budget.parts[:3])  # type: ignore[return-value]
 
 
@@ -74,7 +75,7 @@ async def test_tasks_beyond_the_budget_are_refused_all_or_none(tmp_path: Path) -
         assert int(failure.metadata["limit"]) == BUDGET
         assert harness.serving.queue.pending_count == 3
         assert counted(harness) == recounted(harness)
-        # What fits is still taken.
+        # A task that fits is still accepted.
         assert (await harness.wire.SubmitTasks(request("t4", 10))).accepted_count == 1
 
 
@@ -97,7 +98,7 @@ async def test_a_turn_that_might_not_fit_is_not_begun_and_fits_once_others_are_g
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        # A turn that has ended takes what it wrote, and no more.
+        # A finished turn takes only the memory of its tokens.
         async with asyncio.timeout(20):
             for turn in harness.serving.turns.in_flight:
                 await turn.attempt.ended.wait()
@@ -118,7 +119,7 @@ async def test_no_group_begins_near_the_bound_and_those_under_way_can_be_finishe
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await call.read()
-        # The trainer gives up the run: there is room again, and whoever waits is woken.
+        # The run is replaced, so there is room again, and a waiting lease stream wakes up.
         await hello(harness.wire, 1, run_id="one")
         call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="b", concurrency=1))
         await hello(harness.wire, 2, run_id="two")
@@ -145,7 +146,8 @@ async def test_groups_in_memory_are_counted_until_they_are_final(tmp_path: Path)
 
 
 async def test_groups_kept_beside_the_journal_are_counted_and_give_way(tmp_path: Path) -> None:
-    """Each is delivered all the same, and once it is it is kept no longer."""
+    """Cached groups give way to other uses of memory. Each group is still delivered, and leaves
+    the cache once it has been."""
     settings = (f"limits.memory_bytes={BUDGET}", f"journal.folder={tmp_path / 'journal'}")
     async with serve(tmp_path, *settings, max_context=100_000) as harness:
         kept, budget = harness.serving.buffer.kept, harness.serving.budget
@@ -167,7 +169,7 @@ async def test_groups_kept_beside_the_journal_are_counted_and_give_way(tmp_path:
         await harness.answers_read()
         budget.check(BUDGET)
         assert kept.byte_count == budget.used_bytes == 0
-        # Beyond its part of the budget nothing is kept.
+        # The cache never exceeds its share of the budget.
         for number in range(BUDGET // KEPT_PART // 80_000):
             await finish(f"more-{number}")
         assert BUDGET // KEPT_PART - 90_000 < kept.byte_count <= BUDGET // KEPT_PART
@@ -177,7 +179,8 @@ async def test_groups_kept_beside_the_journal_are_counted_and_give_way(tmp_path:
 
 
 async def test_reasons_that_others_choose_take_bounded_room(tmp_path: Path) -> None:
-    """Those of agents, and those for which a trainer refuses groups: both are counted for ever."""
+    """Reasons come from agents and from trainers that refuse groups. Both are counted forever, so
+    the number and length of distinct reasons must be bounded."""
     async with serve(tmp_path, "limits.groups_without_trainer=1000") as harness:
         failures, drops = harness.serving.closing.failures, harness.serving.trainer.drops
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -226,7 +229,7 @@ async def test_a_caller_that_reads_nothing_is_cut_off_and_others_do_not_notice(
                     await asyncio.sleep(0.01)
                 record = harness.serving.store.find("stalled")
                 assert record is not None and record.turn is not None
-                # It is lost to its caller, who asked for no turn that goes on alone.
+                # The turn ends, because its caller did not ask for a turn that outlives the call.
                 await record.turn.attempt.ended.wait()
                 assert len((await harness.generate("other")).tokens) == 16
             with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -237,7 +240,8 @@ async def test_a_caller_that_reads_nothing_is_cut_off_and_others_do_not_notice(
 
 
 async def test_calls_that_come_while_the_process_is_busy_are_all_answered(tmp_path: Path) -> None:
-    """gRPC by itself cancels at random from 1,000 on: agents of a hub lost turns that never began."""
+    """By default gRPC cancels calls at random once 1,000 are waiting. Agents of a hub lost turns
+    this way before they began."""
     count = 3_500
     async with serve(tmp_path) as harness:
         sent, answers = threading.Event(), Counter[str]()
@@ -245,7 +249,7 @@ async def test_calls_that_come_while_the_process_is_busy_are_all_answered(tmp_pa
         def call_many() -> None:
             with grpc.insecure_channel(harness.address, client_options(own_connection=True)) as own:
                 call = own.unary_unary("/penstock.v1.RolloutService/GetServerInfo")
-                # Unary calls of this method are made again by themselves; not one that was cancelled.
+                # gRPC retries unary calls of this method, but not a cancelled call.
                 call(b"")
                 begun.set()
                 waits.wait(60.0)
@@ -257,7 +261,7 @@ async def test_calls_that_come_while_the_process_is_busy_are_all_answered(tmp_pa
         calling = asyncio.create_task(asyncio.to_thread(call_many))
         await asyncio.to_thread(begun.wait, 60.0)
         waits.set()
-        # The server's loop does nothing else until all of them are there.
+        # Block the server's loop until every call has arrived.
         assert sent.wait(60.0)
         time.sleep(0.5)  # noqa: ASYNC251 - that is what is tested.
         await calling

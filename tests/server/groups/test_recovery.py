@@ -1,4 +1,4 @@
-"""A server that is killed and started again on its journal: what it had answered is there."""
+"""A killed server restarts on its journal and keeps everything it had answered."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ STOP = trajectory_pb2.FINISH_REASON_STOP
 async def on_disk(
     folder: Path, *settings: str, step_seconds: float = 0.0
 ) -> AsyncGenerator[Harness]:
-    """A server whose journal is in `folder`/journal."""
+    """A server with its journal in `folder`/journal."""
     folder.mkdir(exist_ok=True)
     async with serve(
         folder,
@@ -84,7 +84,7 @@ async def on_disk(
 
 
 def killed(folder: Path, name: str = "after") -> Path:
-    """What a server that is killed at this moment leaves, for another one."""
+    """Copy what a server killed now would leave, for a restarted server."""
     copy = folder.with_name(f"{folder.name}-{name}")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder / "journal", copy / "journal")
@@ -107,7 +107,7 @@ async def submit(harness: Harness, *names: str, group_size: int = 2, **fields: A
 
 
 async def lease(harness: Harness, count: int, agent: str = "agent") -> tuple[Any, list[Any]]:
-    """The stream, which must stay open, and what was leased on it."""
+    """Lease attempts; return the stream, which must stay open, and the leases."""
     call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id=agent, concurrency=count))
     async with asyncio.timeout(20):
         leases = [await call.read() for _ in range(count)]
@@ -115,7 +115,7 @@ async def lease(harness: Harness, count: int, agent: str = "agent") -> tuple[Any
 
 
 async def work(harness: Harness, given: Any, reward: float = 1.0) -> list[int]:
-    """One turn of a leased attempt, and its outcome."""
+    """Run one turn of a leased attempt and report its outcome."""
     turn = await collect(
         harness.wire.Generate(
             GenerateRequest(trajectory_id=given.trajectory_id, sampling_params=sampling(8))
@@ -136,7 +136,7 @@ async def stored(harness: Harness, trajectory_id: str) -> Any:
 
 
 async def compact(harness: Harness) -> None:
-    """A snapshot in the place of what was written so far."""
+    """Replace everything written so far by a snapshot."""
     journal = harness.serving._journal
     assert isinstance(journal, LogJournal)
     await journal._begin_compaction()
@@ -145,7 +145,7 @@ async def compact(harness: Harness) -> None:
 
 
 async def state(harness: Harness) -> list[str]:
-    """Everything that counts, in no order."""
+    """The whole recoverable state, in canonical order."""
     journal = harness.serving._journal
     found: list[str] = []
     snapshot = list(harness.serving.parts.snapshot(0, 0))
@@ -165,7 +165,7 @@ async def state(harness: Harness) -> list[str]:
     return sorted(found)
 
 
-# What becomes of each thing
+# Recovery of each kind of state
 
 
 async def test_tasks_wait_in_their_order_and_are_known(tmp_path: Path) -> None:
@@ -207,14 +207,14 @@ async def test_a_group_under_way_goes_on_where_it_was(tmp_path: Path) -> None:
         opened = await first.generate(leases[1].trajectory_id, sampling_params=sampling(8))
         after = killed(tmp_path / "a")
     async with on_disk(after) as second:
-        # The one that was opened is continued, the one that was not is opened, by whoever held them.
+        # The agents that held the leases continue the opened attempt and open the other one.
         again = await stored(second, leases[1].trajectory_id)
         assert again.open and again.last_turn.finish_reason == LENGTH
         observed = await second.resume(leases[1].trajectory_id, tokens=sequence([9]))
         context = [1, 2, 3, *opened.tokens, 9]
         assert observed.tokens == expected_tokens(context, [0] * 8)[0]
         assert not await second.complete(leases[1].trajectory_id)
-        # The outcome that was answered is answered again.
+        # The server repeats the answer that it gave to the same outcome.
         assert not await second.complete(leases[0].trajectory_id, 0.5)
         assert await refused(second.complete(leases[0].trajectory_id, 0.75)) == "OUTCOME_DIFFERS"
         await second.generate(leases[2].trajectory_id, sampling_params=sampling(8))
@@ -253,7 +253,7 @@ async def test_a_turn_that_was_cut_off_is_continued_at_its_last_record(tmp_path:
         await first.sampled("t")
         (turn,) = first.serving.turns.in_flight
         assert turn.policy_token_count
-        # Its opening was queued before this; nobody who samples waits for the disk.
+        # The opening was queued before this append. Sampling itself never waits for the disk.
         await first.serving._journal.append([])
         after = killed(tmp_path / "a")
         call.cancel()
@@ -306,8 +306,9 @@ async def test_the_start_of_a_run_is_known_to_the_next_server(tmp_path: Path) ->
 
 
 async def test_why_the_last_turn_ended_is_not_that_the_next_one_had_no_room(tmp_path: Path) -> None:
-    """Ended by a stop token at the end of the context, cut off there, and aborted; delivered by a server
-    that was killed once and once more, after a snapshot."""
+    """Three turns fill the context: one ended by a stop token at its end, one cut off there, and
+    one aborted. A server that was killed twice, the second time after a snapshot, delivers them
+    with the right finish reasons."""
     async with on_disk(tmp_path / "a", step_seconds=0.002) as first:
         room = first.engine.description.max_context_length
         prompt = [1] * (room - 60)
@@ -390,7 +391,7 @@ async def test_groups_are_delivered_until_a_checkpoint_contains_them(tmp_path: P
         exchange = await hello(first.wire, groups_per_step=4)
         exchange.send(demand={"group_count": 3})
         ids = [(await exchange.receive("delivery")).delivery_id for _ in range(3)]
-        # a is final, b is used and not final, c is delivered and not used, d waits.
+        # a is final, b is used but not final, c is delivered but not used, and d waits.
         exchange.send(receipt={"delivery_ids": ids[:1], "step": 1})
         exchange.send(checkpoint={"step": 1})
         exchange.send(receipt={"delivery_ids": ids[1:2], "step": 2})
@@ -408,7 +409,7 @@ async def test_groups_are_delivered_until_a_checkpoint_contains_them(tmp_path: P
             exchange.send(demand={"group_count": 4})
             again = [await exchange.receive("delivery") for _ in expected]
             assert [delivery.group.task_id for delivery in again] == expected
-            # No id of before can be taken for one of now.
+            # Delivery ids of the killed server never repeat.
             assert min(delivery.delivery_id for delivery in again) > max(ids)
             await exchange.nothing()
 
@@ -425,7 +426,7 @@ async def test_groups_that_a_trainer_went_back_behind_wait_for_another_server_to
         exchange.send(receipt={"delivery_ids": ids[1:], "step": 2})
         exchange.half_close()
         assert await exchange.call.read() is grpc.aio.EOF
-        # Its step 2 is gone, and the step 2 that it makes now is of other groups.
+        # Step 2 is lost, and the new step 2 consists of other groups.
         await hello(first.wire, 2, groups_per_step=4, resume_step=1)
         after = killed(tmp_path / "a")
     async with on_disk(after) as second:
@@ -485,7 +486,7 @@ async def test_a_group_that_rots_on_the_disk_is_dropped_and_its_task_made_again(
                 return read(descriptor, length, offset)
 
             monkeypatch.setattr(os, "pread", pread)
-        # Otherwise it is delivered from memory the first time.
+        # Otherwise the first delivery would come from memory.
         harness.serving.buffer.kept.clear()
         exchange = await hello(harness.wire)
         exchange.send(demand={"group_count": 2})
@@ -501,7 +502,7 @@ async def test_in_the_middle_of_a_run_turns_wait_for_the_trainers_version(tmp_pa
     async with on_disk(tmp_path / "a") as first:
         await hello(first.wire)
         await first.upload(3)
-        # The answer does not wait for the record.
+        # The answer is sent before the record is durable, so wait for the record.
         await first.serving._journal.append(())
         after = killed(tmp_path / "a")
     async with on_disk(after) as second:
@@ -513,7 +514,7 @@ async def test_in_the_middle_of_a_run_turns_wait_for_the_trainers_version(tmp_pa
         assert set((await call).versions) == {3}
         assert not second.serving.switch.awaiting_trainer
         del exchange
-    # A trainer that begins anew with the base model is taken at its word.
+    # A trainer that starts a new run with the base model is believed.
     async with on_disk(killed(after, "anew")) as third:
         await hello(third.wire, 3, run_id="another")
         assert set((await third.generate("u")).versions) == {0}
@@ -608,7 +609,7 @@ async def test_a_full_journal_refuses_what_is_new_and_takes_what_makes_room(
         async with asyncio.timeout(20):
             while harness.serving.buffer.held_count:
                 await asyncio.sleep(0.01)
-        # The same call again.
+        # Repeat the same call.
         turn = harness.serving.store.find(f"g{i}")
         if turn is None:
             await harness.generate(f"g{i}", group_id=f"g{i}", group_size=1)
@@ -619,7 +620,7 @@ async def test_a_full_journal_refuses_what_is_new_and_takes_what_makes_room(
 
 
 class Chaos:
-    """An agent and a trainer that do whatever comes, over the wire."""
+    """An agent and a trainer that take random actions over the wire."""
 
     def __init__(self, harness: Harness, seed: int) -> None:
         self.harness = harness
@@ -706,7 +707,8 @@ class Chaos:
         if run != "run":
             self.leases.clear()
             self.opened = [n for n in self.opened if n.startswith("own")]
-        # A trainer that died goes on from its last checkpoint, one that lost its stream from where it was.
+        # A restarted trainer resumes from its last checkpoint; a trainer that lost its
+        # stream resumes where it was.
         self.step = self.random.choice((self.step, self.final))
         self.exchange = await hello(
             self.harness.wire,
@@ -737,7 +739,7 @@ class Chaos:
                     return
                 if message.WhichOneof("message") == "delivery":
                     self.in_hand.append(message.delivery.delivery_id)
-        # A read that was given up may have taken a message along: then the session is over.
+        # A cancelled read may have swallowed a message, so the session ends here.
         self.exchange, exchange = None, self.exchange
         if self.in_hand:
             self.step += 1
@@ -760,7 +762,7 @@ async def test_after_any_order_of_events_another_server_holds_the_same(
             try:
                 await chaos.one()
             except grpc.aio.AioRpcError as error:
-                # Of what another run took away.
+                # A replaced run took the trajectory or its lease away.
                 assert read_failure(error).reason in (
                     "LEASE_EXPIRED",
                     "TRAJECTORY_UNKNOWN",
@@ -774,17 +776,18 @@ async def test_after_any_order_of_events_another_server_holds_the_same(
         assert isinstance(journal, LogJournal)
         await journal.append(())
         if journal._compacting is not None:
-            # A copy made while files come and go would be of no one moment.
+            # A copy made while files come and go would not show a single moment.
             await journal._compacting
         before = await state(first)
         after = killed(folder)
     async with on_disk(after) as second:
-        # What was delivered waits again, which is the same to a journal.
+        # To the journal, a delivered group is the same as a waiting one.
         assert await state(second) == before
 
 
 def test_a_turn_that_compaction_overtook_has_as_many_tokens_as_are_counted() -> None:
-    """Its beginning was queued as the snapshot was made, in which it has sampled two tokens already."""
+    """The record of the turn's opening was queued before the snapshot and written after it. The
+    snapshot already has two sampled tokens, which must not be counted twice."""
 
     def turn(policy: int, *segments: Any, token_count: int = 0, **fields: Any) -> JournalRecord:
         changed = TurnChanged(
@@ -832,13 +835,15 @@ def test_a_turn_that_compaction_overtook_has_as_many_tokens_as_are_counted() -> 
 
 
 async def test_a_record_that_compaction_overtook_says_nothing(tmp_path: Path) -> None:
-    """It was queued before the journal was compacted, and is written after it."""
+    """The record was queued before compaction and written after it. It must not
+    change the recovered state."""
     found = Recovered()
     where = Stored(1, 16, 64)
     task = Task(task_id="t", group_size=1)
     group = Group("g", 1, task, trajectory_pb2.PURPOSE_TRAIN, 0)
     group.attempts = [Attempt(group, 0, 0, "g-0-0", leased=True)]
-    # The snapshot no longer has the task, for the group is complete; the end of it is queued as well.
+    # The group is complete, so the snapshot has no task for it. The
+    # record of its end was queued too.
     whole = encode_group("g", "t", trajectory_pb2.PURPOSE_TRAIN, (), range(1))
     encoded = group_finished(whole, task, 0, has_policy_tokens=False)
     finished = JournalRecord.FromString(b"".join(encoded.parts))

@@ -1,4 +1,5 @@
-"""The staleness gate: each rule, then whole runs on a virtual clock, judged decision by decision."""
+"""The staleness gate: each rule alone, then whole runs on a virtual clock
+with every decision checked."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def make_gate(
 
 
 def admit_all(gate: StalenessGate, active_version: int, prefix: str = "g") -> list[str]:
-    """Admits groups until the gate refuses."""
+    """Admit groups until the gate refuses; return their ids."""
     admitted: list[str] = []
     while gate.may_admit(active_version):
         group_id = f"{prefix}{len(admitted)}"
@@ -67,7 +68,7 @@ def finish_all(gate: StalenessGate, group_ids: list[str], oldest_version: int | 
         gate.finish(group_id, oldest_version, 0.0)
 
 
-# Contract and bad input.
+# The contract and invalid input
 
 
 @pytest.mark.parametrize(("max_lag", "groups"), [(-1, 4), (2, 0), (0, -3)])
@@ -120,7 +121,7 @@ def test_an_id_is_known_until_it_was_vacated_or_its_version_is_over() -> None:
     gate.admit("a", 1)
 
 
-# Admission under every policy.
+# Admission under every policy
 
 
 @pytest.mark.parametrize("policy", LatePolicy)
@@ -184,7 +185,7 @@ def test_a_refused_group_gives_its_place_in_the_batch_back(policy: LatePolicy) -
     assert gate.select(1, 0.0).taken == ("h0",)
 
 
-# MASK, REQUEUE, DROP.
+# MASK, REQUEUE, DROP
 
 
 def test_mask_takes_the_oldest_first_and_discards_nothing() -> None:
@@ -218,14 +219,15 @@ def test_groups_with_a_token_past_the_bound_are_discarded_at_selection(policy: L
 def test_what_is_delivered_again_does_not_take_the_place_of_what_is_trained(
     policy: LatePolicy,
 ) -> None:
-    # The server was killed before it had the receipt of "old", and its successor delivers that once more.
+    # The server was killed before it received the receipt of "old". The restarted
+    # server delivers that group again.
     gate = make_gate(0, 1, policy, version=1)
     gate.adopt("new", 1)
     gate.restore("old", 0 if policy is MASK else 1)
     assert gate.select(1, 0.0).taken == ("old",)
     gate.finish("new", 1, 0.0)
     assert gate.select(1, 0.0).taken == ("new",)
-    # Its receipt names a step that is over.
+    # The receipt names a step that is over.
     gate.vacate("old")
     assert gate.taken == 1
     assert not gate.may_admit(1), "it would be trained at version 2"
@@ -256,7 +258,7 @@ def test_a_run_whose_weights_never_change_remembers_a_bounded_number() -> None:
     assert len(gate._batch) <= 1024
 
 
-# WAIT.
+# WAIT
 
 
 def test_wait_keeps_the_trainer_waiting_for_the_group_that_would_grow_too_old() -> None:
@@ -330,7 +332,7 @@ def test_wait_delivers_overdue_groups_where_a_trainer_stepped_without_a_batch() 
     assert gate.select(2, 0.0).taken == ("g2", "g3")
 
 
-# Restarts.
+# Restarts
 
 
 @pytest.mark.parametrize("policy", LatePolicy)
@@ -406,7 +408,7 @@ def test_a_new_gate_takes_over_what_is_under_way(policy: LatePolicy) -> None:
     assert (selection.late if policy.discards else selection.taken) == ("old",)
 
 
-# The freshness controller.
+# The freshness controller
 
 
 def observed(
@@ -454,13 +456,14 @@ def test_a_light_load_brings_the_target_down_faster_than_a_busy_trainer_does() -
 
 
 def test_two_batches_are_not_given_up_after_one_good_step() -> None:
-    """One group less than a batch beside the one in training, and each step waits for a whole group."""
+    """With one group fewer than one batch ahead of training, each step waits for a whole group."""
     controller = FreshnessController(4, 5, 8)
     targets: list[int] = []
     for _ in range(30):
         controller.observe(observed(0.0))
         targets.append(controller.target)
-    # A fiftieth of a batch a step: so many until a group less is tried.
+    # The target falls by a fiftieth of a batch per step, so it falls by one
+    # group after this many steps.
     assert targets.index(7) == 12
     controller.observe(observed(30.0))
     assert controller.target == 8
@@ -474,7 +477,8 @@ def test_one_lacking_group_raises_it_by_one_and_a_lower_bound_is_tried_when_that
     targets: list[int] = []
     late = False
     for _ in range(2_000):
-        # Below two batches a step waits for half its time for a group, and the step after it does, too.
+        # With fewer than two batches, a step waits half its time for a
+        # group, and so does the next step.
         short = controller.target < 8
         starved = 30.0 if short or late else 0.0
         late = short
@@ -490,7 +494,7 @@ def test_more_lacking_than_was_raised_is_no_edge() -> None:
     controller = FreshnessController(16, 17, 144)
     controller.observe(observed(30.0, lacking=10))
     assert controller.target == 42
-    # Had it been ten groups late, the step after it would lack no more than those.
+    # If it had been ten groups late, the next step would lack no more than those.
     controller.observe(observed(30.0, lacking=10))
     assert controller.target == 42
     rising = FreshnessController(16, 17, 144)
@@ -530,7 +534,7 @@ def test_the_gate_measures_how_long_the_trainer_starves() -> None:
         gate.finish(group_id, 1, 90.0)
     gate.select(4, 90.0)
     admit_all(gate, 2, "i")
-    gate.advance(3, 150.0)  # That of version 2 did, for 30 of 90 seconds.
+    gate.advance(3, 150.0)  # The step of version 2 starved for 30 of 90 seconds.
     assert gate.target > before
 
 
@@ -576,20 +580,21 @@ def test_too_few_agents_do_not_wind_the_target_up() -> None:
     assert simulation.gate.target < 32
 
 
-# Whole runs with failures and restarts, each decision checked against the words of the rule.
+# Whole runs with failures and restarts; each decision is checked against the written rule
 
 
 @dataclass
 class Referee:
-    """Judges each decision from the simulation's own books, without asking the gate."""
+    """Judges each decision from the simulation's records, without asking the gate."""
 
     fragile: bool
-    """Whether the trainer may restart: then groups may become due together that never were before."""
+    """Whether the trainer may restart. Groups that were never due together
+    may then become due together."""
     most_decisions: int = 100_000
     floor: dict[str, int] = field(default_factory=dict[str, int])
-    """Oldest version that may have sampled each group."""
+    """The oldest version that may have sampled each group."""
     taken: Counter[int] = field(default_factory=Counter[int])
-    """Groups taken at the version that the trainer holds, and at no other."""
+    """Groups taken at the trainer's current version, keyed by that version alone."""
     waits: int = 0
     decisions: int = 0
     restored: int = 0
@@ -651,10 +656,11 @@ class Referee:
                 assert due + taken <= capacity * (k + 1), f"{due} due within {k} versions"
 
     def _some_batch_is_valid(self, simulation: Simulation, missing: int) -> bool:
-        """Tries every choice of `missing` finished groups; those of one deadline are alike.
+        """Try every choice of `missing` finished groups; groups with the same deadline are
+        equivalent.
 
-        `choices` are the numbers of groups that can be taken with a deadline up to the one reached,
-        such that the groups left over fit into the versions up to it.
+        `choices` holds the possible numbers of taken groups with a deadline up to `k`. Only choices
+        count whose remaining groups fit into the versions up to that deadline.
         """
         contract, due = simulation.contract, self._due(simulation)
         taken = len(simulation.batch) + missing
@@ -676,7 +682,8 @@ class Referee:
 
 
 def random_attempt(rng: random.Random) -> Attempt:
-    """Heavy-tailed siblings, some waiting for an agent first, and a few groups without any token."""
+    """Heavy-tailed siblings, some of which first wait for an agent, and a
+    few groups without any token."""
     if rng.random() < 0.05:
         return Attempt((), rng.uniform(0.0, 60.0))
     begins = [rng.choice((0.0, 0.0, rng.expovariate(1 / 40.0))) for _ in range(rng.randint(1, 3))]
@@ -749,11 +756,11 @@ def test_no_token_is_trained_too_old_and_nothing_deadlocks_over_200_seeds(
     assert masked > 0 or policy is not MASK
 
 
-# Any order of calls, also such as no server makes.
+# Calls in any order, including orders that no server produces
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Checks the gate's books against sets, under calls in any order."""
+    """Checks the gate's records against sets, under calls in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -825,7 +832,7 @@ class AnyOrder(RuleBasedStateMachine):
         for group_id in selection.late:
             assert self.gate.contract.late_policy.discards
             del self.finished[group_id]
-        # Nothing that is finished alone can be stuck, whatever happened before.
+        # If no group is running, a finished group must never be stuck, whatever happened before.
         if credit and not self.running and self.gate.taken == 0:
             wanted = min(credit, self.gate.contract.groups_per_step)
             assert selection.taken or len(self.finished) < wanted

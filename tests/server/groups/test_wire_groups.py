@@ -1,4 +1,5 @@
-"""Finished groups over the wire: their ids, their size, who may still read them, and how many wait."""
+"""Finished groups over the wire: their ids, their size, who may still read
+them, and how many may wait."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ async def failure(awaitable: Any) -> tuple[grpc.StatusCode, str]:
 
 
 async def finish(harness: Harness, trajectory_id: str, group_id: str) -> None:
-    """A group of one, from its first turn to its outcome."""
+    """Run a group of one from its first turn to its outcome."""
     await harness.generate(trajectory_id, group_id=group_id, group_size=1)
     assert await harness.complete(trajectory_id)
 
@@ -77,7 +78,7 @@ async def test_the_id_of_a_finished_group_is_refused(harness: Harness, trainer: 
     await finish(harness, "first", "mine")
     again = harness.generate("second", group_id="mine", group_size=1)
     assert await failure(again) == INVALID
-    # Refused, it took neither the trajectory's id nor a place.
+    # The refused call takes neither the trajectory's id nor a slot.
     await finish(harness, "second", "other")
     assert harness.serving.buffer.waiting_count == harness.serving.admission.outstanding == 2
     assert harness.serving.queue.open_group_count == 0
@@ -167,14 +168,14 @@ async def test_a_group_no_message_can_carry_is_dropped_counted_and_its_place_is_
     assert (notice.group_id, notice.task_id, notice.reason) == ("big", "", "GROUP_TOO_LARGE")
     assert "10000" in notice.message
     assert await failure(get(harness, "big-0")) == CLOSED
-    # The stream goes on.
+    # The stream continues.
     await finish(harness, "small", "small")
     exchange.send(demand={"group_count": 1})
     assert (await exchange.receive("delivery")).group.group_id == "small"
 
 
 async def test_the_largest_group_that_is_kept_can_be_delivered(harness: Harness) -> None:
-    """64 siblings of almost 1 MiB each fit; one more does not."""
+    """A group of 64 siblings of almost 1 MiB each fits; 65 siblings do not."""
     exchange = await hello(harness.wire, groups_per_step=1)
     for group_id, size in (("fits", 64), ("over", 65)):
         for index in range(size):
@@ -209,7 +210,7 @@ async def test_a_trajectory_is_readable_while_its_group_is_held(harness: Harness
             delivery = await exchange.receive("delivery")
         elif state == "delivered":
             exchange.send(receipt={"delivery_ids": [delivery.delivery_id], "step": 1})
-    # It can be read and no more.
+    # A delivered trajectory can be read but not continued.
     assert await failure(harness.resume("t", tokens=sequence([1]))) == CLOSED
     exchange.send(checkpoint={"step": 1})
     exchange.half_close()
@@ -243,11 +244,11 @@ async def test_a_branch_may_begin_beside_its_parents_turn(tmp_path: Path) -> Non
         assert tokens == [1, 2, 3, *written]
 
 
-# Evaluation groups that nobody asks for
+# Evaluation groups that no trainer demands
 
 
 async def leases(harness: Harness, count: int, **fields: Any) -> AsyncIterator[Any]:
-    """So many leases, and no more of them for a while."""
+    """Take `count` leases, then check that no more arrive for a while."""
     call = harness.wire.LeaseTasks(
         LeaseTasksRequest(**{"agent_id": "a", "concurrency": 4, **fields})
     )
@@ -274,10 +275,10 @@ async def test_evaluation_groups_nobody_demands_are_bounded(tmp_path: Path) -> N
         async for lease in leases(harness, 7):
             seen.append(lease.task.task_id)
             await harness.complete(lease.trajectory_id)
-        # Training goes on beside them.
+        # Training continues next to the evaluation.
         assert sorted(seen) == ["e0", "e1", "e2", "e3", "e4", "e5", "t"]
         assert harness.serving.buffer.waiting_evaluation_count == 6
-        # What is delivered makes room: the lease stream is woken.
+        # Each delivery makes room, and the server wakes the lease stream.
         waiting = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="b", concurrency=4))
         reading = asyncio.ensure_future(waiting.read())
         exchange = await hello(harness.wire)
@@ -289,7 +290,7 @@ async def test_evaluation_groups_nobody_demands_are_bounded(tmp_path: Path) -> N
         async with asyncio.timeout(20):
             taken = [(await reading).task.task_id, (await waiting.read()).task.task_id]
         assert taken == ["e6", "e7"]
-        # What was delivered and is lost with the trainer waits, and counts, again.
+        # A delivered group that is lost with its trainer waits again, and counts again.
         exchange.half_close()
         await hello(harness.wire, epoch=2)
         assert harness.serving.buffer.waiting_evaluation_count == 6
@@ -309,7 +310,7 @@ def test_an_evaluation_group_counts_until_it_is_handed_over() -> None:
     assert attempt is not None
     settled = queue.settle(attempt, failed=False)
     assert settled.completed is not None
-    # Complete, and on its way to the buffer.
+    # Complete, but not in the buffer yet.
     assert queue.lease(holder, 0) is None
     queue.handed_over(lease.group.group_id)
     assert queue.lease(holder, 0) is not None

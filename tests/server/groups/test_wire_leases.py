@@ -1,4 +1,4 @@
-"""What becomes of calls on leases that ran out, and of groups that have no lease."""
+"""Calls on expired leases, and groups without leases."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def take(call: Any) -> Any:
 
 
 async def refused_everywhere(harness: Harness, trajectory_id: str) -> None:
-    """Every call that names a trajectory says that its lease has run out."""
+    """Check that every call that names the trajectory reports an expired lease."""
     attempts = {
         "GetTrajectory": harness.wire.GetTrajectory(
             GetTrajectoryRequest(trajectory_id=trajectory_id)
@@ -122,11 +122,11 @@ async def test_an_expired_lease_is_always_said_to_be_one(tmp_path: Path, max_att
             lease = await take(call)
             ids = await open_with_branches(harness, lease)
             harness.pass_lease_time()
-            again = await take(call)  # The lease has run out: the place is free.
+            again = await take(call)  # The expired lease frees its slot.
             assert again.retry_count == (max_attempts == 2)
             for trajectory_id in ids:
                 await refused_everywhere(harness, trajectory_id)
-            # What was never opened is unknown still.
+            # A trajectory that was never opened is still unknown.
             assert (await failure(harness.complete("nobody")))[1] == "TRAJECTORY_UNKNOWN"
 
 
@@ -147,7 +147,7 @@ async def test_a_branch_that_never_began_does_not_expire_with_its_root(tmp_path:
             lease = await take(call)
             root = lease.trajectory_id
             await collect(harness.wire.Generate(GenerateRequest(trajectory_id=root)))
-            # It is refused at the engine's door, as if it had never been asked for.
+            # Refused before the engine gets it, as if it had never been requested.
             refuse = harness.serving.switch.refuse
             await refuse(DomainError(Reason.WEIGHTS_INCONSISTENT, "told to refuse"))
             code, _ = await failure(harness.generate("branch", [9], parent_trajectory_id=root))
@@ -155,7 +155,7 @@ async def test_a_branch_that_never_began_does_not_expire_with_its_root(tmp_path:
             await refuse(None)
             harness.pass_lease_time()
             await take(call)
-            # The id is free: it belongs to no lease.
+            # The id belongs to no lease, so it can be used.
             turn = await harness.generate("branch", [9])
             assert turn.tokens == expected_tokens([9], [0] * 16)[0]
 
@@ -184,7 +184,7 @@ async def test_a_lease_that_runs_out_while_the_prompt_is_encoded_is_refused(
             await take(call)
             encoded.set()
             assert await failure(opening) == EXPIRED
-            # Nobody works on what belongs to another agent by now.
+            # No turn may run on an attempt that now belongs to another agent.
             assert not harness.serving.turns.in_flight
             assert harness.serving.store.open_count == 0
 
@@ -195,7 +195,7 @@ async def test_a_group_without_leases_lives_while_any_sibling_is_called(tmp_path
         turn = asyncio.ensure_future(
             harness.generate("t0", sample_index=0, sampling_params=sampling(60), **place)
         )
-        # Open, and idle for longer than a lease; and never opened at all.
+        # t1 is open and idle for longer than a lease; t2 is not opened yet.
         await harness.generate("t1", sample_index=1, sampling_params=sampling(1), **place)
         await harness.sampled("t0")
         harness.pass_lease_time()
@@ -269,12 +269,12 @@ async def test_no_task_is_begun_before_the_trainer_that_is_awaited_names_its_con
     async with serve(tmp_path, "weights.await_trainer=true") as harness:
         call = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="a", concurrency=8))
         await submit(harness, "first", "second", "third")
-        # A call that comes later is answered, and nothing was begun.
+        # The server answers a later call, and still no group has begun.
         await harness.wire.GetServerInfo(GetServerInfoRequest())
         assert harness.serving.admission.outstanding == 0
         await hello(harness.wire, max_lag=0, groups_per_step=2)
         names = {(await call.read()).task.task_id for _ in range(2)}
         assert names == {"first", "second"}
-        # As many as the contract has places for.
+        # As many leases as the contract has slots.
         assert harness.serving.admission.outstanding == 2
         call.cancel()

@@ -60,7 +60,7 @@ async def take(call: Any, seconds: float = 20.0) -> Any:
 
 
 async def none_now(call: Any, seconds: float = 0.15) -> asyncio.Future[Any]:
-    """No lease comes for a while; returns the read that still waits."""
+    """Check that no lease arrives for a while; return the pending read."""
     reading = asyncio.ensure_future(call.read())
     done, _ = await asyncio.wait([reading], timeout=seconds)
     assert not done
@@ -81,7 +81,7 @@ async def open_leased(harness: Harness, lease: Any) -> Any:
 async def test_submission_is_idempotent_by_task_id(harness: Harness) -> None:
     assert await submit(harness, task("a"), task("b"), task("a")) == (2, 1, 2)
     assert await submit(harness, task("b"), task("c")) == (1, 1, 3)
-    # One bad task refuses all of them.
+    # One invalid task refuses the whole call.
     assert await failure(submit(harness, task("d"), task("", 1))) == (
         grpc.StatusCode.INVALID_ARGUMENT,
         "FIELD_INVALID",
@@ -98,7 +98,7 @@ async def test_an_attempt_goes_from_lease_to_group(harness: Harness) -> None:
     assert first.task.task_id == "a"
     assert first.lease.seconds == 60
     turn = await open_leased(harness, first)
-    # Prompt and sampling come from the task where the call leaves them unset.
+    # The task provides the prompt and the sampling parameters that the call leaves unset.
     assert turn.tokens == expected_tokens([1, 2, 3], [0] * 8)[0]
     assert not await harness.complete(first.trajectory_id, 0.5)
     exchange = await hello(harness.wire)
@@ -153,7 +153,7 @@ async def test_a_lost_agents_attempts_are_leased_again(tmp_path: Path) -> None:
         again = await take(second)
         assert again.trajectory_id != lost.trajectory_id
         assert again.retry_count == 1
-        # What the lost agent still sends is refused, and says why.
+        # Later calls of the lost agent are refused, with the reason.
         for late in (
             open_leased(harness, lost),
             harness.complete(lost.trajectory_id),
@@ -171,7 +171,7 @@ async def test_calls_and_renewals_keep_a_lease(tmp_path: Path) -> None:
         await submit(harness, task("a", 2, sampling_params=sampling(50)))
         call = lease(harness, 2)
         busy, idle = await take(call), await take(call)
-        # A turn longer than the lease: the open call keeps it.
+        # The turn takes longer than the lease; the open call keeps the lease alive.
         turn = asyncio.ensure_future(open_leased(harness, busy))
         await harness.sampled(busy.trajectory_id)
         for _ in range(6):
@@ -193,7 +193,7 @@ async def test_whole_groups_go_to_one_agent(harness: Harness) -> None:
     one = lease(harness, 4, "one", whole_groups=True)
     first, second = await take(one), await take(one)
     assert {first.task.task_id, second.task.task_id} == {"a"}
-    # The next group does not fit this agent's concurrency; another agent takes it.
+    # The next group does not fit into this agent's concurrency, so another agent takes it.
     waiting = await none_now(one)
     two = lease(harness, 5, "two")
     assert {(await take(two)).task.task_id for _ in range(5)} == {"big"}
@@ -212,7 +212,7 @@ async def test_leases_are_gated_by_the_trainers_contract(harness: Harness) -> No
         await harness.complete(attempt.trajectory_id)
     exchange.send(demand={"group_count": 2})
     one, two = await exchange.receive("delivery"), await exchange.receive("delivery")
-    # Synchronous: nothing more begins under this version.
+    # Synchronous training: no further group begins under this version.
     assert not waiting.done()
     exchange.send(receipt={"delivery_ids": [one.delivery_id, two.delivery_id], "step": 1})
     await harness.upload(1, staged=True)
@@ -257,7 +257,7 @@ async def test_a_callers_own_group_is_delivered_without_a_task(harness: Harness)
     )
     assert not await harness.complete("mine-1", 1.0)
     assert await harness.complete("mine-0", 0.0)
-    # Repeated, it answers the same.
+    # A repeated call gets the same answer.
     assert await harness.complete("mine-0", 0.0)
     exchange = await hello(harness.wire)
     exchange.send(demand={"group_count": 1})
@@ -322,7 +322,7 @@ async def test_a_turn_cut_off_with_its_agent_leaves_only_the_grace(tmp_path: Pat
         attempt = await take(leases)
         turn = dying.Generate(GenerateRequest(trajectory_id=attempt.trajectory_id))
         await turn.read()
-        # What a kill -9 looks like: every call of the process ends at once.
+        # As after SIGKILL: every call of the process ends at once.
         await channel.close()
         again = await take(lease(harness, 1))
         assert again.retry_count == 1
@@ -334,7 +334,7 @@ async def test_a_close_says_whether_the_attempt_is_made_again(harness: Harness) 
     call = lease(harness, 1)
     for retried in (True, True, False):
         attempt = await take(call)
-        for _ in range(2):  # Said again, it is answered the same.
+        for _ in range(2):  # A repeated call gets the same answer.
             answer = await harness.wire.CompleteTrajectory(
                 CompleteTrajectoryRequest(
                     trajectory_id=attempt.trajectory_id,

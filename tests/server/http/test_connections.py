@@ -1,4 +1,4 @@
-"""The HTTP port's connections: bodies in many pieces, requests one after the other, and bounds of heads."""
+"""Connections to the HTTP port: split bodies, pipelined requests, and limits on request heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.server.http.server import MOST_PIPELINED
 from tests.support.harness import Harness, serve, until
 
 MOST = 1 << 20
-"""Bytes of a body that are taken."""
+"""The largest accepted body, in bytes."""
 SIZES = (0, 1, 32_767, 32_768, 32_769, 65_536, 200_000, 262_144, 262_145, 300_000, MOST - 300, MOST)
 SAID = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
 
@@ -31,7 +31,7 @@ async def server(tmp_path: Path) -> AsyncGenerator[Harness]:
 
 
 def padded(size: int) -> bytes:
-    """A right request of so many bytes, or of as few as it has."""
+    """A valid request body padded to `size` bytes, if it is not already longer."""
     return SAID.encode().ljust(size)
 
 
@@ -56,7 +56,7 @@ async def connected(
 
 
 async def put(writer: asyncio.StreamWriter, *pieces: bytes) -> None:
-    """Sends pieces, each by itself, for as long as the server takes any."""
+    """Send the pieces separately, until the server stops accepting them."""
     with contextlib.suppress(ConnectionError):
         for piece in pieces:
             writer.write(piece)
@@ -65,7 +65,7 @@ async def put(writer: asyncio.StreamWriter, *pieces: bytes) -> None:
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """The status and the body of one answer."""
+    """The status and the body of one response."""
     async with asyncio.timeout(20):
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
@@ -73,9 +73,9 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
-    """What was said before the server hung up."""
+    """Everything the server sent before it closed the connection."""
     said = b""
-    # A reset, where it had not read all that was sent.
+    # The server resets the connection if it has not read everything.
     with contextlib.suppress(ConnectionError):
         async with asyncio.timeout(20):
             while piece := await reader.read(65_536):
@@ -118,7 +118,7 @@ async def test_requests_in_one_piece_are_all_answered(server: Harness):
         writer.write(b"".join(request(padded(size)) for size in sizes))
         for _ in sizes:
             assert (await answer(reader))[0] == 200
-        # The last of a body and the first of the next head in one piece.
+        # The end of one body and the start of the next head arrive in one piece.
         first, second = request(padded(100_000)), request(padded(50_000))
         await put(writer, first[:50_000], first[50_000:] + second[:20])
         assert (await answer(reader))[0] == 200
@@ -183,7 +183,7 @@ async def test_who_never_sends_the_rest_of_what_is_answered_is_cut_off(impatient
 async def test_who_sends_no_whole_head_is_cut_off(impatient: Harness, sent: bytes):
     async with connected(impatient) as (reader, writer):
         if sent.startswith(b"POST"):
-            # The rest comes once the answer to the first is there.
+            # Send the rest only after the answer to the first request.
             await put(writer, sent[:-8])
             assert (await answer(reader))[0] == 200
             sent = sent[-8:]
@@ -198,7 +198,7 @@ async def test_who_takes_its_time_and_keeps_sending_is_served(impatient: Harness
             whole = request(padded(0))
             await put(writer, whole[:30], whole[30:])
             assert (await answer(reader))[0] == 200
-            # An idle connection is no stalled one.
+            # An idle connection does not count as stalled.
             await asyncio.sleep(2 * STALLED)
 
 
@@ -209,7 +209,7 @@ def connections(server: Harness) -> list[Any]:
 
 @contextlib.contextmanager
 def narrow(server: Harness) -> Generator[socket.socket]:
-    """A connection whose reader has room for next to nothing."""
+    """A connection whose reader has almost no receive buffer."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.serving.info.http_port))
@@ -217,7 +217,7 @@ def narrow(server: Harness) -> Generator[socket.socket]:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What is said until the server hangs up."""
+    """Everything the server sends until it closes the connection."""
     said = b""
     connection.settimeout(20)
     with contextlib.suppress(ConnectionError):
@@ -237,7 +237,7 @@ async def test_whole_answers_that_nobody_reads_are_on_an_account_and_then_cut_of
         first.sendall(request(padded(0)))
         await until(lambda: callers.unread_bytes == len(said))
         assert budget.used_bytes - used > 2 * len(said)
-        # Another one is refused: this one's caller reads nothing.
+        # The next request is refused, because its caller reads nothing.
         second.sendall(request(padded(0), head="connection: close\r\n"))
         refusal = (await asyncio.to_thread(read_all, second)).decode()
         assert refusal.startswith("HTTP/1.1 429") and "unread_bytes" in refusal
@@ -254,14 +254,14 @@ async def test_a_long_answer_that_is_read_slowly_is_read_to_its_end(
     async with connected(impatient) as (reader, writer):
         await put(writer, request(padded(0)))
         assert json.loads((await answer(reader))[1]) == json.loads(said)
-        # The next one, on the same connection.
+        # A second request on the same connection.
         await put(writer, request(padded(0)))
         assert (await answer(reader))[0] == 200
     assert impatient.serving.callers.unread_bytes == 0
 
 
 NOWHERE = b"GET /" + b"x" * 12_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n"
-"""What is answered to anybody, at length."""
+"""A request that any caller gets a long answer to."""
 
 
 async def test_who_reads_nothing_of_what_anybody_is_told_is_cut_off(impatient: Harness):
@@ -338,11 +338,11 @@ async def test_bodies_that_are_on_their_way_are_on_their_callers_account(impatie
         whole = request(padded(250_000))
         await put(writer, whole[:200_000])
         await until(lambda: callers.unread_bytes > 150_000)
-        # No more than is read: what is left in the way would reset the connection.
+        # Send no more than the server reads: unread data would reset the connection.
         await put(second, whole[:150_000])
         status, said = await refusal(other)
         assert status == 429 and "CALLER_LIMIT" in said and "unread_bytes" in said
-        # What was there before is not touched.
+        # The earlier request is unaffected.
         await put(writer, whole[200_000:])
         assert (await answer(reader))[0] == 200
         await until(lambda: not callers.unread_bytes)

@@ -1,4 +1,4 @@
-"""The compatible endpoints as their SDKs see them, and who is let in: around the fake engine."""
+"""The compatible endpoints as their SDKs see them, and access control, around the fake engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.sdk_agents import ANSWER, USER, chat_agent, messages_agent, r
 
 
 class CallingRenderer(ByteRenderer):
-    """Reads a turn as a call of the first tool, unless it follows that tool's answer."""
+    """Parses a turn as a call of the first tool, unless it follows that tool's answer."""
 
     def read_message(
         self,
@@ -66,7 +66,7 @@ async def server(tmp_path: Path) -> AsyncGenerator[Harness]:
 
 
 def unbroken(server: Harness, attempt: str) -> None:
-    """The conversation is one trajectory of two turns."""
+    """Check that the conversation is one trajectory of two turns."""
     record = server.serving.store.find(attempt)
     assert record is not None
     assert (record.turn_count, record.children) == (2, [])
@@ -87,7 +87,7 @@ REASON = "what follows <tool_call> is no tool call"
 
 
 class MalformedRenderer(ByteRenderer):
-    """Reads every turn as a call that is none."""
+    """Parses every turn as a malformed call."""
 
     def read_message(
         self,
@@ -106,12 +106,12 @@ async def malformed(tmp_path: Path) -> AsyncGenerator[Harness]:
 
 
 def reason_of(found: Any) -> Any:
-    """What an SDK hands out of the field, which its own models do not have."""
+    """The value of the extra field, which the SDK's models do not declare."""
     return (found.model_extra or {}).get("tool_call_error")
 
 
 async def chat_reasons(base: str, stream: bool, tools: list[Any]) -> list[Any]:
-    """The field of each thing that may have it, in the order in which they come."""
+    """The field's value in each part of the answer that may have it, in order."""
     functions = [{"type": "function", "function": tool} for tool in tools]
     asked: dict[str, Any] = {"model": "m", "messages": [USER], "max_tokens": 8}
     asked |= {"tools": functions} if tools else {}
@@ -125,7 +125,6 @@ async def chat_reasons(base: str, stream: bool, tools: list[Any]) -> list[Any]:
 
 
 async def responses_reasons(base: str, stream: bool, tools: list[Any]) -> list[Any]:
-    """See `chat_reasons`."""
     functions = [{"type": "function", **tool} for tool in tools]
     asked: dict[str, Any] = {"model": "m", "input": [USER], "max_output_tokens": 8}
     asked |= {"tools": functions} if tools else {}
@@ -138,7 +137,6 @@ async def responses_reasons(base: str, stream: bool, tools: list[Any]) -> list[A
 
 
 async def messages_reasons(base: str, stream: bool, tools: list[Any]) -> list[Any]:
-    """See `chat_reasons`."""
     given = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in tools]
     asked: dict[str, Any] = {"model": "m", "messages": [USER], "max_tokens": 8}
     asked |= {"tools": given} if tools else {}
@@ -156,7 +154,7 @@ async def test_an_agent_is_told_why_its_call_is_none(malformed: Harness, ask: An
     tool = {"name": "look", "description": "looks", "parameters": {"type": "object"}}
     *before, reason = await ask(malformed.http, stream, [tool])
     assert reason == REASON and not any(before)
-    # Where there is none, there is no such field.
+    # The field is absent if there is no error.
     assert not any(await ask(malformed.http, stream, []))
 
 
@@ -411,7 +409,7 @@ async def test_a_conversation_is_counted_as_it_would_be_sampled_after(server: Ha
         answer = await client.messages.create(**conversation, max_tokens=5)
         usage = answer.usage
         assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0) > 0
-        # Nothing is sampled after it: anything may be counted.
+        # No turn follows a count, so the conversation may end with any message.
         said = [USER, {"role": "assistant", "content": "So"}]
         longer = await client.messages.count_tokens(**{**conversation, "messages": said})
         assert longer.input_tokens > counted.input_tokens
@@ -468,7 +466,7 @@ async def test_a_key_is_the_bearer_token_and_an_attempt_its_agents(tmp_path: Pat
             assert (await http.get(f"{base.removesuffix('/v1')}/health")).status_code == 200
             with pytest.raises(httpx.RemoteProtocolError):
                 await http.post(f"{server.http}/messages", json=body)
-            # A certificate that was replaced is shown to the next connection.
+            # After the certificate is replaced, the next connection gets the new one.
             write_certificate(made.folder, "server", client_certificate("stranger", trusted=False))
         async with httpx.AsyncClient(verify=trusted, timeout=20) as http:
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):

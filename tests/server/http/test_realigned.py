@@ -1,4 +1,5 @@
-"""Reasoning over HTTP, and history that an SDK sends back in another form: read by vLLM's own parsers."""
+"""Reasoning over HTTP, and history that an SDK sends back in another
+form, with vLLM's own parsers."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ async def server(tmp_path: Path, renderer: TokenizerRenderer) -> AsyncGenerator[
         yield running
 
 
-# Each takes a turn; returns what an agent sends back of it, and the answer of the tool in the same form.
+# Each function takes a turn. It returns the messages that an agent sends back, and the
+# tool's answer in the same form.
 
 
 async def chat(base: str, history: list[Any], stream: bool) -> tuple[list[Any], list[Any]]:
@@ -140,7 +142,8 @@ def unreasoned(field: str, value: Any) -> Any:
 
 
 def changed(said: Any, change: Callable[[str, Any], Any]) -> Any:
-    """What an agent sends back with each field changed; of parts, `unreasoned` leaves out whole ones."""
+    """The messages that an agent sends back, with each field changed. `unreasoned` also
+    removes whole reasoning parts."""
     if isinstance(said, list):
         parts = [
             part
@@ -184,7 +187,7 @@ async def test_history_in_another_form_goes_on_with_the_tokens_that_were_sampled
     assert server.serving.metrics.conversations == {"new": 1, kind: 1}
 
 
-# Each yields pieces of reasoning and of text as they come.
+# Each function yields pieces of reasoning and text as they arrive.
 
 Pieces = AsyncIterator[tuple[str, str]]
 
@@ -220,7 +223,7 @@ async def messages_pieces(base: str) -> Pieces:
 
 @pytest.mark.parametrize("pieces", [chat_pieces, responses_pieces, messages_pieces])
 async def test_reasoning_is_streamed_as_it_is_written(server: Harness, pieces: Any) -> None:
-    # The engine stands still in the middle of it, until what is there has been seen.
+    # The engine stops mid-turn until the client has seen the reasoning so far.
     server.engine.freeze_at = 1 + StreamRules().interval
     reasoning = text = ""
     async with asyncio.timeout(20):
@@ -232,11 +235,12 @@ async def test_reasoning_is_streamed_as_it_is_written(server: Harness, pieces: A
                 server.engine.freeze_at = None
     assert server.engine.freeze_at is None
     assert reasoning.strip() == REASONING
-    # Without tools a call is text.
+    # Without tools, a call is text.
     assert text.strip() == TEXT + CALL
 
 
-# What the SDKs' types promise, read without an SDK: one hands out what is missing as nothing.
+# Fields required by the SDKs' types, read without an SDK, because an SDK
+# returns None for a missing field
 
 THINK, END_OF_THINK = (TOKENIZER.encode(mark)[0] for mark in ("<think>", "</think>"))
 REASONING_COUNT = TOKENS.index(END_OF_THINK) - TOKENS.index(THINK) - 1
@@ -268,7 +272,7 @@ async def test_tokens_of_reasoning_are_counted(server: Harness, stream: bool) ->
     last = (await told(server, "responses", stream))[-1]
     answer = last["response"] if stream else last
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == REASONING_COUNT
-    # Of each response, whole or not.
+    # The field must be present in every response, complete or not.
     assert "error" in answer and answer["error"] is None
 
 

@@ -1,4 +1,4 @@
-"""Requests that an SDK repeats by itself: which turn they are given where that is not plain."""
+"""Requests that an SDK repeats: which turn each gets if several are possible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BODY = {
 
 
 def follower_counts(server: Harness) -> list[int]:
-    """Of the attempt's trajectories."""
+    """The number of followers of each of the attempt's trajectories."""
     root = server.serving.store.find("a")
     records = [] if root is None else [root, *root.open_branches()]
     return [record.answered.followers for record in records if record.answered is not None]
@@ -48,7 +48,7 @@ async def test_the_retry_of_a_vote_gets_its_own_answer_and_not_anothers(tmp_path
         root = server.serving.store.find("a")
         assert root is not None
         (branch,) = root.children
-        # It was sent, and yet may have been lost.
+        # The answer was sent, but may not have arrived.
         again = (await http.post(url, json=BODY, headers=RETRY)).json()
     assert first["id"] == "chatcmpl-a-0"
     assert second["id"] == again["id"] == f"chatcmpl-{branch.trajectory_id}-0"
@@ -72,7 +72,7 @@ async def test_the_retry_of_a_vote_that_was_refused_gets_a_sample_of_its_own(tmp
             return answer.json()["id"]
 
         votes = await asyncio.gather(*(vote() for _ in range(4)))
-        # One of them may be asked again all the same.
+        # Now a retry may be answered with any of the votes.
         again = (await http.post(url, json=BODY, headers=RETRY)).json()["id"]
     assert len(set(votes)) == 4
     assert again in votes
@@ -100,7 +100,7 @@ async def test_the_retry_of_a_vote_that_failed_before_its_first_token_is_a_vote_
 
 
 class Late(FakeEngine):
-    """Every request ends by itself before it can be aborted."""
+    """Every request ends before it can be aborted."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         pass
@@ -130,7 +130,7 @@ async def test_a_retry_gets_the_answer_that_ended_while_its_connection_was_lost(
 
 
 async def cut_off(server: Harness, http: httpx.AsyncClient, asked: dict[str, Any]) -> list[int]:
-    """What is written of the attempt's answer when its connection is lost."""
+    """Return the tokens written when the connection of the attempt's answer is lost."""
     server.engine.freeze_at = 40
     url = f"{server.http}/attempts/a/responses"
     lost = asyncio.create_task(http.post(url, json={**asked, "stream": True}))
@@ -204,7 +204,7 @@ async def test_a_turn_that_is_being_given_is_not_sampled_as_another_request_says
         server.engine.freeze_at = 40
         first = asyncio.create_task(http.post(url, json=ASKED))
         await server.sampled("a")
-        # Until there is room the answer waits for its turn to go on.
+        # The turn waits until the journal has room before it continues.
         journal: Any = server.serving._journal
         check_room, refused = journal.check_room, 0
 

@@ -1,4 +1,5 @@
-"""What requests with whole conversations do to trajectories: continued, branched, resumed, asked again."""
+"""How requests with whole conversations map to trajectories: continued,
+branched, resumed, repeated."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ async def test_history_that_was_rewritten_is_a_branch_that_shares_what_stands(se
     assert root is not None
     kept = len(root.segments[0].tokens) + len(root.segments[1].tokens)
     assert mine[0].token_array().tobytes()[:kept] == root.token_array().tobytes()[:kept]
-    # The branch goes on by itself.
+    # The branch continues independently.
     async with client(server, "a") as agent:
         summary = mine[1].token_array()[-8:]
         said = decode_bytes(summary.tolist())
@@ -167,7 +168,7 @@ async def test_votes_on_a_compacted_context_store_its_prompt_once(server: Harnes
     exchange.half_close()
     root, first, *votes = delivered
     own = [sum(len(codec.token_ids(s)) for s in found.segments) for found in delivered]
-    # The first shares with the root what the template puts around the system's message.
+    # The first branch shares only the template's text around the system message with the root.
     prompt = first.parent_token_count + own[1] - 8
     assert root.parent_token_count == 0 and first.parent_trajectory_id == lease.trajectory_id
     assert prompt > 100 > first.parent_token_count
@@ -188,7 +189,7 @@ async def test_a_retry_of_an_answer_that_was_given_gets_it_again_and_samples_not
         )
     assert again.json()["id"] == first["id"]
     assert again.json()["choices"] == first["choices"]
-    # Of other bytes: another request.
+    # A request with other bytes is a different request.
     assert streamed.status_code == 200
     assert len(branches(server, "a")) == 1
 
@@ -294,7 +295,7 @@ async def test_a_leased_attempt_is_delivered_with_what_its_agent_did(server: Har
         answer = await agent.chat.completions.create(model="m", messages=[USER])
         await ask(agent, [{"role": "user", "content": "a sub-agent"}])
     record = server.serving.store.find(lease.trajectory_id)
-    # What the task says of sampling stands where the request says nothing.
+    # The task's sampling parameters apply if the request sets none.
     assert record is not None and record.sampling.max_tokens == 5
     assert record.sampling.ignore_eos and record.sampling.stop == ("zz",)
     assert answer.choices[0].finish_reason == "length"
@@ -455,7 +456,7 @@ async def test_what_a_resumed_turn_had_written_is_no_cached_part_of_its_prompt(s
     assert usage.completion_tokens == 60
 
 
-# By the name of the answer before, instead of the whole conversation.
+# Continuing from the id of a previous answer, instead of the whole conversation
 
 TOOL = {
     "type": "function",
@@ -481,7 +482,8 @@ async def test_a_response_goes_on_with_the_one_that_it_names(server: Harness):
     async with client(server, "a") as agent:
         answer, answers = None, []
         for turn in range(3):
-            # What was given before stands, said again or not.
+            # Settings of the previous response remain in force, whether the
+            # request repeats them or not.
             again = instructions if turn < 2 else {}
             answer = await respond(agent, f"{turn}?", answer and answer.id, **again)
             assert answer.previous_response_id == (answers[-1].id if answers else None)
@@ -559,11 +561,11 @@ async def test_a_response_that_names_what_it_cannot_is_refused(slow: Harness):
                 input=[{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}],
                 previous_response_id=first.id,
             )
-        # One that nothing was kept of.
+        # An answer of which nothing was stored.
         passing = await respond(alone, "0?", None)
         with pytest.raises(openai.BadRequestError, match="does not name a complete answer"):
             await respond(alone, "x", passing.id)
-        # In flight.
+        # A turn in flight.
         long = asyncio.create_task(
             agent.responses.create(
                 model="m",
@@ -578,7 +580,7 @@ async def test_a_response_that_names_what_it_cannot_is_refused(slow: Harness):
         await until(lambda: record.turn is not None and record.turn.index == 1)
         with pytest.raises(openai.BadRequestError, match="does not name a complete answer"):
             await respond(agent, "x", "resp_a-1")
-        # What is whole can be branched from meanwhile.
+        # Meanwhile complete answers can be branched from.
         await respond(agent, "or?", first.id)
         await long
     assert len(branches(slow, "a")) == 1

@@ -1,4 +1,4 @@
-"""The official SDKs on real vLLM: a conversation with a tool, while weights switch under it."""
+"""The official SDKs on real vLLM: a conversation with a tool, during weight switches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ NODE = Path(__file__).parents[3] / ".venv" / "share" / "node"
 
 
 def taught(folder: Path) -> Path:
-    """A model that knows one conversation by heart: it calls the tool, and says what that answered."""
+    """A model trained to repeat one conversation: it calls the tool,
+    then states the tool's answer."""
     make_tiny_model(folder, tied=True, hidden=128)
     tokenizer: Any = load_tokenizer(str(folder))
     renderer = TokenizerRenderer(tokenizer, [EOS_ID])
@@ -78,7 +79,7 @@ def taught(folder: Path) -> Path:
 
 @dataclass
 class Running:
-    """A server on real vLLM, whose weights can be switched."""
+    """A server on real vLLM whose weights tests can switch."""
 
     serving: Any
     wire: Any
@@ -86,7 +87,8 @@ class Running:
     version: int = 0
 
     async def switch(self) -> None:
-        """The next version: the same but for noise, of which a greedy turn shows nothing."""
+        """Switch to the next version: the same weights with noise too
+        small to change a greedy turn."""
         self.version += 1
         data, specs = b"", []
         for name, tensor in self.state.items():
@@ -114,7 +116,7 @@ class Running:
 
     @contextlib.asynccontextmanager
     async def switching(self) -> AsyncGenerator[None]:
-        """One version after the other, as fast as they load."""
+        """Switch versions back to back, as fast as they load, until the end of the block."""
 
         async def switch_on() -> None:
             while True:
@@ -161,7 +163,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ru
 async def node_agent(base: str, stream: bool, **_: Any) -> str:
     """The same agent with the `openai` package on Node."""
     environment = clients.node_environment()
-    # By the path of that environment, and not by this process's own.
+    # Look up node on that environment's PATH, not on this process's own.
     program = shutil.which("node", path=environment["PATH"]) or "node"
     process = await asyncio.create_subprocess_exec(
         *(program, str(Path(__file__).parents[2] / "support" / "openai_agent.cjs")),
@@ -176,7 +178,7 @@ async def node_agent(base: str, stream: bool, **_: Any) -> str:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def node() -> None:
-    """The `openai` package, where Node is, the machine's or set-up's, and npm finds it."""
+    """Install the `openai` package; skip the test if Node or the registry is not available."""
     try:
         environment = clients.node_environment()
     except clients.NotHere as error:
@@ -184,11 +186,11 @@ async def node() -> None:
     if (NODE / "node_modules" / "openai").exists():
         return
     NODE.mkdir(parents=True, exist_ok=True)
-    # So that npm looks no further up; with --prefix in its place it may wait for ever.
+    # Stops npm from searching the parent folders. With --prefix instead, npm may hang forever.
     (NODE / "package.json").write_text('{"private": true}\n')
     install = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", OPENAI]
     try:
-        # Without a registry npm tries for minutes.
+        # Without a registry npm retries for minutes.
         await asyncio.to_thread(
             clients.download, install, environment, NODE, f"npm install {OPENAI}", NPM_SECONDS
         )
@@ -200,7 +202,7 @@ async def node() -> None:
 async def converse(running: Running, agent: Any, stream: bool) -> None:
     http = f"http://127.0.0.1:{running.serving.info.http_port}/v1"
     versions: set[int] = set()
-    # Until a conversation has seen a switch within a turn, which on a quick machine not each does.
+    # Repeat until a switch happens within a turn. On a fast machine not every conversation has one.
     for _ in range(20):
         attempt = uuid.uuid4().hex
         async with running.switching():

@@ -1,4 +1,4 @@
-"""What becomes of the connection to NATS when tries to connect end early, each in its own way."""
+"""The connection to NATS after connection attempts that fail early, in various ways."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def section(url: str, patience_seconds: float) -> JournalSection:
 
 
 async def shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """As much of NATS as a client asks for before it calls itself connected."""
+    """The part of the NATS protocol that a client needs before it counts as connected."""
     writer.write(f"INFO {json.dumps(INFO)}\r\n".encode())
     while (line := await reader.readline()).split()[:1] != [b"PING"]:
         assert line, "the client has gone"
@@ -53,7 +53,7 @@ async def listening(handler: Handler) -> AsyncGenerator[str]:
 
 
 async def never_closed() -> list[str]:
-    """What the collector says of sockets and transports that nobody closed."""
+    """Warnings of the garbage collector about sockets and transports that were never closed."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         await asyncio.sleep(0.05)
@@ -123,7 +123,7 @@ async def test_nothing_is_sent_to_a_server_that_came_back_until_it_says_what_it_
         async with asyncio.timeout(20):
             while answers:
                 await asyncio.sleep(0.01)
-        # It is connected, and what was asked waits to be asked again.
+        # The client is connected, and the request waits to be sent again.
         await asyncio.sleep(0.3)
         assert (connected, sent, asking.done()) == (2, [1], False)
         last.set()
@@ -161,7 +161,7 @@ async def test_a_refusal_is_said_though_later_tries_fail_otherwise() -> None:
         if tries == 1:
             writer.write(b"-ERR 'Authorization Violation'\r\n")
         else:
-            # As where the end of the connection overtakes what the server said before it.
+            # As if the end of the connection overtook the server's error message.
             end = writer.get_extra_info("socket")
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.close()
@@ -180,7 +180,8 @@ async def test_a_close_that_nobody_cancelled_comes_to_its_end() -> None:
     async with listening(shake_hands_and_read) as url:
         connection = Connection(section(url, 20))
         await connection.connect()
-        # As the library leaves it when it gives up a try to connect that waits for its end.
+        # The library leaves this state when it gives up a connection
+        # attempt that is waiting to close.
         writer = connection._client._transport._io_writer
         writer._protocol._get_close_waiter(writer).cancel()
         await connection.close()

@@ -1,4 +1,5 @@
-"""What is particular to the journal on NATS JetStream: frames, places, who writes, NATS that goes away."""
+"""Specifics of the journal on NATS JetStream: frames, sequence numbers,
+ownership, and NATS outages."""
 
 from __future__ import annotations
 
@@ -43,14 +44,14 @@ PACKING = Packing(Subjects("TEST"), message_bytes=1_000, inline_bytes=300)
 
 @pytest.fixture(scope="module")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Generator[NatsServer]:
-    """One for all tests of this file."""
+    """One server for all tests in this file."""
     with nats_server(tmp_path_factory.mktemp("nats")) as server:
         yield server
 
 
 @pytest.fixture
 def store(nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> JetStreamStore:
-    """A stream that nobody has used; whoever opens it again is not kept waiting."""
+    """An unused stream. Takeover does not wait in these tests."""
     monkeypatch.setattr(jetstream_log, "ABSENT_SECONDS", 0.0)
     return JetStreamStore(nats)
 
@@ -74,7 +75,7 @@ def test_messages_say_what_was_packed(records: list[bytes], first: int) -> None:
             stored.append(frame.stored)
             if isinstance(frame.stored, StoredOutside):
                 reference = frame.stored.reference
-                # Outside is before what refers to it.
+                # Content stored outside precedes the message that refers to it.
                 assert reference.first + reference.count <= message.sequence
                 chunks = [bodies[reference.first + n] for n in range(reference.count)]
                 found.append(reference.join(chunks))
@@ -96,7 +97,7 @@ def test_no_flipped_bit_is_read(data: st.DataObject) -> None:
         found = [bytes(frame.content) for frame in read_message(7, bytes(body))]
     except FrameCorrupt:
         return
-    assert found == [b"first" * 9, b"x"]  # It hit the zeros between two frames.
+    assert found == [b"first" * 9, b"x"]  # The flipped bit was in the padding between two frames.
 
 
 def test_a_message_in_another_place_is_corrupt() -> None:
@@ -115,7 +116,7 @@ def test_a_record_outside_that_is_not_what_was_written_is_corrupt() -> None:
             stored.reference.join(wrong)
 
 
-# Places
+# Sequence numbers
 
 
 async def test_what_is_sent_again_is_stored_once(store: JetStreamStore) -> None:
@@ -137,7 +138,7 @@ async def test_what_is_sent_again_is_stored_once(store: JetStreamStore) -> None:
 async def test_a_place_that_was_taken_before_it_was_forgotten_counts_as_stored(
     store: JetStreamStore,
 ) -> None:
-    # As when NATS was away for longer than it remembers ids.
+    # This happens if NATS was away for longer than it remembers message ids.
     async with store.opened() as (journal, _):
         await journal.append([record("a")])
         connection = journal._log.connection
@@ -148,7 +149,7 @@ async def test_a_place_that_was_taken_before_it_was_forgotten_counts_as_stored(
 async def test_what_nats_has_lost_is_noticed(store: JetStreamStore) -> None:
     async with store.opened() as (journal, _):
         await journal.append([record("a")])
-        # As if it had been told so by a NATS whose disk was not synced.
+        # As if a NATS without synced writes had acknowledged these messages and lost them.
         journal._log._next += 5
         with pytest.raises(DomainError, match="NATS has lost messages that it had acknowledged"):
             await journal.append([record("b")])
@@ -174,7 +175,7 @@ async def test_only_one_message_at_the_end_can_have_been_lost_with_the_power(
     again = await store.make(durability=durability)
     try:
         if durability == "fsync" and which == [-1]:
-            # Twice: it stays so until the next compaction.
+            # Read twice, because the gap remains until the next compaction.
             assert await names_in(again) == ["0", "1", "2"]
             assert await names_in(again) == ["0", "1", "2"]
             assert f"message {last} was never whole" in caplog.text
@@ -194,7 +195,7 @@ async def test_many_at_a_time_are_few_messages(store: JetStreamStore) -> None:
         assert (await journal._log.connection.state()).last - before <= 4
 
 
-# Who writes
+# Ownership
 
 
 async def test_a_server_that_was_taken_over_from_writes_nothing_more(
@@ -209,7 +210,7 @@ async def test_a_server_that_was_taken_over_from_writes_nothing_more(
         await store.make()
 
     async def silent(_: Any) -> None:
-        """Its machine is dark."""
+        """The machine is down and answers nothing."""
 
     for subscription in first._log.connection._client._subs.values():
         if subscription.subject == first._log.connection.subjects.owner:
@@ -242,7 +243,7 @@ async def test_a_server_that_comes_back_to_nats_later_than_another_one_asks_is_n
         nats.kill()
         await asyncio.to_thread(nats.start)
         asking = asyncio.create_task(store.make())
-        # It is connected, and nobody listens.
+        # NATS is up again, but the writer has not resubscribed yet.
         await asyncio.sleep(1.0)
         assert not asking.done()
         back.set()
@@ -269,7 +270,7 @@ async def test_nats_that_goes_away_as_it_is_asked_who_writes_is_no_answer(
         answer = listening._cb
 
         async def lost(_: Any) -> None:
-            """Its answer never comes to NATS."""
+            """The writer's answer never reaches NATS."""
             asked.set()
 
         listening._cb = lost
@@ -277,7 +278,7 @@ async def test_nats_that_goes_away_as_it_is_asked_who_writes_is_no_answer(
         await asked.wait()
         listening._cb = answer
         nats.kill()
-        # For longer than it waits for an answer.
+        # Longer than the new server waits for an answer.
         await asyncio.sleep(3.5)
         assert not asking.done()
         await asyncio.to_thread(nats.start)
@@ -318,14 +319,14 @@ async def test_what_a_killed_server_had_sent_may_be_stored_while_the_next_one_be
             await store.crash(killed)
         return state
 
-    # It answers nobody any more.
+    # The killed server no longer answers.
     await killed._log.connection.stop_answering()
     monkeypatch.setattr(jetstream_log, "open_stream", open_before_it_is_stored)
     if late < jetstream_log.TRIES:
         assert await store.names() == ["late1"]
         assert opened == late + 1
     else:
-        # It is not killed, as it seems: it writes whenever it is looked at.
+        # The server is apparently alive: it writes after every check.
         with pytest.raises(JournalInUse, match="another server writes"):
             await store.make()
         assert opened == jetstream_log.TRIES
@@ -348,7 +349,7 @@ async def test_of_two_that_begin_at_once_one_writes(store: JetStreamStore) -> No
     assert await store.names() == ["a", "b"]
 
 
-# NATS goes away
+# NATS outages
 
 
 async def test_appends_and_reads_wait_for_nats(store: JetStreamStore, nats: NatsServer) -> None:
@@ -452,7 +453,7 @@ async def test_a_stream_may_have_more_room_at_a_later_start(store: JetStreamStor
 async def test_a_stream_is_not_made_smaller_than_what_it_holds(store: JetStreamStore) -> None:
     async with store.opened(max_bytes=64 * MEBIBYTE) as (journal, _):
         for number in range(200):
-            # Held, so that no compaction lets go of it.
+            # Hold the record, so that compaction keeps it.
             await journal.append([record(f"{number}-" + "x" * 200_000)], hold_last=True)
     journal = await store.make(max_bytes=4 * MEBIBYTE)
     found = [stored async for _, stored in journal.replay()]
@@ -462,7 +463,7 @@ async def test_a_stream_is_not_made_smaller_than_what_it_holds(store: JetStreamS
     with pytest.raises(DomainError, match="keeps"):
         journal.check_room(1)
     await journal.close()
-    # Nobody needs them now.
+    # No record is held any more.
     async with store.opened(max_bytes=4 * MEBIBYTE) as (journal, names):
         assert len(names) == 200
         await journal.append([record("a")])
@@ -533,7 +534,7 @@ async def test_what_a_killed_server_did_not_remove_counts_for_nothing_and_goes(
     store: JetStreamStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def killed(log: Any, carried: set[int]) -> None:
-        """The snapshot is whole by then."""
+        """Die once the snapshot is complete."""
 
     monkeypatch.setattr(jetstream_log.StreamLog, "remove", killed)
     async with store.opened(lambda: [record("state")]) as (journal, _):
@@ -578,7 +579,8 @@ async def test_a_compaction_that_failed_is_tried_again(
 async def test_what_is_refused_has_it_compacted(
     store: JetStreamStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What counted at the last compaction does not any more."""
+    """When records are refused, the journal compacts again, because earlier
+    live records no longer count."""
     monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
     state = [record(f"open{n}", 100_000) for n in range(8)]
     async with store.opened(lambda: state) as (journal, _):

@@ -1,4 +1,4 @@
-"""How a journal on NATS JetStream is configured, and what is refused before anything is written."""
+"""Configuration of a journal on NATS JetStream; invalid settings are refused before any write."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.nats_server import NatsServer, nats_server, version_of
 
 @pytest.fixture(scope="module")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Generator[NatsServer]:
-    """One for all tests of this file."""
+    """One server for all tests in this file."""
     with nats_server(tmp_path_factory.mktemp("nats")) as server:
         yield server
 
@@ -87,7 +87,8 @@ async def test_nats_that_comes_back_without_syncing_is_given_nothing_more(tmp_pa
 
 
 def signed(issuer: Any, subject: str, kind: str, **fields: object) -> str:
-    """A JWT as `nsc` makes it: https://docs.nats.io/running-a-nats-service/nats_admin/security/jwt."""
+    """A JWT of the kind that `nsc` creates. See
+    https://docs.nats.io/running-a-nats-service/nats_admin/security/jwt."""
 
     def encoded(data: bytes) -> str:
         return base64.urlsafe_b64encode(data).rstrip(b"=").decode()

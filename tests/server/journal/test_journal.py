@@ -1,5 +1,5 @@
-"""The journal on disk: what is torn is seen, what is corrupt is refused. What every journal promises is in
-`test_journal_promises`."""
+"""The journal on disk: torn writes are detected and corruption is refused. `test_journal_promises`
+tests the guarantees shared by every journal."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make(
 async def opened(
     folder: Path, snapshot: Callable[[], Iterable[Record | Stored]] = list, **options: int
 ) -> AsyncGenerator[tuple[LogJournal, list[str]]]:
-    """A journal that is written to, and the names of what it held."""
+    """A journal that accepts records, and the names of the records it held before."""
     journal = make(folder, **options)
     try:
         names = [name_of(found) async for found, _ in journal.replay()]
@@ -116,11 +116,11 @@ def test_a_cut_anywhere_leaves_the_frames_before_it(tmp_path: Path, data: st.Dat
     for payload in payloads:
         ends.append(ends[-1] + journal_segment.frame_length(len(payload)))
     cut = data.draw(st.integers(ends[0], ends[-1]))
-    # What was not written yet reads as zeros.
+    # Unwritten parts of a segment read as zeros.
     path.write_bytes(whole[:cut] + bytes(len(whole) - cut))
     kept = sum(end <= cut for end in ends[1:])
     found, torn = read_segment(path)
-    # Zeros at the end of a payload cannot be told from those that were never written, and need not be.
+    # Zeros at the end of a payload look like unwritten bytes. This does no harm.
     assert found[:kept] == payloads[:kept] and found == payloads[: len(found)]
     assert (torn == 0) == (not any(whole[ends[len(found)] : cut]))
     path.unlink()
@@ -136,7 +136,7 @@ def test_a_flipped_bit_in_what_was_durable_is_corruption(
     payloads = [b"first" * 20, b"second" * 20, b"third" * 20]
     path = write_segment(tmp_path, payloads)
     content = bytearray(path.read_bytes())
-    # In the first two frames, of which the third says that they were durable.
+    # A bit in the first two frames, which the third frame marks as durable.
     begin = journal_segment.HEADER.size
     end = begin + sum(journal_segment.frame_length(len(p)) for p in payloads[:2])
     place = data.draw(st.integers(begin, end - 1))
@@ -147,7 +147,7 @@ def test_a_flipped_bit_in_what_was_durable_is_corruption(
     except SegmentCorrupt as error:
         assert error.offset <= place
     else:
-        assert found == payloads  # It hit the zeros between two frames.
+        assert found == payloads  # The flipped bit was in the padding between two frames.
     path.unlink()
 
 
@@ -234,7 +234,7 @@ async def test_a_corrupt_record_is_named_and_nothing_is_served(tmp_path: Path) -
 async def test_what_passes_is_no_corruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too many open files say nothing of what is in one."""
+    """Running out of file descriptors says nothing about a file's content."""
 
     def refuse(path: Path, mode: str) -> None:
         raise OSError(errno.EMFILE, "Too many open files", str(path))
@@ -273,7 +273,7 @@ async def test_a_folder_that_is_made_is_durable_in_the_one_it_is_in(
 
 
 def fill_disk(patch: pytest.MonkeyPatch) -> None:
-    """From now on it has no room for another file."""
+    """Make the disk full: no further file can be created."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -298,7 +298,7 @@ async def test_a_disk_without_room_refuses_before_anything_is_begun(
             await journal.append([record("x", 100_000)])
             written += 1
         assert written
-        # Held, so that a compaction takes it along.
+        # Hold the record, so that compaction keeps it.
         await journal.append([record("receipt")], hold_last=True)
         monkeypatch.undo()
     assert (await names_in(tmp_path))[-1] == "receipt"
@@ -393,7 +393,7 @@ async def test_of_older_files_beside_a_snapshot_nothing_is_read(tmp_path: Path) 
             await journal.append([record("filler", 300_000)])
             await asyncio.sleep(0.01)
         await journal.append([record("new")])
-    # As if the server had been killed before it removed them.
+    # As if the server had been killed before it removed the older files.
     older.write_bytes(content)
     names = await names_in(tmp_path)
     assert "old" not in names and "snapshot" in names and names[-1] == "new"

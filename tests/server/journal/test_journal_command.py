@@ -1,4 +1,4 @@
-"""`penstock journal`: what it lists and exports is what was answered; it changes nothing."""
+"""`penstock journal` lists and exports exactly what was answered, and changes nothing."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ OUTCOME: dict[str, Any] = {
 
 
 async def two_turns(harness: Harness, given: Any) -> list[Turn]:
-    """Two turns with an observation in between, and an outcome with everything."""
+    """Run two turns with an observation in between, and report an outcome with every field set."""
     first = await harness.generate(given.trajectory_id, sampling_params=sampling(8))
     second = await harness.resume(given.trajectory_id, text="no")
     request = CompleteTrajectoryRequest(trajectory_id=given.trajectory_id)
@@ -97,10 +97,11 @@ async def two_turns(harness: Harness, given: Any) -> list[Turn]:
 
 
 async def fill(harness: Harness) -> Exchange:
-    """Four tasks: one waits, one is under way, one is finished, and one is used by step 3."""
+    """Create four tasks: one waits, one is in progress, one is finished,
+    and one was used by step 3."""
     await submit(harness, "used", "finished", "begun", "waits", data_source="sums")
     call, leases = await lease(harness, 5)
-    # It would lease more in the place of what is done.
+    # Otherwise the stream would lease more attempts as these finish.
     call.cancel()
     for given in leases[:2]:
         await work(harness, given, 1.0)
@@ -117,7 +118,7 @@ async def fill(harness: Harness) -> Exchange:
 
 
 async def exchange_settled(harness: Harness) -> None:
-    """The receipt is in the journal."""
+    """Wait until the receipt is in the journal."""
     async with asyncio.timeout(20):
         while not any(group.step for group in harness.serving.buffer.groups):
             await asyncio.sleep(0.01)
@@ -126,7 +127,7 @@ async def exchange_settled(harness: Harness) -> None:
 
 @pytest.fixture
 async def filled(tmp_path: Path) -> Path:
-    """The folder of a journal whose server was killed."""
+    """The journal folder of a killed server."""
     async with on_disk(tmp_path / "a", "leases.max_attempts=1") as harness:
         await fill(harness)
         return killed(tmp_path / "a") / "journal"
@@ -234,7 +235,7 @@ async def test_it_reads_what_a_server_is_writing(tmp_path: Path) -> None:
         assert listed(folder)["writer"] == os.getpid()
         assert "is writing to" in invoke("verify", folder).output.splitlines()[0]
         assert "is writing to" in invoke("list", folder).output.splitlines()[0]
-        # Nor is the lock taken: a server that stops and another that starts do not notice.
+        # The command does not take the lock either, so a restart of the server is not affected.
         assert len(exported(folder)) == 4
     assert listed(folder)["writer"] is None
 
@@ -408,7 +409,7 @@ ORDERS: tuple[tuple[tuple[str, ...], list[str]], ...] = (
 def test_a_copy_of_an_earlier_version_that_lacks_a_file_is_not_whole(
     tmp_path: Path, files: tuple[str, ...], missing: list[str]
 ) -> None:
-    """Such files say nothing of those before them but by their numbers."""
+    """Earlier versions recorded only file numbers, not which files precede each file."""
     (tmp_path / "LOCK").touch()
     for name in files:
         number, _, kind = name.partition(".")
@@ -424,7 +425,7 @@ def test_a_copy_of_an_earlier_version_that_lacks_a_file_is_not_whole(
 
 
 def check_missing(folder: Path, missing: list[str]) -> None:
-    """That `verify` says so, and that a server does not start over it."""
+    """Check that `verify` reports the missing files and that a server refuses to start."""
     status, report = verified(folder)
     assert (status, report["missing"]) == (1 if missing else 0, missing)
     assert invoke("verify", folder).output.splitlines()[-1] == ("corrupt" if missing else "whole")
@@ -484,7 +485,8 @@ def test_a_record_of_a_later_version_is_named(tmp_path: Path) -> None:
 def test_a_frame_that_is_written_while_it_is_read_is_not_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reader sees half of the second record, and then a third that says the second was durable."""
+    """The reader first sees half of the second record, then a third record that
+    marks the second as durable."""
     (tmp_path / "LOCK").touch()
     write(tmp_path, 1, [tasks_known([name]) for name in ("first", "second", "third", "fourth")])
     second_end = HEADER.size + frame_of("first") + frame_of("second")

@@ -1,4 +1,4 @@
-"""What is lost from the disk of a journal is missed: by `verify`, and by a server that starts."""
+"""Data lost from a journal's disk is detected, both by `verify` and by a server that starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(folder: Path, durability: Durability = "fsync") -> LogJournal:
 
 
 async def written(folder: Path, durability: Durability = "fsync", *, stop: bool = True) -> Path:
-    """A journal of six records in one segment, whose server was stopped, or killed."""
+    """A journal of six records in one segment, left by a stopped or killed server."""
     journal = make(folder / "journal", durability)
     assert await names_in(journal) == []
     await journal.start(list)
@@ -53,7 +53,7 @@ async def in_segments(folder: Path) -> Path:
 
 
 async def compacted(folder: Path) -> Path:
-    """A journal of a snapshot of ten records and what was appended after it."""
+    """A journal with a snapshot of ten records, and the records appended after it."""
 
     def snapshot() -> Iterable[Record]:
         return [record(f"{n}", 50_000) for n in range(10)]
@@ -79,7 +79,7 @@ def path_of(folder: Path, stored: Stored) -> Path:
 
 
 async def found_in(folder: Path) -> list[str]:
-    """What a server reads. Raises JournalUnreadable."""
+    """The records that a server would read. Raises JournalUnreadable."""
     journal = make(folder)
     try:
         return await names_in(journal)
@@ -104,7 +104,7 @@ async def test_a_wrong_byte_is_missed_in_whatever_was_acknowledged(
     folder = await written(tmp_path, durability, stop=stop)
     assert await found_in(shutil.copytree(folder, tmp_path / "whole")) == [*"012345"]
     stored = places(folder)
-    # Nothing was written after the last batch of a server that was killed.
+    # A killed server wrote nothing after its last batch, so damage there looks like a torn write.
     for n, place in enumerate(stored if stop else stored[:-1]):
         copy = shutil.copytree(folder, tmp_path / f"copy{n}")
         with path_of(copy, place).open("r+b") as file:
@@ -197,7 +197,7 @@ async def test_a_server_reads_what_the_disk_holds_and_not_the_page_cache(
     path, last = find_files(folder).segments[-1][1], places(folder)[-1]
 
     def lose(file: Path) -> None:
-        """As on a disk that failed under the last fsync: its pages are gone with the cache."""
+        """As after a failed fsync: the pages are lost together with the cache."""
         assert file == path
         with file.open("r+b") as opened:
             opened.seek(last.offset)

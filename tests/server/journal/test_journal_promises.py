@@ -1,4 +1,4 @@
-"""What a journal promises, wherever it is: on a disk, and in a stream of NATS JetStream."""
+"""The guarantees of every journal: on disk and in a NATS JetStream stream."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ POINTS = (
 
 @pytest.fixture(scope="module")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Generator[NatsServer]:
-    """One for all tests of this file."""
+    """One server for all tests in this file."""
     with nats_server(tmp_path_factory.mktemp("nats")) as server:
         yield server
 
 
 @pytest.fixture(params=["log", "jetstream"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Each of them, empty; whoever opens it again is not kept waiting."""
+    """Each kind of store, empty. Takeover does not wait in these tests."""
     if request.param == "log":
         return LogStore(tmp_path)
     from penstock.server.journal.jetstream import log as jetstream_log
@@ -91,7 +91,7 @@ async def test_records_of_all_sizes_are_there_in_their_order(store: Store) -> No
             found = JournalRecord.FromString(await journal.read(place))
             assert found == record(f"{n}", sizes[n])
     names = [*(f"{n}" for n in range(len(sizes))), *(f"together{n}" for n in range(4))]
-    # What is held may have been copied by a compaction, in no order.
+    # Compaction may have copied held records, in any order.
     found = await store.names()
     assert sorted(found) == sorted(names)
     assert [name for name in found if name.startswith("t")] == names[len(sizes) :]
@@ -138,7 +138,7 @@ async def test_a_corrupt_record_is_named_and_nothing_is_served(store: Store, siz
         await store.names()
 
 
-# Killed
+# Kills
 
 
 async def test_what_was_answered_is_there_after_a_kill_at_any_moment(store: Store) -> None:
@@ -202,7 +202,7 @@ async def test_what_was_answered_is_there_after_an_end_at_each_step(
                 n += 1
                 if n > 4:
                     journal.release(held.pop(f"group{n - 5}"))
-                # What compaction does goes on beside it.
+                # Let compaction proceed.
                 await asyncio.sleep(0.001)
     monkeypatch.undo()
     await store.crash(journal)
@@ -227,7 +227,7 @@ async def test_at_its_bound_it_refuses_and_takes_again_what_was_released(store: 
                 break
             kept += await journal.append([record("group", 400_000)], hold_last=True)
         assert 5 <= len(kept) <= 20
-        # What needs no room of its own still gets in.
+        # Records that need no reserved room are still accepted.
         await journal.append([record("receipt")])
         journal.release(kept.pop())
         journal.check_room(400_000)
@@ -245,7 +245,7 @@ async def test_what_nobody_needs_is_given_back_while_appends_go_on(store: Store)
 
     last = 0
     async with store.opened(snapshot) as (journal, _), asyncio.timeout(60):
-        # As long as it takes a busy machine.
+        # Loop until done, however slow the machine is.
         while last < 120 or journal.compactions < 3:
             size = 100_000 if last % 3 else 50_000
             (stored,) = await journal.append([record(f"group{last}", size)], hold_last=True)

@@ -1,4 +1,5 @@
-"""The disk that a journal takes: never more than its bound; and what is refused is taken again."""
+"""Disk use of a journal: it never exceeds its limit, and refused records are
+accepted again once there is room."""
 
 from __future__ import annotations
 
@@ -27,18 +28,18 @@ Snapshot = Callable[[], Iterable[Record | Stored]]
 
 
 def disk_use(folder: Path) -> int:
-    """Bytes that the files of a folder take."""
+    """The disk space that a folder's files take, in bytes."""
     total = 0
     for path in folder.iterdir():
         try:
             total += path.stat().st_blocks * 512
         except FileNotFoundError:
-            continue  # It was removed meanwhile.
+            continue  # The file was removed during the scan.
     return total
 
 
 class Peak:
-    """The most that a folder took, looked at all the time and between any two events."""
+    """The peak disk use of a folder, sampled continuously and between events."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,7 +58,7 @@ class Peak:
 async def watched(
     folder: Path, snapshot: Snapshot, max_bytes: int, segment_bytes: int = MEBIBYTE
 ) -> AsyncGenerator[tuple[LogJournal, Peak]]:
-    """A journal that is written to, and what it took of the disk."""
+    """A journal that accepts records, and its peak disk use."""
     journal = LogJournal(
         folder, durability="process", max_bytes=max_bytes, segment_bytes=segment_bytes
     )
@@ -88,7 +89,7 @@ async def wait_for_room(journal: LogJournal, byte_count: int) -> None:
 
 
 class SmallDisk:
-    """A disk with so many bytes for one folder."""
+    """Simulates a disk with `size` bytes for one folder."""
 
     def __init__(self, folder: Path, size: int, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.size = folder, size
@@ -116,7 +117,7 @@ class SmallDisk:
 
     @property
     def free(self) -> int:
-        """Bytes that still fit."""
+        """The bytes that still fit."""
         return max(0, self.size - disk_use(self.folder))
 
 
@@ -124,7 +125,7 @@ class SmallDisk:
 async def test_the_disk_is_never_used_beyond_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
-    """Records that count, of which the oldest go whenever the next one is refused."""
+    """Records stay live; whenever one is refused, the oldest are released."""
     monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
     most = 32 * MEBIBYTE
     live: list[tuple[Record, Stored | None]] = []
@@ -158,7 +159,7 @@ async def test_the_disk_is_never_used_beyond_the_bound(
 async def test_a_server_never_uses_the_disk_beyond_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tasks, turns and groups, of which what waits is given up whenever something is refused."""
+    """Tasks, turns and groups; whenever one is refused, waiting ones are given up."""
     monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
     most = 16 * MEBIBYTE
     folder = tmp_path / "journal"
@@ -255,7 +256,7 @@ async def test_a_compaction_that_failed_is_tried_again(
 async def test_a_disk_that_was_full_is_written_again_once_something_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed_of: int
 ) -> None:
-    """A disk that is smaller than the bound."""
+    """The disk is smaller than the configured limit."""
     monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
     SmallDisk(tmp_path, 8 * MEBIBYTE, monkeypatch)
     held: list[Stored] = []
@@ -270,9 +271,9 @@ async def test_a_disk_that_was_full_is_written_again_once_something_is_released(
                 if n % needed_of == 0:
                     held.append(stored)
                 await asyncio.sleep(0)
-            # In later ones less fits, where older files are being removed still.
+            # Less fits in later rounds, while older files are still being removed.
             assert n > (0 if round_number else 10)
-            # What makes room gets in.
+            # Records that free room are always accepted.
             for _ in range(20):
                 await journal.append([record("receipt", 10_000)])
             while held:
@@ -283,7 +284,8 @@ async def test_a_disk_that_was_full_is_written_again_once_something_is_released(
 async def test_what_is_of_no_use_any_more_makes_room_though_nothing_is_released(
     tmp_path: Path,
 ) -> None:
-    """Trajectories that were open at the last compaction, and are closed."""
+    """Trajectories that were open at the last compaction have since been closed. The journal must
+    compact again to free their records."""
     state = [record(f"open{n}", 100_000) for n in range(30)]
     async with watched(tmp_path, lambda: state, 16 * MEBIBYTE) as (journal, _):
         async with asyncio.timeout(20):

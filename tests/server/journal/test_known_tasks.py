@@ -1,4 +1,4 @@
-"""Ids of tasks: what is held is never forgotten, what is past is remembered for a while."""
+"""Task ids: ids of held tasks are never forgotten; ids of past tasks are remembered for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Adapters through a hub: every token by the adapter it names, whatever becomes of the engine servers."""
+"""Adapters through a hub: every token comes from the adapter it names, whatever
+happens to the engine servers."""
 
 from __future__ import annotations
 
@@ -67,8 +68,11 @@ SLOW = 0.005
 
 
 class ByContent(FakeEngine):
-    """Samples by what its weights are, under whatever number it was given them: each version that a test
-    makes is filled with its own number, and so is each adapter's B. So a hub's numbers say it all."""
+    """Samples by the content of its weights, not by their version number.
+
+    Each test version is filled with its own number, and so is each adapter's B. The tokens
+    therefore prove which weights sampled them, whatever numbers the hub reports.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -96,12 +100,13 @@ class ByContent(FakeEngine):
 
 
 def seed(version: int, full: int) -> int:
-    """Of the tokens of an adapter on full weights."""
+    """The seed of the tokens that an adapter samples on full weights."""
     return version + 1000 * full
 
 
 def check(turn: Turn, prompt: Sequence[int] = PROMPT, *, full: int = 0) -> None:
-    """Every token is what the version it names samples there; those above `full` are adapters on it."""
+    """Check every token against the version that it names. Versions
+    above `full` are adapters on it."""
     versions = [v if v <= full else seed(v, full) for v in turn.versions]
     tokens, logprobs = expected_tokens(prompt, versions)
     assert turn.tokens == tokens
@@ -109,31 +114,31 @@ def check(turn: Turn, prompt: Sequence[int] = PROMPT, *, full: int = 0) -> None:
 
 
 def lora_pool(folder: Path, count: int, *settings: str, **fields: Any) -> Any:
-    """A pool whose engines take adapters."""
+    """A pool whose engines accept adapters."""
     fields = {"adapters": LIMITS, "make_engine": ByContent, **fields}
     return serve_pool(folder, count, *settings, **fields)
 
 
 @contextlib.asynccontextmanager
 async def engine_server(folder: Path, **fields: Any) -> AsyncGenerator[Harness]:
-    """An engine server that no pool has yet."""
+    """An engine server outside any pool."""
     folder.mkdir()
     async with serve(folder, **{"adapters": LIMITS, "make_engine": ByContent, **fields}) as engine:
         yield engine
 
 
 def listed(pool: Pool, *engines: Harness) -> None:
-    """The engines of a pool from now on."""
+    """Set the engines of a pool."""
     pool.engines[:] = engines
     pool.engine.set_addresses([engine.address for engine in engines])
 
 
 def wire_numbers(pool: Pool) -> list[int]:
-    """What each engine server calls what it samples."""
+    """Each engine server's own number for its active version."""
     return [engine.serving.switch.active_version for engine in pool.engines]
 
 
-# What a switch does
+# Switches
 
 
 async def test_an_adapter_is_a_version_on_every_engine_and_nothing_pauses(tmp_path: Path) -> None:
@@ -191,7 +196,7 @@ async def test_full_weights_and_the_adapter_on_them_may_be_staged_together(tmp_p
             turn = await pool.hub.generate(f"t{version}")
             check(turn, full=1)
             assert set(turn.versions) == {version}
-        # Whatever it was staged as before, its probe is scored.
+        # The probe is scored once on each engine, whichever versions were staged before.
         assert [engine.engine.scores for engine in pool.engines] == [1, 1]
         assert (await info_of(pool.hub)).full_weight_version == 1
 
@@ -228,7 +233,7 @@ async def test_turns_in_flight_by_policy(tmp_path: Path, policy: str) -> None:
                 assert len(turn.tokens) == 60
                 assert set(turn.versions) == ({1, 2} if policy == "recompute" else {1})
         assert pool.engine.requests_lost == 0
-        # What nobody needs any more is freed, and the hub hears of it.
+        # Unneeded adapters are freed, and the hub learns of it.
         await until(lambda: pool.engine.weights.adapter_versions == [2])
         assert all(engine.engine.pauses == 0 for engine in pool.engines)
 
@@ -283,7 +288,7 @@ async def test_twelve_adapters_under_eight_turns_label_every_token(tmp_path: Pat
         assert pool.engine.turns.is_idle
 
 
-# Engines that come and go
+# Engines that join and leave
 
 
 async def test_a_turn_goes_on_under_the_adapter_of_the_engine_it_is_placed_on_next(
@@ -294,7 +299,7 @@ async def test_a_turn_goes_on_under_the_adapter_of_the_engine_it_is_placed_on_ne
         calls = [begin(pool.hub, f"t{n}", [n + 1], 150) for n in range(2)]
         for n in range(2):
             await pool.hub.sampled(f"t{n}", 3)
-        # The second of two engines switches after the first, and is lost before it has.
+        # The second of two engines switches after the first, and is lost before it has switched.
         last = pool.engines[1]
         waits = asyncio.Event()
 
@@ -344,7 +349,7 @@ async def test_one_that_joins_late_is_given_the_full_weights_below_the_adapter_f
         await push(pool.hub, 4)
         await push(pool.hub, 5)
         async with engine_server(tmp_path / "late") as late:
-            # It has other full weights, by somebody else.
+            # Another trainer has given it different full weights.
             await late.upload(1, trainer_epoch=7)
             listed(pool, late)
             await pool.serving()
@@ -353,7 +358,7 @@ async def test_one_that_joins_late_is_given_the_full_weights_below_the_adapter_f
             check(turn, full=3)
             assert set(turn.versions) == {5}
             assert pool.member(0).full_version == 3
-            # And goes on with the others.
+            # It also takes the following adapters.
             await push(pool.hub, 6)
             turn = await pool.hub.generate("b")
             check(turn, full=3)
@@ -468,7 +473,7 @@ async def test_a_killed_engine_process_is_given_the_adapter_by_the_hub(tmp_path:
             assert [member.version for member in pooled.members] == [2, 2]
             calls += [begin(hub, f"u{n}", [n + 1], 20) for n in range(4)]
             for n, turn in enumerate([await call for call in calls]):
-                # An engine process that is new has the numbers of its pool.
+                # A restarted engine process has its pool's version numbers.
                 assert turn.versions == [2] * len(turn.tokens)
                 assert turn.tokens == expected_tokens([n % 4 + 1], turn.versions)[0]
             assert pooled.requests_lost == 2
@@ -479,7 +484,7 @@ async def test_a_killed_engine_process_is_given_the_adapter_by_the_hub(tmp_path:
             await process.wait()
 
 
-# What is refused
+# Refusals
 
 
 async def test_an_engine_that_refuses_an_adapter_is_given_it_again_and_serves(
@@ -509,7 +514,7 @@ async def test_an_engine_whose_probe_is_off_takes_no_turns_until_it_holds(
 
         engine.score = off  # type: ignore[method-assign]
         if kind == "full":
-            # Version 0 is no folder, and there has to be a way back.
+            # Version 0 is not stored as a folder, and the rollback needs a version to return to.
             await pool.hub.upload(1)
             await pool.hub.upload(2, probe=probe(2))
         else:
@@ -602,7 +607,7 @@ async def test_a_pool_without_adapters_takes_none_whoever_joins_it(tmp_path: Pat
         assert wire_numbers(pool) == [1, 1]
 
 
-# Numbers
+# Version numbers
 
 
 def test_the_number_of_the_full_weights_is_known_however_many_adapters_come() -> None:

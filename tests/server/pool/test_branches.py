@@ -1,4 +1,5 @@
-"""Weights between the hosts of a pool: who takes them from whom, and what is left where that fails."""
+"""Weight distribution between the hosts of a pool: who takes weights from whom,
+and what happens on failures."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def member(number: int, *, hands_on: bool = True) -> Member:
 
 
 def built(most: int, count: int) -> list[int | None]:
-    """From whom each of so many hosts takes it, as numbers, the hub as None."""
+    """The source of each of `count` hosts, as a host number, or None for the hub."""
     branches, hosts = Branches(most), [member(number) for number in range(count)]
     taken: list[int | None] = []
     for host in hosts:
@@ -58,7 +59,7 @@ def test_without_branches_the_hub_sends_to_each() -> None:
 def test_nobody_hands_it_on_to_more_than_may_be(most: int, count: int) -> None:
     taken = built(most, count)
     assert max(Counter(taken).values()) <= most
-    # No cycles: everybody takes it from who came before.
+    # No cycles: each host takes it from an earlier one.
     assert all(source is None or source < number for number, source in enumerate(taken))
 
 
@@ -75,7 +76,7 @@ def test_a_host_that_failed_is_not_asked_any_more() -> None:
     branches.add(hosts)
     branches.drop(hosts[0])
     assert branches.take(()) is hosts[1]
-    # What that gave nothing either is not asked again by the same one.
+    # A host does not ask a source again that already failed it.
     assert branches.take({hosts[1]}) is hosts[2]
 
 
@@ -97,13 +98,14 @@ def test_who_has_it_already_spares_the_hub() -> None:
 
 
 def source_of(engine: Harness) -> object:
-    """What the active version was announced to come from; None for the model as it was loaded."""
+    """The announced source of the active version; None for the model as loaded at start."""
     active = engine.serving.weights._active
     return None if active is None else active.announced.source
 
 
 def sources(pool: Pool) -> list[object]:
-    """For each engine "hub", "memory", the number of the engine that it took its version from, or None."""
+    """For each engine: "hub", "memory", the number of the engine that it
+    took its version from, or None."""
     addresses = [engine.address for engine in pool.engines]
     found: list[object] = []
     for engine in pool.engines:
@@ -149,7 +151,8 @@ async def test_once_per_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["refuses", "hangs"])
 async def test_once_per_host_where_its_first_engine_fails(tmp_path: Path, how: str) -> None:
-    # The next engine leads after half of it, and has the other half, however busy the machine.
+    # The next engine leads after half of `stage_seconds`; the other half
+    # is enough on a busy machine.
     rules = replace(QUICK, stage_seconds=8.0)
     shared = ["weights.stage_folder=/dev/shm"]
     async with serve_pool(tmp_path, 4, rules=rules, hosts="aaaa", of_engines=shared) as pool:
@@ -174,7 +177,7 @@ async def test_once_per_host_where_its_first_engine_fails(tmp_path: Path, how: s
 
 
 async def test_memory_that_cannot_be_read_is_gone_round(tmp_path: Path) -> None:
-    # On a disk: it looks like one host, and is none.
+    # The stage is on disk, so what looks like one host shares no memory.
     async with serve_pool(tmp_path, 3, hosts="aaa") as pool:
         await pool.hub.upload(1)
         assert "memory" not in sources(pool)
@@ -201,7 +204,7 @@ async def test_a_host_that_dies_meanwhile_is_gone_round(tmp_path: Path) -> None:
         await pool.engines[0].serving.stop(0.0)
         await pool.hub.upload(2)
         assert [engine.engine.version for engine in pool.engines[1:]] == [2, 2]
-        # The first of the two is sent it, and hands it on.
+        # The hub sends to one of the two, and that one passes it on.
         assert sources(pool)[1:] in (["hub", 1], [2, "hub"])
 
 

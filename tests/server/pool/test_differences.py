@@ -1,4 +1,5 @@
-"""What changed, sent to hosts of a pool that hold the version before; and what where it cannot be."""
+"""Deltas sent to hosts of a pool that hold the previous version, and whole
+versions sent to the others."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ RULES = replace(QUICK, branches=1)
 
 
 def bases(pool: Pool) -> list[int]:
-    """The version to which each engine was sent what changed, in its own numbers; 0 for all of it."""
+    """The base version of each engine's last upload, in the engine's own
+    numbers; 0 for a whole version."""
     found: list[int] = []
     for engine in pool.engines:
         active = engine.serving.weights._active
@@ -40,7 +42,7 @@ def bases(pool: Pool) -> list[int]:
 
 
 async def holding(pool: Pool, version: int) -> None:
-    """Waits until the hub knows that every engine holds a version."""
+    """Wait until the hub knows that every engine holds a version."""
     await until(lambda: all(member.delta_base == version for member in pool.engine.members))
 
 
@@ -101,7 +103,8 @@ async def test_who_does_not_hold_it_after_all_is_sent_all(
     async with serve_pool(tmp_path, 3, rules=RULES, hosts="abc") as pool:
         await pool.hub.upload(1)
         await holding(pool, 1)
-        # What it said before counts until the hub looks again, which it does not here.
+        # The hub relies on the engine's earlier report until its next
+        # look, which these tests block.
         monkeypatch.setattr(Member, "heard", lambda member, info: False)
         pool.engines[1].serving.weights.let_go_of_held()
         await pool.hub.upload(2)
@@ -124,13 +127,13 @@ async def test_it_is_told_in_each_engines_own_numbers(tmp_path: Path) -> None:
         await hub.upload(1)
         await holding(running, 1)
         await hub.upload(2)
-        # Third and fourth of its own.
+        # The engine's own third and fourth versions.
         assert (engine.engine.version, bases(running)) == (4, [3])
         assert loaded(engine) == tensors_of(2)
 
 
 def scrambled(seed: int) -> Tensors:
-    """Weights that have nothing in common with others."""
+    """Random weights, so that a delta would not be smaller."""
     rng = np.random.default_rng(seed)
     return {
         name: rng.normal(size=tensor.shape).astype(np.float32)

@@ -65,7 +65,7 @@ async def test_a_hub_serves_what_its_engines_sample_and_stops_when_told(
                 trajectory = client.trajectory("a")
                 turn = await trajectory.turn([1, 2, 3], max_tokens=8, ignore_eos=True)
                 assert len(turn.token_ids) == 8
-                # One that is not listed any more takes no turns.
+                # An engine that is no longer listed takes no turns.
                 listed.write_text(f"{servers[1].address}\n")
                 async with asyncio.timeout(30):
                     while len((await client.server_info()).replicas) > 1:
@@ -151,7 +151,7 @@ async def test_names_and_files_are_looked_up_again_and_keep_what_they_had(tmp_pa
     assert await found.look() == first
     path.unlink()
     assert await found.look() == first
-    # As it is for a moment where somebody writes it in place.
+    # A program that rewrites the file in place leaves it empty for a moment.
     path.write_text("")
     assert await found.look() == first
     path.write_text("d:5\n")
@@ -175,7 +175,7 @@ async def test_an_address_of_a_name_goes_once_several_answers_in_a_row_are_witho
         answers["pods"] = ["10.0.0.1"]
         for _ in range(LOOKS_WITHOUT - 1):
             assert await found.look() == both
-        # Back in time: what was counted is forgotten.
+        # The address is back in time, which resets the count.
         answers["pods"] = ["10.0.0.1", "10.0.0.2"]
         assert await found.look() == both
     answers["pods"] = ["10.0.0.2", "10.0.0.3"]

@@ -1,4 +1,4 @@
-"""Engines that join a pool, and hang or fail while they are given its version."""
+"""Engines that join a pool, and hang or fail while they receive its version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.pools import QUICK, Pool, serve_pool
 async def joining(
     stack: contextlib.AsyncExitStack, folder: Path, pool: Pool, count: int, host: str = ""
 ) -> list[Harness]:
-    """Engine servers that are listed later."""
+    """Engine servers that the pool lists later."""
     engines: list[Harness] = []
     for _ in range(count):
         own = folder / f"late-{len(pool.engines) + len(engines)}"
@@ -31,13 +31,13 @@ async def joining(
 
 
 def listed(pool: Pool, *engines: Harness) -> None:
-    """The pool has these, too."""
+    """Add engines to the pool."""
     pool.engines += engines
     pool.engine.set_addresses([engine.address for engine in pool.engines])
 
 
 async def problems(pool: Pool) -> list[str]:
-    """Of each engine, as GetServerInfo has them."""
+    """The problem of each engine, as in GetServerInfo."""
     info = await pool.hub.wire.GetServerInfo(GetServerInfoRequest())
     return [replica.problem for replica in info.replicas]
 
@@ -56,7 +56,7 @@ async def test_one_that_hangs_is_given_up_says_so_and_lets_others_pass(tmp_path:
         assert other.engine.version == 5
         late = "did not have all of version 5 after 0.5 s"
         await until(lambda: late in pool.member(1).problem)
-        # Also while it is tried again.
+        # The problem is also reported during the next attempt.
         await until(lambda: pool.member(1).problem.startswith("is being given version 5"))
         assert late in (await problems(pool))[1]
         gate.set()
@@ -90,7 +90,7 @@ async def test_one_that_hung_before_takes_no_place_of_others(tmp_path: Path) -> 
         gate = hang(hung)
         listed(pool, hung)
         await until(lambda: pool.member(1).problem.startswith("did not have all"))
-        # From now on it hangs for good.
+        # From now on it never times out.
         pool.engine.weights._rules = replace(rules, stage_seconds=600.0)
         await until(lambda: pool.member(1).problem.startswith("is being given"))
         listed(pool, other)
@@ -146,7 +146,7 @@ async def test_one_that_joins_is_brought_up_by_its_neighbour(tmp_path: Path) -> 
         for late in await joining(stack, tmp_path, pool, 2, host="c"):
             listed(pool, late)
             await pool.serving()
-            # The one that was there, or the one that came before.
+            # From the engine that was there first, or from the previous one to join.
             assert sources(pool)[-1] in (2, 4)
 
 
@@ -158,12 +158,12 @@ async def test_each_version_that_joining_engines_are_given_is_let_go_of(tmp_path
         gate = hang(late)
         listed(pool, late)
         await until(lambda: pool.member(1).problem == "is being given version 5")
-        # What it is being given is not the pool's any more when it has it.
+        # When the engine has the version, it is no longer the pool's.
         await pool.hub.upload(6)
         gate.set()
         await pool.serving()
         assert late.engine.version == 6 and not pool.engine.weights._sharing._open
-        # Not listed any more as it is given one: nothing of that is left.
+        # Unlisted while it receives a version: nothing of the upload is left.
         folder = tmp_path / "gone"
         folder.mkdir()
         gone = await stack.enter_async_context(serve(folder))

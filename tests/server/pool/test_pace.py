@@ -1,4 +1,4 @@
-"""How slow an engine is, and when one that is slow is tried again."""
+"""How the hub measures slow engines, and when it tries them again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ USUAL = 0.01
 
 
 def slowness(*seconds_per_token: float) -> list[float]:
-    """Of engines that have turns, each measured just now."""
+    """The slowness of engines with turns, each measured just now."""
     paces = [Pace(seconds, 1.0, 0.0) if seconds else Pace() for seconds in seconds_per_token]
     usual = usual_pace(paces)
     return [pace.slowness(usual, 1, 0.0) for pace in paces]
@@ -35,13 +35,13 @@ def test_turns_that_end_soon_after_another_move_the_pace_a_little() -> None:
 
 
 def test_a_turn_of_a_few_tokens_moves_it_by_as_little() -> None:
-    # Most of what it takes is the way there and back.
+    # Most of the time is the round trip.
     pace = after_many(512).after(0.1, 1, 1.0, USUAL)
     assert pace.slowness(USUAL, 1, 1.0) < 1.01
 
 
 def after_many(tokens: int) -> Pace:
-    """Turns of so many tokens, at the usual pace."""
+    """A pace measured over many turns of this length, at the usual pace."""
     pace = Pace()
     for _ in range(100):
         pace = pace.after(USUAL * tokens, tokens, 0.0, USUAL)
@@ -53,7 +53,7 @@ def test_one_that_was_slow_once_is_tried_with_one_turn_and_is_as_quick_as_that()
     assert pace.slowness(USUAL, 0, 100.0 + 0.9 * FIRST_SECONDS) == pytest.approx(500)
     later = 100.0 + FIRST_SECONDS
     assert pace.slowness(USUAL, 0, later) == 1.0
-    # While it has that turn it is given no other.
+    # It gets no other turn during the trial.
     assert pace.slowness(USUAL, 1, later) == pytest.approx(500)
     pace = pace.after(USUAL, 1, later + 1.0, USUAL)
     assert pace.slowness(USUAL, 1, later + 1.0) == 1.0
@@ -71,7 +71,7 @@ def test_one_that_each_trial_finds_slow_is_left_alone_for_longer_each_time_up_to
         pace = pace.after(5.0, 1, now, USUAL)
     assert alone[:4] == [FIRST_SECONDS * 2**n for n in range(4)]
     assert alone[-1] == LONGEST_SECONDS
-    # A trial that finds it quick ends that.
+    # A trial that finds the engine fast ends the waiting.
     now += LONGEST_SECONDS
     pace = pace.after(USUAL, 1, now, USUAL)
     assert pace.is_due(now + FIRST_SECONDS)

@@ -1,4 +1,5 @@
-"""Where the attempts of a group go once the engine that they shared a cache on takes none of them."""
+"""Where the attempts of a group go when the engine with their shared
+cache takes no more of them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ PROMPT = [1, 2, 3]
 
 
 class Engines:
-    """Three of a pool, and who places requests on them."""
+    """Three engines of a pool, and the object that places requests on them."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -45,7 +46,7 @@ class Engines:
         return [member for member in self.members if member.state is State.SERVING]
 
     async def place(self, first: int, count: int) -> list[Member]:
-        """Where the attempts of one group go, each of which ends before the next one begins."""
+        """Place the attempts of one group, one after the other; return their engines."""
         found: list[Member] = []
         for number in range(first, first + count):
             name = f"a{number}"
@@ -64,27 +65,28 @@ class Engines:
         return found
 
     def request(self, trajectory_id: str) -> EngineRequest:
-        """For the next turn of a trajectory."""
+        """The request for the next turn of a trajectory."""
         prompt = np.array(PROMPT, np.int32)
         return EngineRequest(
             f"{trajectory_id}/turn", prompt, Sampling(1), cache_salt="", trajectory_id=trajectory_id
         )
 
     async def begin(self, *trajectory_ids: str) -> list[int]:
-        """Which of the engines these go to."""
+        """Place a turn of each trajectory; return the engine numbers."""
         placed = [await self.placing.place(self.request(name)) for name in trajectory_ids]
         assert all(placed)
         return [self.members.index(member) for member in placed if member is not None]
 
     def end(self, *trajectory_ids: str) -> None:
-        """These have their tokens."""
+        """End the turns of these trajectories."""
         for name in trajectory_ids:
             request = self.request(name)
             (member,) = (m for m in self.members if request.request_id in m.turns)
             self.placing.ended(member, request)
 
     async def take(self, name: str, version: int = 0, priority: int = 0) -> Member | None:
-        """The engine that takes a request of this version, or any, which stays there."""
+        """Place a request that requires this version (0: any) and stays in
+        its engine. Return the engine."""
         return await self.placing.place(
             EngineRequest(
                 name,
@@ -97,13 +99,13 @@ class Engines:
         )
 
     def close(self) -> None:
-        """None takes anything."""
+        """Close every engine at version 7."""
         for member in self.members:
             member.version = 7
             member.close_for(1.0)
 
     def reopen(self) -> None:
-        """All do again."""
+        """Open every engine again."""
         for member in self.members:
             member.closed_until = 0.0
         self.placing.wake()
@@ -111,7 +113,7 @@ class Engines:
 
 async def test_who_waits_for_a_version_is_in_nobodys_way() -> None:
     engines = Engines()
-    # No engine has it.
+    # No engine has this version.
     pinned = asyncio.create_task(engines.take("pinned", 7))
     await until(lambda: engines.placing.waiting_count == 1)
     async with asyncio.timeout(5):
@@ -189,7 +191,7 @@ async def test_what_is_between_two_turns_keeps_its_place_while_it_is_expected() 
     engines = Engines()
     assert await engines.begin("a", "b", "c", "d") == [0, 1, 2, 0]
     engines.end("a", "d")
-    # The first engine has nothing to do, and will have.
+    # The first engine is idle now, but its trajectories are expected back.
     assert await engines.begin("e", "f") == [1, 2]
     assert await engines.begin("a") == [0]
     engines.end("a")
@@ -200,7 +202,7 @@ async def test_what_is_between_two_turns_keeps_its_place_while_it_is_expected() 
     engines.placing.closed("never seen")
     assert await engines.begin("g") == [0]
     engines.end("g")
-    # Longer than that is with a tool, and not expected at once.
+    # A longer gap means that a tool is running; the trajectory is no longer expected soon.
     engines.now = BETWEEN_SECONDS
     assert await engines.begin("h") == [0]
     assert engines.members[0].between == 1
@@ -242,7 +244,7 @@ async def test_siblings_have_one_home_again_after_theirs_has_left_the_rotation(
     home.state = state
     (other,) = set(await engines.place(3, 6))
     assert other is not home
-    # Where most of the group is by now.
+    # Most of the group is there by now.
     home.state = State.SERVING
     assert set(await engines.place(9, 3)) == {other}
 
@@ -262,7 +264,7 @@ async def test_siblings_go_back_to_a_home_that_only_switched_or_was_full() -> No
 
 @pytest.mark.parametrize("how", ["lost", "unlisted"])
 async def test_siblings_stay_together_after_their_engine_has_gone(tmp_path: Path, how: str) -> None:
-    # However slow a busy machine makes one of them look.
+    # Large, so that an engine that looks slow on a busy machine keeps its turns.
     rules = replace(QUICK, routing=RoutingRules(margin=1e6))
     async with serve_pool(tmp_path, 4, rules=rules) as pool:
 

@@ -1,4 +1,5 @@
-"""A hub before engine servers: turns, weights, and what becomes of both where engines come and go."""
+"""A hub in front of engine servers: turns and weights, and how both survive
+engines that join and leave."""
 
 from __future__ import annotations
 
@@ -40,14 +41,14 @@ SLOW = 0.01
 
 
 def check(turn: Turn, prompt: list[int] = PROMPT) -> None:
-    """Every token is what its version samples there."""
+    """Check every token against the version that it names."""
     tokens, logprobs = expected_tokens(prompt, turn.versions)
     assert turn.tokens == tokens
     assert turn.logprobs == pytest.approx(logprobs)
 
 
 async def begin(pool: Pool, name: str, tokens: int = 200, **fields: object) -> asyncio.Task[Turn]:
-    """A long turn that has begun."""
+    """Start a long turn; return once it has tokens."""
     turning = asyncio.create_task(
         pool.hub.generate(name, PROMPT, sampling_params=sampling(tokens), **fields)
     )
@@ -56,7 +57,7 @@ async def begin(pool: Pool, name: str, tokens: int = 200, **fields: object) -> a
 
 
 def holder(pool: Pool) -> int:
-    """The engine that has a turn."""
+    """The number of the engine that has a turn."""
     return next(n for n in range(len(pool.engines)) if pool.member(n).turns)
 
 
@@ -217,7 +218,8 @@ async def test_a_turn_of_which_only_the_end_is_lost_ends_as_it_had(
 
 
 def refuse(pool: Pool, number: int, code: grpc.StatusCode) -> Callable[[], None]:
-    """An engine server that answers, and refuses every turn until what is returned is called."""
+    """Let an engine server refuse every turn, although it still answers.
+    Call the result to repair it."""
     server = pool.member(number).server
     original = server.generate
 
@@ -276,7 +278,8 @@ async def test_a_turn_that_breaks_engines_ends_with_the_third(tmp_path: Path) ->
 
 
 def lose(pool: Pool, number: int) -> Callable[[], None]:
-    """An engine server that answers looks, and loses every turn until what is returned is called."""
+    """Let an engine server lose every turn, although it answers looks.
+    Call the result to repair it."""
     server = pool.member(number).server
     original = server.generate
 
@@ -366,7 +369,7 @@ async def test_a_turn_that_is_too_large_for_the_engines_ends(tmp_path: Path) -> 
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             async with asyncio.timeout(20):
                 await pool.hub.generate("large", [1, 2, 3] * 120)
-        # A hub that lets in what its engines do not is set up wrong.
+        # The hub admits a request that its engines refuse, so it is misconfigured.
         assert read_failure(refused.value).reason == "INTERNAL_ERROR"
         await pool.hub.generate("small")
         assert pool.engine.requests_lost == 0
@@ -398,7 +401,7 @@ async def test_an_engine_of_another_model_is_not_taken(tmp_path: Path) -> None:
             rollout_service_pb2.REPLICA_STATE_UNAVAILABLE,
         ]
         assert "max_context_length is 64" in info.replicas[1].problem
-        # Out of reach for a moment, it is still the same.
+        # After it was unreachable for a moment, it still has the wrong model.
         pool.member(1).fail("out of reach")
         await until(lambda: pool.member(1).state is State.REFUSED)
         await pool.hub.generate("a", PROMPT)
@@ -438,7 +441,7 @@ async def test_an_engine_that_is_listed_under_two_addresses_is_one_engine(tmp_pa
         await pool.hub.upload(2)
         check(await pool.hub.generate("a", PROMPT))
         assert len(fake.payloads) == 2
-        # Under the one address alone, it is in the pool by that.
+        # With only this address listed, the pool uses this address.
         pool.engine.set_addresses([other])
         await until(lambda: members[other].state is State.SERVING)
         turn = await pool.hub.generate("b", PROMPT)
@@ -487,7 +490,7 @@ async def test_engines_of_another_host_take_a_version_from_the_first_of_them(
 
     monkeypatch.setattr(EngineServer, "stage", note)
     monkeypatch.setattr("penstock.server.pool.uploads.host_id", lambda: "elsewhere")
-    # Where the first of them stages it has to be memory.
+    # Other engines can take the version only if the first stages it in memory.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         async with serve_pool(Path(folder), 3) as pool:
             await pool.hub.upload(3)
@@ -681,7 +684,7 @@ async def test_who_joins_while_the_version_is_not_held_waits_for_the_next_one(
 
         pool.member(1).server.info = counted  # type: ignore[method-assign]
         await asyncio.sleep(0.5)
-        # Ten at the pace of these tests, and not as many as there is time for.
+        # Ten looks at the pace of these tests, instead of as many as the time allows.
         assert looks < 30
 
 
@@ -727,7 +730,7 @@ async def test_somebody_else_s_weights_are_noticed_and_replaced(tmp_path: Path) 
         epoch = pool.engine.weights._epoch + 1
         await pool.engines[0].upload(50, trainer_epoch=epoch)
         await until(lambda: pool.member(0).state is not State.SERVING)
-        # This hub is not the newest to that engine server any more.
+        # To that engine server, this hub is no longer the newest.
         await until(lambda: "from a newer hub" in pool.member(0).problem)
         assert "STALE_EPOCH" in pool.member(0).problem
         await pool.hub.wire.Abort(_all())
@@ -770,7 +773,7 @@ async def test_a_single_turn_belongs_to_nothing(tmp_path: Path) -> None:
         assert read_failure(refused.value).metadata["field"] == "single_turn"
         await server.generate("b", single_turn=True)
         assert not server.serving.store.records()
-        # Its id is free again.
+        # The id is free again.
         await server.generate("b", single_turn=True)
         call = server.wire.Generate(
             GenerateRequest(

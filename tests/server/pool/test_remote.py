@@ -1,4 +1,5 @@
-"""Calls of a hub to an engine server whose connection it closes itself: who was not listed any more."""
+"""A hub's calls to an engine server after the hub closed the connection,
+because the server was unlisted."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.support.scripted_trainer_server import refuse
 
 
 class Silent(grpc.GenericRpcHandler):
-    """Takes every call, and never answers."""
+    """Accepts every call and never answers."""
 
     def __init__(self) -> None:
         self.called = asyncio.Event()

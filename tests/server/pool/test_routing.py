@@ -1,4 +1,4 @@
-"""Where turns go in a pool, and how many an engine is given: the pure policies."""
+"""Where turns go in a pool, and how many an engine gets: the pure policies."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def test_limits_that_were_never_too_high_say_nothing_of_what_an_engine_can_take(
     untried, tried = load("untried", 6, limit=8, proven=False), load("tried", 7, 16, proven=False)
     found = place([untried, tried], [], RULES)
     assert found is not None and found.name == "untried"
-    # One that was found too high does, against either.
+    # A limit that was once too high does count, against either engine.
     small = load("small", 5, limit=8)
     assert small.busy(16) > tried.busy(16) > untried.busy(16)
-    # Nor is it given more than it was tried with.
+    # An untried engine also gets no more turns than its limit.
     found = place([load("untried", 8, limit=8, proven=False), tried], [], RULES)
     assert found is not None and found.name == "tried"
 
@@ -191,11 +191,12 @@ def test_a_full_cache_lowers_it_and_an_almost_full_one_does_not_raise_it() -> No
 def test_it_falls_once_for_one_time_of_pressure_however_long_the_turns_take_to_end() -> None:
     limit = TurnLimit(32).after(report(32, 32, usage=1.0, preemptions=1), LIMITS)
     assert limit.value == 24
-    # None ends, so the cache stays full and throws turns out: nothing is known of 24 of them yet.
+    # No turn ends, so the cache stays full and preempts turns. This
+    # says nothing yet about 24 turns.
     for turns, preemptions in zip((32, 31, 28, 25), (2, 3, 5, 6), strict=True):
         limit = limit.after(report(turns, turns, usage=1.0, preemptions=preemptions), LIMITS)
         assert limit.value == 24
-    # What was thrown out before they came down to it was thrown out by the more there were.
+    # These preemptions happened while there were still more turns than the new limit.
     limit = limit.after(report(24, 24, usage=0.9, preemptions=7), LIMITS)
     assert limit.value == 24
     assert limit.after(report(24, 24, usage=0.9, preemptions=8), LIMITS).value == 18

@@ -1,4 +1,4 @@
-"""What a hub asks of its engine servers for each turn."""
+"""The parameters that a hub sends to its engine servers with each turn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_turns_that_are_read_as_a_whole_never_take_more_segments_than_the_rule()
 
 
 def test_an_engine_server_gathers_tokens_for_a_hub() -> None:
-    # One that is asked for less than its own interval hands over token by token.
+    # An engine server asked for a shorter interval than its own would hand over single tokens.
     asked, own = PoolRules(), StreamRules()
     assert asked.flush_for(own.interval, 1) >= own.flush_seconds
     assert asked.flush_for(own.final_interval, 1) >= own.flush_seconds

@@ -1,4 +1,4 @@
-"""What docs/scale.md computes of the tree in which a version goes from a hub to its hosts."""
+"""The figures in docs/scale.md for the tree that distributes a version from a hub to its hosts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from penstock.server.pool.member import Member
 
 
 class Host:
-    """As much of a member as the tree looks at."""
+    """The part of a member that the tree uses."""
 
     hands_on = True
 
 
 def grown(hosts: int, branches: int) -> tuple[int, int]:
-    """What `pool_branches` makes of hosts that come one by one: sent by the hub, hops to the last."""
+    """Grow a tree of hosts that join one by one, as `pool_branches` does. Return the uploads that
+    the hub sends, and the hops to the farthest host."""
     tree = Branches(branches)
     hops: dict[Any, int] = {None: 0}
     sent = 0
@@ -45,7 +46,7 @@ def test_hosts_are_sent_what_changed_where_that_is_less() -> None:
     assert made.version_bytes == pytest.approx(4 * GPU.model_bytes * GPU.delta)
     whole = load(replace(GPU, engines=4, delta=0.6), Measured())
     assert whole.version_bytes == 2 * GPU.model_bytes
-    # Many hubs have few hosts each; were there one, it would have them all.
+    # Many hubs have few hosts each. The comparison is with a single hub that has all hosts.
     many, link = load(replace(GPU, engines=128), Measured()), Measured().stream_bytes_per_second
     assert many.version_bytes == pytest.approx(16 * GPU.model_bytes * GPU.delta)
     alone = many.fullest["link of one hub, weights"]
@@ -55,7 +56,7 @@ def test_hosts_are_sent_what_changed_where_that_is_less() -> None:
 def test_the_context_goes_out_again_with_each_turn() -> None:
     once = load(replace(GPU, turns=1), Measured())
     often = load(replace(GPU, turns=9), Measured())
-    # Of nine turns the mean one follows four others, of 4 bytes a token.
+    # Of nine turns, the average turn follows four others; a token has 4 bytes.
     assert often.token_bytes - once.token_bytes == pytest.approx(4 * 4 * once.tokens)
 
 

@@ -1,5 +1,5 @@
-"""Engines that are there and sample nothing, whether they answer or not: their turns go on elsewhere, and
-they are tried again."""
+"""Engines that are up but sample nothing, whether they answer or not. Their turns continue on other
+engines, and the hub tries the silent engines again."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ PATIENT = replace(QUICK, silent_seconds=1.0)
 
 @contextlib.asynccontextmanager
 async def frozen(engine: FakeEngine) -> AsyncGenerator[None]:
-    """Its loop stands still, and its server goes on answering."""
+    """Stop the engine's loop, while its server still answers."""
     async with engine._stepping:
         yield
 
 
 async def begin(pool: Pool, name: str, tokens: int = 60) -> asyncio.Task[Turn]:
-    """A turn that has begun."""
+    """Start a turn; return once it has tokens."""
     turning = asyncio.create_task(pool.hub.generate(name, PROMPT, sampling_params=sampling(tokens)))
     await pool.hub.sampled(name, 3)
     return turning
 
 
 def check(turn: Turn, tokens: int = 60) -> None:
-    """Every token is there once, and is what its version samples there."""
+    """Check that every token occurs once and matches its version."""
     assert len(turn.tokens) == tokens
     assert (turn.tokens, pytest.approx(turn.logprobs)) == expected_tokens(PROMPT, turn.versions)
 
 
 def holder(pool: Pool) -> int:
-    """The engine that has a turn."""
+    """The number of the engine that has a turn."""
     return next(n for n in range(len(pool.engines)) if pool.member(n).turns)
 
 
@@ -69,7 +69,7 @@ async def test_turns_of_an_engine_that_samples_nothing_go_on_at_the_exact_token_
             replica = info.replicas[silent]
             assert replica.state == rollout_service_pb2.REPLICA_STATE_UNAVAILABLE
             assert replica.problem == "sampled nothing for 1 s"
-            # It answers all the while, and is given no turns for that.
+            # The engine answers all the time, but that alone gets it no turns.
             failures = member.failures
             await until(lambda: member.failures > failures)
             assert member.state is State.LOST and member.problem == replica.problem
@@ -124,13 +124,13 @@ async def test_a_turn_whose_engine_does_not_abort_it_ends_all_the_same(
 
         engine.abort = late  # type: ignore[method-assign]
         async with frozen(engine):
-            # Turns of one version are aborted first, and everything else waits for their ends.
+            # The upload first aborts turns pinned to one version, and waits for their end.
             uploading = asyncio.create_task(pool.hub.upload(2))
             try:
                 async with asyncio.timeout(20):
                     turn = await pinned
             finally:
-                # Or nothing here could be stopped.
+                # Otherwise the test could not stop anything here.
                 asyncio.get_running_loop().call_later(1.0, answers.set)
             assert turn.finished.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED
             assert 3 <= len(turn.tokens) < 60 and set(turn.versions) == {1}
@@ -162,7 +162,8 @@ async def test_an_engine_that_stands_still_for_other_weights_is_not_silent(tmp_p
 
 async def test_a_turn_that_waits_for_others_in_its_engine_is_not_lost(tmp_path: Path) -> None:
     async with serve_pool(tmp_path, 1, step_seconds=SLOW, rules=PATIENT) as pool:
-        # It gets no more, as one that waits in the engine's own queue; shorter ones go past.
+        # The turn gets no more tokens, like a turn in the engine's own
+        # queue; shorter turns overtake it.
         pool.engines[0].engine.freeze_at = 20
         waiting = await begin(pool, "waiting")
         member = pool.member(0)
@@ -185,7 +186,7 @@ async def test_an_engine_without_turns_is_not_silent(tmp_path: Path) -> None:
         assert pool.engine.turns.is_idle
 
 
-# Those that do not answer either
+# Engines that do not answer either
 
 
 LOOK = 0.5
@@ -206,7 +207,8 @@ main()
 async def unanswering(
     pool: Pool, number: int, looks: int | None = None
 ) -> AsyncGenerator[list[int]]:
-    """An engine server leaves looks unanswered, all or so many; yields those that it left so far."""
+    """Let an engine server leave looks unanswered: all of them, or the first `looks`. Yield a
+    list with the count so far."""
     info = pool.engines[number].serving.info
     answer, left = info.get_server_info, [0]
 
@@ -225,7 +227,7 @@ async def unanswering(
 
 @pytest.fixture
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks run out of time soon."""
+    """Shorten the timeout of looks."""
     monkeypatch.setattr(engine_server, "INFO_SECONDS", LOOK)
 
 
@@ -255,7 +257,7 @@ async def test_turns_of_a_process_whose_event_loop_stands_still_go_on_elsewhere(
                 check(turn, 300)
             assert engine.requests_lost == 2
             assert members[0].state is State.LOST and not members[0].turns
-            # As soon as it answers it is one of the pool again.
+            # Once the process answers, it is back in the pool.
             standing.unlink()
             await until(lambda: members[0].state is State.SERVING)
             given = members[0].given
@@ -324,7 +326,7 @@ async def test_an_engine_that_does_not_answer_while_it_takes_weights_keeps_its_t
 
 
 def test_the_times_without_turns_are_left_out() -> None:
-    # Its only turn is given up each time, for nothing comes.
+    # Its only turn is given up each time, because no token arrives.
     silence = Silence()
     for began in (0.0, 100.0, 200.0):
         silence = silence.given(began).left(began + 10.0)

@@ -1,4 +1,5 @@
-"""The simulator of many engines: no group lost, no token too old, and closed forms of simple cases."""
+"""The simulator of many engines: no lost group, no token that is too old, and
+closed forms of simple cases."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def setup_of(max_lag: int = 0, groups: int = 2, workload: Workload = CONSTANT, *
 
 
 async def play(setup: Setup, steps: int, seed: int = 1) -> tuple[Simulation, list[dict[int, int]]]:
-    """A run, and the tokens by lag of each group that was trained."""
+    """Run a simulation; also return each trained group's tokens by lag."""
     trained: list[dict[int, int]] = []
 
     def note(group: Group, lags: dict[int, int]) -> None:
@@ -71,7 +72,8 @@ def test_a_turn_takes_a_step_for_each_token(first_token_steps: int) -> None:
     assert engine.next_time == math.inf
     taken = ended.last_step - ended.first_step + 1
     assert taken == TOKENS
-    # Where a step begins with its tokens, the last of them is not waited for.
+    # If a step yields its token at its start, the engine does not wait
+    # for the end of the last step.
     assert engine.busy_seconds == pytest.approx((TOKENS - 1 + first_token_steps) * STEP)
 
 
@@ -90,7 +92,7 @@ def test_times_that_make_no_sense_are_refused(steps: tuple[tuple[int, float], ..
 def run_engine(
     engine: SimulatedEngine, arrivals: list[tuple[float, int]], switches: list[float]
 ) -> dict[str, tuple[float, dict[int, int]]]:
-    """(When, tokens by version) of each turn."""
+    """For each turn: the time of its end, and its tokens by version."""
     events = [(at, 0, index) for index, at in enumerate(switches, 1)]
     events += [(at, tokens, -index) for index, (at, tokens) in enumerate(arrivals)]
     heapq.heapify(events)
@@ -112,7 +114,7 @@ def run_engine(
 def step_engine(
     times: EngineTimes, arrivals: list[tuple[float, int]], switches: list[float]
 ) -> dict[str, tuple[float, dict[int, int]]]:
-    """The same, one step after another."""
+    """The same result, computed step by step."""
     waiting = [(at, f"{index}", tokens) for index, (at, tokens) in enumerate(arrivals)]
     waiting.sort(key=lambda turn: turn[0])
     left: dict[str, int] = {}
@@ -122,15 +124,15 @@ def step_engine(
     switches = sorted(switches)
     while waiting or left:
         if not left:
-            # An engine at rest takes a turn, or other weights, at once. One for which a turn waits at the
-            # end of a step is not.
+            # An idle engine takes a turn or new weights at once. If a turn waits at the end of a
+            # step, the engine is not idle.
             while switches and now < waiting[0][0] and switches[0] < waiting[0][0]:
                 now = max(now, switches.pop(0)) + times.pause_seconds
                 version += 1
             now = max(now, waiting[0][0])
         due = [at for at in switches if at <= now]
         if due:
-            # However many came since the last boundary, the last of them counts.
+            # However many switches came since the last boundary, only the last version counts.
             switches = switches[len(due) :]
             version += len(due)
             now_paused = now + times.pause_seconds
@@ -149,7 +151,7 @@ def step_engine(
     return found
 
 
-# Of what comes in the very moment of a boundary, rounding decides: these are none.
+# Never equal to a boundary, because rounding would then decide the order.
 moments = st.integers(1, 2_000).map(lambda number: number * 0.00097531)
 
 
@@ -164,13 +166,14 @@ moments = st.integers(1, 2_000).map(lambda number: number * 0.00097531)
     switch=st.none() | moments,
     most_running=st.integers(1, 5),
 )
-# Other weights at a boundary with nothing in flight and one turn waiting; another comes in the pause.
+# A switch at a boundary with nothing in flight and one turn waiting; another
+# turn arrives during the pause
 @example(arrivals=[(0.001, 1), (0.003, 1), (0.012, 1)], switch=0.002, most_running=2)
 def test_arithmetic_over_steps_is_the_same_as_one_step_after_another(
     arrivals: list[tuple[float, int]], switch: float | None, most_running: int
 ) -> None:
     times = EngineTimes(((1, 0.0101), (5, 0.0307)), most_running=most_running, pause_seconds=0.0503)
-    # Of what comes in one moment either may be first.
+    # The order of simultaneous events is undefined.
     assume(all(at != switch for at, _ in arrivals))
     switches = [] if switch is None else [switch]
     found = run_engine(SimulatedEngine("e", times), arrivals, switches)
@@ -212,7 +215,7 @@ def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
     generation = 0.07 + 16 * 1e-3 + TOKENS * STEP + 0.03
     period = generation + 1.0 + 0.25 + 0.4
     assert tally.per_hour == pytest.approx(3600 / period)
-    # It waits for the switch, too.
+    # The trainer also waits for the switch.
     assert tally.idle == pytest.approx((generation + 0.4) / period)
     assert tally.busy == pytest.approx((16 * 1e-3 + TOKENS * STEP) / period)
     assert tally.tokens_by_lag == {0: 10 * TOKENS}
@@ -259,7 +262,7 @@ def test_a_conversation_is_prefilled_once_where_it_stays() -> None:
     )
     tally = simulate(setup_of(workload=workload, groups=1), 1, 4)
     assert tally.prefilled == 4 * (prompt + (turns - 1) * seen)
-    # What the turns before have left, and the first one's.
+    # What previous turns left in the cache, including the first turn's prompt.
     reused = (prompt + TOKENS) + (prompt + TOKENS + seen + TOKENS)
     assert tally.reused == 4 * reused
 
@@ -279,7 +282,7 @@ def test_turns_beyond_all_limits_wait_in_the_hub_and_none_is_lost() -> None:
 
 
 def test_under_a_cache_that_fills_an_engine_keeps_its_turns() -> None:
-    # The cache is full with so many, and a turn takes as long as 50 looks at the engine.
+    # The cache holds this many turns. A turn takes as long as 50 looks at the engine.
     fit, context, tokens = 24, 990, 10
     setup = setup_of(
         4,
@@ -310,7 +313,7 @@ def test_an_engine_that_was_slow_once_is_tried_again_and_has_its_share_from_then
     async def play_with_one_slow() -> list[int]:
         simulation = Simulation(setup_of(4, groups=4, engines=4, freshness=False), 1)
         slow, *others = simulation.pool.members
-        # Its first turn, while it warmed up.
+        # The first turn, while the engine warmed up.
         slow.paced(60.0, TOKENS)
         for member in others:
             member.paced(STEP * TOKENS, TOKENS)
@@ -366,7 +369,7 @@ def test_no_group_is_lost_and_no_trained_token_is_too_old(
         assert max(behind for lags in trained for behind in lags) <= max_lag
     if not policy.discards:
         assert simulation.discarded_count == 0
-    # Every token of every sibling, once.
+    # Every token of every sibling, exactly once.
     tokens = sum(sum(lags.values()) for lags in trained)
     if policy is LatePolicy.MASK:
         assert sum(simulation.tally.tokens_by_lag.values()) == tokens
@@ -395,7 +398,7 @@ def test_a_run_that_nobody_works_on_is_given_up() -> None:
         simulate(setup_of(agents=0, stuck_seconds=100.0), 1, 1)
 
 
-# Beside real runs
+# Comparison with real runs
 
 
 def tally_of(per_hour: float, lags: dict[int, int]) -> Tally:

@@ -1,4 +1,5 @@
-"""Switches of a pool of which one engine is slow, hangs or goes: the others are not held up."""
+"""Switches of a pool with one engine that is slow, hangs or leaves. The
+other engines are not delayed."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ SHORT = replace(QUICK, stage_seconds=2.0)
 
 
 def hang(engine: Harness) -> asyncio.Event:
-    """An engine server that answers, and takes no upload before this is set."""
+    """Let an engine server answer calls but accept no upload until the returned event is set."""
     gate = asyncio.Event()
     original = engine.serving.uploads._begin
 
@@ -109,7 +110,7 @@ async def test_who_is_not_listed_any_more_is_not_waited_for(tmp_path: Path, part
         member = pool.member(0)
         turns: list[asyncio.Task[Turn]] = []
         if part == "switching with a turn":
-            # One at each; its connection is not closed before that turn has ended.
+            # One turn on each engine. The hub closes the connection only after that turn.
             turns = [
                 asyncio.create_task(
                     pool.hub.generate(name, sampling_params=sampling(max_tokens=100))
@@ -147,7 +148,7 @@ async def test_one_that_is_still_at_an_upload_before_is_asked_again(tmp_path: Pa
         answers = await pool.hub.upload(1)
         assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
         assert refusals == 0
-        # It did not leave the rotation for it.
+        # The engine did not leave the rotation.
         assert pool.member(0).state is State.SERVING and pool.member(0).version == 1
 
 
@@ -173,7 +174,7 @@ async def test_who_refused_it_is_not_given_it_again_while_others_are_staged(tmp_
         pool.engines[1].engine.fail_preparations = 1000
         uploading = asyncio.create_task(pool.hub.upload(1))
         await until(lambda: pool.engines[1].engine.fail_preparations < 1000)
-        # Out of rotation before it was brought up to date, and that comes after the switch.
+        # It is out of rotation, and is brought up to date only after the switch.
         await until(lambda: pool.member(1).state is State.JOINING)
         tried = pool.engines[1].engine.fail_preparations
         for _ in range(10):
@@ -205,7 +206,7 @@ async def test_who_refused_it_goes_on_with_the_version_before_where_no_other_tak
 
 
 def hold_looks(member: Member, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Has no look at an engine be answered before this is set."""
+    """Delay every look at an engine until the returned event is set."""
     info, held = member.server.info, asyncio.Event()
 
     async def late(**how: bool) -> object:
@@ -243,7 +244,7 @@ async def test_a_version_that_is_refused_is_taken_from_who_has_it_all_the_same(
         held.set()
         await pool.serving()
         assert [member.version for member in pool.engine.members] == [1, 1]
-        # The same number again, of other bytes: nobody has it already.
+        # The same number again with other bytes: no engine may count as having it.
         data, specs = payload(9)
         head, _ = header(2, tensors=specs)
         answers = await send(pool.hub, messages(head, data))
@@ -280,7 +281,7 @@ async def test_who_was_lost_as_it_switched_and_comes_back_is_given_it_again(
 async def test_one_that_has_the_version_no_more_is_given_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where another version was staged in between, which takes its place there."""
+    """As if another version had been staged in between and replaced it."""
     async with serve_pool(tmp_path, 2, rules=PATIENT) as pool:
         activate, calls = StagedThere.activate, 0
 
@@ -343,7 +344,7 @@ async def test_another_process_at_the_address_of_one_is_given_it_from_the_beginn
         await uploading
         turns = [await pool.hub.generate(f"t{number}") for number in range(4)]
         assert {version for turn in turns for version in turn.versions} == {2}
-        # The pool's version as it joined, and the one that was switched to.
+        # The pool's version when it joined, and the version of the switch.
         assert len(another.engine.payloads) == 2
         assert pool.engine.requests_lost == 0
 

@@ -1,4 +1,4 @@
-"""Groups whose records leave large segments to the records of their turns."""
+"""Group records that refer to the turns' records for large segments."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ Outcome = codec.twin(trajectory_pb2.Outcome)
 GroupReferred = codec.twin(journal_pb2.GroupReferred)
 TurnChanged = codec.twin(journal_pb2.TurnChanged)
 POLICY_BYTES = 4 * 8
-"""Of the four tokens that a turn of `finish_groups` samples."""
+"""Bytes of the four tokens that a turn of `finish_groups` samples."""
 
 
 def finished_in(folder: Path) -> list[Any]:
-    """Records of groups that are complete, oldest first."""
+    """The records of complete groups, oldest first."""
     found = [record for record, _ in read_records(find_files(folder / "journal"), Reading())]
     return [r for r in found if r.HasField("group_finished") or r.HasField("group_referred")]
 
@@ -69,7 +69,7 @@ def held_bytes(journal: LogJournal) -> int:
 
 
 async def delivered(harness: Harness, epoch: int, *, by_place: bool = False) -> Any:
-    """The group "a", of a session of its own."""
+    """The group "a", delivered on a new session."""
     exchange = await hello(harness.wire, epoch)
     exchange.send(demand={"group_count": 1, "by_place": by_place})
     delivery = await exchange.receive("delivery")
@@ -86,7 +86,7 @@ async def test_a_large_segment_is_written_once_and_read_the_same_everywhere(tmp_
         await finish_groups(first, "a")
         (record,) = finished_in(tmp_path / "a")
         referred = record.group_referred
-        # The prompt is small, and in both.
+        # The prompt is small, so the group's record contains it too.
         prompt, answer = referred.finished.group.trajectories[0].segments
         assert codec.token_ids(prompt).tolist() == [1, 2] and not answer.token_ids
         (place,) = referred.segments
@@ -147,7 +147,7 @@ async def test_a_group_that_goes_while_it_is_copied_is_counted_once(tmp_path: Pa
 
 
 async def held_groups(harness: Harness) -> list[Any]:
-    """Those that are finished."""
+    """The finished groups in the buffer, decoded."""
     groups = [await group.payload.read() for group in harness.serving.buffer.groups]
     return [group_bytes.decode_group(group) for group in groups]
 
@@ -174,7 +174,7 @@ async def test_nothing_refers_to_a_file_that_is_about_to_go(
         journal = journal_of(harness)
         journal._room_needed.set()
         await journal._begin_compaction()
-        # What it is about to copy, and what was written since.
+        # x has a record that compaction is about to copy; y was written after compaction began.
         await open_turn(harness, "y")
         await harness.complete("x")
         await harness.complete("y")
@@ -332,7 +332,7 @@ async def test_a_compaction_that_fails_leaves_groups_to_be_written_whole(
         assert await held_groups(second) == groups
 
 
-# Records by themselves
+# Records alone
 
 
 def sampled(name: str = "x", tokens: int = 4) -> TrajectoryRecord:
@@ -358,7 +358,7 @@ def sampled(name: str = "x", tokens: int = 4) -> TrajectoryRecord:
 
 
 def short_of(record: TrajectoryRecord) -> tuple[Any, Any]:
-    """The group of a trajectory as it is referred to, and its turn."""
+    """The referring record of a trajectory's group, and the record of its turn."""
     stored = Stored(1, 40, 64)
     record.written = dict.fromkeys(record.unrecorded_from(1), stored)
     turn = JournalRecord.FromString(b"".join(turn_changed(record).parts)).turn_changed

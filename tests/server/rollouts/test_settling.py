@@ -1,5 +1,5 @@
-"""What is closed, expires, is delivered or dropped is in one place at any moment, in memory as on the disk:
-whoever looks between, or is killed there, finds all of it."""
+"""Attempts and groups that close, expire, are delivered or dropped are in exactly one place at any
+moment, in memory and on disk. A reader or a kill in between finds all of them."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ REQUEUE = trainer_service_pb2.LATE_POLICY_REQUEUE
 
 
 def kinds(records: Any, *, hold_last: bool = False) -> list[str]:
-    """Of those that are no bytes yet, and of a finished group."""
+    """The kinds of records not yet encoded, and "group_finished" for a finished group."""
     found = [record.WhichOneof("record") for record in records if hasattr(record, "WhichOneof")]
     return [*found, "group_finished"] if hold_last else found
 
 
 class Disk:
-    """The journal of a server, whose appends of one kind are answered late: `reached` says that one is
-    durable, `go_on` lets them be answered."""
+    """Delays the journal's answer to appends of one kind. `reached` is set once such a record is
+    durable; set `go_on` to let the append return."""
 
     def __init__(self, harness: Harness, kind: str) -> None:
         self.reached, self.go_on = asyncio.Event(), asyncio.Event()
@@ -90,13 +90,13 @@ async def compact(harness: Harness) -> None:
 
 
 async def delivered(harness: Harness) -> list[tuple[str, float]]:
-    """Of the one group in the buffer: why each sibling failed, or its reward."""
+    """For each sibling of the only group in the buffer: its failure reason and its reward."""
     (group,) = harness.serving.buffer.groups
     found = decode_group(await group.payload.read())
     return [(t.outcome.failure.reason, t.outcome.reward) for t in found.trajectories]
 
 
-# Leases that run out
+# Leases that expire
 
 
 async def test_siblings_that_run_out_together_are_written_down_together(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ async def test_no_id_that_an_agent_takes_is_that_of_an_attempt_that_was_never_op
         failed = asyncio.ensure_future(harness.serving.failed())
         for run in ("first", "second"):
             exchange = await hello(harness.wire, 1 + (run == "second"), run_id=run)
-            # Ids of groups are unique within a run.
+            # Group ids are unique within a run.
             await harness.generate(run, group_id="x", group_size=2, sample_index=0)
             await harness.generate(f"x-1-unopened-{run}")
             harness.pass_lease_time()
@@ -201,7 +201,7 @@ async def test_no_id_that_an_agent_takes_is_that_of_an_attempt_that_was_never_op
         failed.cancel()
 
 
-# Closes that a compaction looks at, or that a kill cuts in two
+# Closes that overlap a compaction or are cut off by a kill
 
 
 async def test_a_race_is_over_in_one_place(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ async def test_what_branched_from_an_attempt_that_a_race_leaves_out_is_forgotten
 
 
 def cut_last(folder: Path, kind: str) -> None:
-    """As a kill in the middle of an append: its last record is not there."""
+    """Remove the last record, as a kill during an append would."""
     files = find_files(folder / "journal")
     record, place = list(read_records(files, Reading()))[-1]
     assert record.WhichOneof("record") == kind
@@ -376,7 +376,7 @@ async def test_a_compaction_does_not_bring_back_what_went_with_its_run(tmp_path:
         last = asyncio.ensure_future(harness.complete(given.trajectory_id))
         await until(lambda: len(journal._pending) == 1)
         coming = asyncio.ensure_future(hello(harness.wire, 2, run_id="second"))
-        # The group and the end of its run, in one batch, and a compaction right behind.
+        # One batch contains the group and the end of its run, and a compaction follows immediately.
         await until(lambda: len(journal._pending) == 2)
         journal._write_batch = then_compact
         may_write.set()
@@ -415,7 +415,7 @@ async def test_groups_that_were_selected_as_the_stream_was_lost_come_on_the_next
         await until(lambda: not harness.serving.trainer.connected)
         disk.go_on.set()
         exchange = await hello(harness.wire, 2, weight_version=2, **contract)
-        # What became of the others that stream had not taken, either.
+        # The new stream also gets the notices that the lost stream did not deliver.
         assert (await exchange.receive("notice")).task_id == "old"
         exchange.send(demand=Demand(group_count=2))
         assert (await exchange.receive("delivery")).group.task_id == "new"
@@ -447,7 +447,8 @@ async def test_a_stream_that_is_lost_while_a_step_computes_takes_no_place_of_the
         exchange.call.cancel()
         await until(lambda: not harness.serving.trainer.connected)
         exchange = await hello(harness.wire, 2, **contract)
-        # The step is done: its weights, and the receipt of what had come by the stream before.
+        # The step is done: upload its weights, and send the receipt for the
+        # deliveries of the lost stream.
         await harness.upload(1, trainer_epoch=2, staged=True)
         exchange.send(switch_weights={"weight_version": 1})
         await exchange.receive("weight_receipt")
@@ -688,7 +689,7 @@ async def test_a_turn_is_resumed_only_where_there_is_room_for_what_it_may_still_
         assert {refusal.reason for refusal in refusals} == {"MEMORY_BUDGET"}
         assert 0 < len(refusals) < len(names)
         assert budget.used_bytes <= budget.limit_bytes
-        # What was refused is as it was, and may be asked for again with less.
+        # A refused trajectory is unchanged, and may be resumed with a smaller budget.
         record = harness.serving.store.find(names[-1])
         assert record is not None and record.sampling.max_tokens == 1_000
         await harness.wire.Abort(AbortRequest(all={}))

@@ -1,4 +1,4 @@
-"""Trajectories that callers open for themselves: how long they stay, and what they give way to."""
+"""Unleased trajectories: how long they stay, and what they give way to."""
 
 from __future__ import annotations
 
@@ -73,10 +73,11 @@ async def test_closed_ones_give_way_to_what_needs_the_memory_the_oldest_first(
         await use_up(harness, "a", 90)
         assert harness.serving.budget.used_bytes <= BUDGET
         assert not is_held(harness, "a0") and is_held(harness, "a89")
-        # They keep no group from being begun.
+        # Closed trajectories do not prevent a group from beginning.
         call, _ = await lease_one(harness, "task")
         call.cancel()
-        # What needs most of it gets it; what does not fit beside what is in use costs none of them.
+        # A request that needs most of the memory evicts them. A request that cannot fit next
+        # to memory in use evicts none.
         task = Task(task_id="large", group_size=1, tokens=sequence([1]))
         task.metadata["filler"] = "x" * (10 << 20)
         await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=[task]))
@@ -88,7 +89,7 @@ async def test_closed_ones_give_way_to_what_needs_the_memory_the_oldest_first(
         )
         assert harness.serving.own.byte_count == held
         count = len(harness.serving.store.records())
-    # What made room is gone for the next server as well.
+    # A restarted server does not recover the evicted trajectories either.
     async with serve(tmp_path, *settings, max_context=40_000) as harness:
         assert len(harness.serving.store.records()) == count
         assert harness.serving.own.byte_count == held
@@ -96,8 +97,8 @@ async def test_closed_ones_give_way_to_what_needs_the_memory_the_oldest_first(
 
 
 async def asked_until_it_fits(ask: Callable[[], Awaitable[Any]]) -> int:
-    """Returns how often it was refused: some of those before are given up for it, and once they are gone it
-    fits."""
+    """Repeat the call until it fits; return the number of refusals. Each
+    refusal evicts older trajectories."""
     refusals = 0
     async with asyncio.timeout(20):
         while True:
@@ -166,7 +167,7 @@ async def test_one_that_nobody_calls_gives_its_place_back(tmp_path: Path) -> Non
 
 
 def pass_time(harness: Harness, seconds: float) -> None:
-    """As if nobody had called for so long."""
+    """Pretend that no call came for this long."""
     own: Any = harness.serving.own
     for trajectory_id in own._open:
         own._open[trajectory_id] -= seconds

@@ -1,4 +1,4 @@
-"""`penstock serve`: configuration, and what it says when it cannot serve."""
+"""`penstock serve`: its configuration, and its errors when it cannot serve."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """The same in this process, which has loaded vLLM once: exit status, output, errors."""
+    """Run the command in this process, which has vLLM loaded. Return
+    exit status, output and errors."""
     with pytest.raises(SystemExit) as ended:
         main(["serve", *arguments])
     return (int(ended.value.code or 0), *capsys.readouterr())
@@ -58,7 +59,7 @@ def test_a_dry_run_prints_a_file_that_means_the_same(
     file.write_text(first.stdout)
     _, again, said = serve_here(capsys, "--config", str(file), "--dry-run")
     assert tomllib.loads(again) == resolved, said
-    # An option on the command line wins over the file.
+    # A command-line option overrides the file.
     changed = serve_here(capsys, "--config", str(file), "--max-model-len", "64", "--dry-run")[1]
     assert tomllib.loads(changed)["engine"]["max_model_len"] == 64
 
@@ -94,7 +95,7 @@ def test_a_durability_without_a_place_is_refused(
     options = ("--model", str(model), "--dtype", "float32", "--max-model-len", "128", "--dry-run")
     status, _, said = serve_here(capsys, *options, "--set", f"journal.durability={durability}")
     assert status == 2 and f'durability "{durability}" needs folder or url' in said
-    # What is printed says what is promised.
+    # The dry run prints the durability that the server would promise.
     _, printed, _ = serve_here(capsys, *options)
     assert tomllib.loads(printed)["journal"]["durability"] == "none"
     _, printed, _ = serve_here(capsys, *options, "--set", f"journal.folder={tmp_path}")

@@ -1,4 +1,4 @@
-"""Every rpc, found by walking the descriptors, under missing, absurd and malformed input."""
+"""Every rpc, found by walking the descriptors, with missing, absurd and malformed input."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ TEXTS = ("", "x", "\x00", "../../etc/passwd", "é" * 3000, "a" * 300)
 
 
 def absurd(message: Message, random: random.Random, depth: int = 0) -> Message:
-    """Fills a message with extremes, each field or not at all; google's messages like our own."""
+    """Fill a message with extreme values. Random fields stay unset;
+    google's messages are filled too."""
     for field in message.DESCRIPTOR.fields:
         if random.random() < 0.3 or depth > 8:
             continue
@@ -110,7 +111,7 @@ def _value(field: FieldDescriptor, random: random.Random) -> Any:
 
 
 def extremes(field: FieldDescriptor) -> tuple[Any, ...]:
-    """Values of a field at which something might break; and ids that are known."""
+    """Extreme values for a field, and known ids."""
     if field.cpp_type in INTEGERS:
         return INTEGERS[field.cpp_type]
     if field.cpp_type in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE):
@@ -128,7 +129,7 @@ Path = tuple[FieldDescriptor, ...]
 
 
 def scalar_fields(descriptor: Descriptor, path: Path = ()) -> Iterator[Path]:
-    """The way to each scalar field below a message, no message twice on one way."""
+    """The path of each scalar field below a message. No path contains a message type twice."""
     for field in descriptor.fields:
         way, kind = (*path, field), field.message_type
         if kind is not None and kind.GetOptions().map_entry:
@@ -141,7 +142,7 @@ def scalar_fields(descriptor: Descriptor, path: Path = ()) -> Iterator[Path]:
 
 
 def put(message: Any, path: Path, value: Any) -> None:
-    """Sets one field, making what is on the way to it."""
+    """Set one field, creating the messages on its path."""
     field, *rest = path
     holder = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -166,8 +167,8 @@ async def call(
     seconds: float = 20.0,
     first_only: bool = False,
 ) -> tuple[grpc.StatusCode, str]:
-    """Calls a method with raw bytes; returns its status and reason. `first_only`: a stream that the server
-    sends for as long as it is read is OK with its first message."""
+    """Call a method with raw bytes; return its status and reason. With `first_only`, a stream that
+    would never end counts as OK after its first message."""
     path = f"/{service.full_name}/{method.name}"
     channel = harness.channel
     try:
@@ -223,7 +224,7 @@ async def test_an_empty_message_is_answered_from_the_table(harness: Harness, rpc
 
 
 async def with_known_ids(harness: Harness) -> None:
-    """What the ids of `KNOWN_IDS` stand for, so that some calls get past looking them up."""
+    """Create what `KNOWN_IDS` names, so that some calls get past the lookup."""
     for name in ("open", "closed"):
         await harness.generate(name)
     await harness.complete("closed")
@@ -231,12 +232,14 @@ async def with_known_ids(harness: Harness) -> None:
 
 
 def own_name(seed: int) -> str:
-    """The trajectory or task of this number. A bit that is flipped in it makes no other number's."""
+    """The id of a trajectory or task. Its checksum ensures that flipping a bit
+    never produces another valid id."""
     return f"t{seed}-{zlib.crc32(str(seed).encode()):08x}"
 
 
 def valid(method: MethodDescriptor, seed: int) -> Message:
-    """A request that is in order, so that what is absurd in it is not hidden by what is refused first."""
+    """A valid request. Absurd values put into it are checked, instead of
+    hidden behind an earlier refusal."""
     conversation = Conversation(
         messages=[ChatMessage(role=conversation_pb2.ROLE_USER, content="hi")],
         tools=[codec.twin(conversation_pb2.Tool)(name="f", parameters={"a": 1})],
@@ -413,11 +416,11 @@ async def test_concurrent_garbage_does_not_disturb_turns(slow: Harness) -> None:
         assert (await turn).tokens == expected_tokens([1, 2, 3], [0] * 16)[0]
 
 
-# What is no request at all
+# Input that is not a request
 
 
 def http2_request(path: bytes) -> bytes:
-    """A connection's first bytes, with one whole request of this path and an empty message."""
+    """The first bytes of a connection: one complete request with this path and an empty message."""
 
     def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
         head = struct.pack(">I", len(payload))[1:] + bytes((kind, flags))
@@ -445,7 +448,7 @@ def http2_request(path: bytes) -> bytes:
 
 @pytest.mark.parametrize("path", [b"/penstock.v1.RolloutService/Generat\xe8", b"\xff", b"/\xc3"])
 async def test_a_path_that_is_no_text_stops_nobody(harness: Harness, path: bytes) -> None:
-    # First one that is text: that these bytes are a request.
+    # First send a valid path, to prove that these bytes form a request.
     for sent, known in ((b"/nobody/Knows", True), (path, False)):
         reader, writer = await asyncio.open_connection("127.0.0.1", harness.port)
         writer.write(http2_request(sent))
@@ -481,7 +484,7 @@ def test_who_is_refused_for_want_of_room_is_told_when_to_come_back(reason: Reaso
         told = [retry for detail in status.details if detail.Unpack(retry)]
         headers = headers_of(error)
         if error.retry_after_seconds is None:
-            # What is too large stays so.
+            # A message that is too large will always be too large.
             assert reason is Reason.MESSAGE_TOO_LARGE
             assert (told, headers, status_of(error)) == ([], {}, 413)
             continue
@@ -496,6 +499,6 @@ async def test_a_caller_that_is_gone_as_it_is_refused_is_no_defect() -> None:
         async def abort_with_status(self, status: object) -> None:
             raise grpc.aio.InternalError('Failed "execute_batch"')
 
-    # What ends a call without a word in the log.
+    # Ends a call without a log line.
     with pytest.raises(asyncio.CancelledError):
         await refuse(Gone(), DomainError(Reason.FIELD_INVALID, "x"))  # type: ignore[arg-type]

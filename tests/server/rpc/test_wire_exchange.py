@@ -1,4 +1,4 @@
-"""The trainer's stream: credit, receipts, redelivery, replacement, switches."""
+"""The Exchange stream: credit, receipts, redelivery, replacement and switches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.harness import (
 
 
 async def finish_groups(harness: Harness, *names: str, index: int = 0) -> None:
-    """Submits one-sample tasks and plays them to their end."""
+    """Submit tasks with one sample each, and finish them."""
     await harness.wire.SubmitTasks(
         SubmitTasksRequest(
             tasks=[
@@ -99,7 +99,7 @@ async def test_groups_without_receipt_are_delivered_again_and_no_others(harness:
     exchange.half_close()
     assert await exchange.call.code() == grpc.StatusCode.OK
     assert harness.serving.trainer.drops == {"NOT_WANTED": 1}
-    # The trainer comes back with the state after step 1: b was trained later, d never.
+    # The trainer resumes from its state after step 1: b was trained later, d never.
     exchange = await hello(harness.wire, 2, resume_step=1, groups_per_step=4)
     exchange.send(demand={"group_count": 4})
     again = [await exchange.receive("delivery") for _ in range(2)]
@@ -110,7 +110,7 @@ async def test_groups_without_receipt_are_delivered_again_and_no_others(harness:
 
 
 async def test_a_receipt_for_a_server_before_means_no_group_of_this_one(tmp_path: Path) -> None:
-    """A server that has lost everything counts its deliveries, too."""
+    """Delivery ids keep increasing even after a server loses its whole state."""
     delivered: list[int] = []
     for name in ("a", "b"):
         async with serve(tmp_path) as harness:
@@ -152,7 +152,7 @@ async def test_a_newer_trainer_ends_the_older_session(harness: Harness) -> None:
         grpc.StatusCode.FAILED_PRECONDITION,
         "STALE_EPOCH",
     )
-    # The older one's demand died with it.
+    # The older session's demand ended with it.
     await finish_groups(harness, "a")
     newer.send(demand={"group_count": 1})
     assert (await newer.receive("delivery")).group.task_id == "a"
@@ -192,7 +192,7 @@ async def test_what_is_wrong_with_a_message_is_said(harness: Harness) -> None:
         exchange = await hello(harness.wire, 20 + index)
         exchange.send(**bad)
         assert await ended(exchange) == (invalid, "FIELD_INVALID"), bad
-    # Receipts for what nobody delivered change nothing.
+    # Receipts for unknown deliveries change nothing.
     exchange = await hello(harness.wire, 99)
     exchange.send(receipt={"delivery_ids": [12345], "step": 1})
     await finish_groups(harness, "a")
@@ -283,13 +283,13 @@ async def test_a_run_that_begins_anew_takes_nothing_over_from_its_earlier_start(
     exchange.send(demand={"group_count": 1})
     used = await exchange.receive("delivery")
     exchange.send(receipt={"delivery_ids": [used.delivery_id], "step": 1})
-    # One that resumes, and one that does not know, are the same start.
+    # A resumed trainer, and one that does not know its start id, belong to the same start.
     for epoch, start_id in ((2, "first"), (3, ""), (4, "first")):
         exchange = await hello(harness.wire, epoch, start_id=start_id, resume_step=1)
         answer = await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=waiting))
         assert (answer.accepted_count, answer.duplicate_count) == (0, 1)
         assert harness.serving.trainer.drops == {}
-    # Nobody is there to be told of what is dropped meanwhile.
+    # No trainer is connected to receive notices of groups dropped now.
     exchange.half_close()
     assert await exchange.call.read() is grpc.aio.EOF
     with monkeypatch.context() as patched:
@@ -302,7 +302,7 @@ async def test_a_run_that_begins_anew_takes_nothing_over_from_its_earlier_start(
     assert harness.serving.trainer.drops["RUN_REPLACED"] == 2
     exchange.send(demand={"group_count": 3})
     await finish_groups(harness, "a", "c", "d")
-    # Nothing is said of what was too large before.
+    # The group that was too large before the new start causes no notice.
     again = [(await exchange.receive("delivery")).group for _ in range(3)]
     assert [group.task_id for group in again] == ["a", "c", "d"]
     assert used.group.group_id not in [group.group_id for group in again]

@@ -1,4 +1,4 @@
-"""What operators see: reflection, health, ports, drain, server info."""
+"""Operator-facing features: reflection, health, ports, drain and server info."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in, what it may do, and what is told to nobody: units, and a server with TLS and tokens."""
+"""Authentication, authorization and secrets: units, and a server with TLS and tokens."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def made(tmp_path: Path) -> Authorities:
 
 @pytest.fixture
 async def guarded(tmp_path: Path, made: Authorities) -> AsyncGenerator[Harness]:
-    """A server with TLS and tokens; the harness is an admin's."""
+    """A server with TLS and tokens; the harness calls it as an admin."""
     async with serve(tmp_path, *made.settings(), security=made.security("admin")) as running:
         yield running
 
 
 @contextlib.asynccontextmanager
 async def as_caller(harness: Harness, security: Security) -> AsyncGenerator[Any]:
-    """Every rpc of the server, as another caller makes it."""
+    """The server's rpcs, called as another caller."""
     async with open_channel(harness.address, security) as channel:
         yield Wire(channel)
 
@@ -97,7 +97,7 @@ async def refused(awaitable: Any) -> Failure:
 
 
 async def to_the_end(stream: Any) -> None:
-    """Reads what is left of a stream whose beginning was read."""
+    """Read the rest of a stream."""
     while await stream.read() is not grpc.aio.EOF:
         pass
 
@@ -110,7 +110,7 @@ def generate(trajectory_id: str, **fields: Any) -> Any:
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 
-# What a client shows.
+# A client's credentials
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_token_is_read_again_for_each_call(tmp_path: Path, caplog: Any):
     assert source.metadata() == (("authorization", f"Bearer {first}"),)
     file.write_text(second)
     assert source.metadata() == (("authorization", f"Bearer {second}"),)
-    # Half written, or gone, the last one still stands; said once.
+    # If the file is half written or missing, the client keeps the last token and logs it once.
     for broken in ("", "\xff secret"):
         file.write_text(broken, encoding="latin-1")
         assert source.metadata() == (("authorization", f"Bearer {second}"),)
@@ -199,7 +199,7 @@ def test_what_a_command_line_gives_counts_over_a_file(monkeypatch: Any, made: Au
     given = Security(token_file=Path("t"), certificate=Path("c"), key=Path("k"), server_name="hub")
     assert given.over(file) == replace(given, ca=made.ca)
     assert Security(tls=True).over(Security()).encrypted
-    # The environment is asked last, as for the file alone.
+    # The environment has the lowest priority, as it has for the file alone.
     mine, environment = new_token(), new_token()
     monkeypatch.setenv("PENSTOCK_TOKEN", environment)
     server = ServerConfig(address="10.0.0.1:1", ca=made.ca)
@@ -207,7 +207,7 @@ def test_what_a_command_line_gives_counts_over_a_file(monkeypatch: Any, made: Au
     assert security_of(server, Security()).token == environment
 
 
-# What a server asks for.
+# A server's requirements
 
 FULL = "security.certificate=c", "security.key=k", "security.tokens=t"
 
@@ -275,7 +275,7 @@ async def test_a_file_that_cannot_be_read_is_named_at_the_start(
         bind(loaded.listen, 10, open_gate(loaded))
 
 
-# Roles.
+# Roles
 
 
 def test_the_table_of_roles_names_every_rpc_and_no_other():
@@ -339,7 +339,7 @@ async def test_an_agents_trajectories_are_its_own(tmp_path: Path, made: Authorit
         as_caller(running, made.security("other")) as rogue,
         as_caller(running, made.security("trainer")) as trainer,
     ):
-        # In flight until its own agent stops it, however long the others take to connect.
+        # The turn stays in flight until its agent stops it, however slowly the others connect.
         place = {"group_id": "g", "group_size": 2, "sampling_params": sampling(10_000)}
         stream = agent.Generate(generate("mine", tokens=sequence([1]), **place))
         assert (await stream.read()).HasField("started")
@@ -368,7 +368,8 @@ async def test_an_agents_trajectories_are_its_own(tmp_path: Path, made: Authorit
         assert (await agent.GetTrajectory(GetTrajectoryRequest(trajectory_id="mine"))).open
         assert (await trainer.GetTrajectory(GetTrajectoryRequest(trajectory_id="mine"))).open
 
-        # An attempt is its agent's from the lease on, before its first turn; ids of siblings are no secret.
+        # An attempt belongs to its agent from the lease on, even before its first turn. Other
+        # agents can guess the ids of siblings.
         task = WireTask(task_id="t", group_size=1, text="hi")
         await trainer.SubmitTasks(SubmitTasksRequest(tasks=[task]))
         leases = agent.LeaseTasks(LeaseTasksRequest(agent_id="a", concurrency=1))
@@ -377,7 +378,7 @@ async def test_an_agents_trajectories_are_its_own(tmp_path: Path, made: Authorit
         assert failure.reason == "ROLE_NOT_ALLOWED"
         turn = await collect(agent.Generate(generate(leased, tokens=None)))
         assert len(turn.tokens) == 4
-        # Whoever merely names one does not come to own it.
+        # Naming a trajectory does not give a caller ownership.
         await rogue.RenewLease(RenewLeaseRequest(trajectory_ids=["next"]))
         assert len((await collect(agent.Generate(generate("next")))).tokens) == 4
         leases.cancel()
@@ -394,12 +395,12 @@ async def test_a_certificates_role_is_that_of_its_common_name(tmp_path: Path, ma
         await upload(trainer, 1)
         assert (await refused(upload(agent, 2))).metadata["caller"] == "agent-1"
         assert len((await collect(agent.Generate(generate("a")))).tokens) == 4
-        # A token that is presented is what counts.
+        # A token takes precedence over a certificate.
         await upload(both, 2)
         assert running.serving.switch.active_version == 2
 
 
-# While the server runs.
+# While the server runs
 
 
 async def test_tokens_change_while_the_server_runs(
@@ -419,7 +420,7 @@ async def test_tokens_change_while_the_server_runs(
         assert (await refused(collect(agent.Generate(generate("two"))))).reason == "TOKEN_INVALID"
         file.write_text(fresh)
         await collect(agent.Generate(generate("two")))
-        # A file that means nothing leaves the tokens in force, and so does one that is gone.
+        # An invalid or missing file leaves the tokens in force.
         for broken in (f'[tokens.agent]\ntoken = "{fresh}"', "x = = 1", None):
             if broken is None:
                 made.token_file.unlink()
@@ -451,7 +452,7 @@ async def test_a_stream_ends_with_what_its_caller_was_let_in_by(
             grpc.StatusCode.UNAVAILABLE,
             "CREDENTIAL_ENDED",
         )
-        # Revoked: at the next call of anybody.
+        # A revoked credential ends its streams at the next call of any caller.
         made.write_tokens(trainer=None)
         await guarded.wire.RenewLease(RenewLeaseRequest())
         assert (await refused(exchange.call.read())).reason == "CREDENTIAL_ENDED"
@@ -502,7 +503,7 @@ async def test_a_certificate_changes_while_the_server_runs(
     )
     async with open_channel(guarded.address, renamed, own_connection=True) as channel:
         assert await collect(Wire(channel).Generate(generate("one")))
-    # One that cannot be used leaves the one before in use.
+    # The server keeps the previous certificate if the new one is unusable.
     (made.folder / "server.pem").write_text("nothing")
     async with open_channel(guarded.address, renamed, own_connection=True) as channel:
         assert await collect(Wire(channel).Generate(generate("two")))
@@ -515,12 +516,12 @@ async def test_a_server_far_away_is_reached_by_tls(guarded: Harness, made: Autho
             way.latency_seconds = 0.15
         security = made.security("agent")
         async with open_channel(proxy.address, security, own_connection=True) as channel:
-            # The first call, which nobody repeats.
+            # The first call on a connection, with no retry.
             turn = await collect(Wire(channel).Generate(generate("far")))
     assert len(turn.tokens) == 4
 
 
-# Limits.
+# Limits
 
 
 async def test_a_caller_has_so_many_turns_in_flight(tmp_path: Path):
@@ -533,7 +534,7 @@ async def test_a_caller_has_so_many_turns_in_flight(tmp_path: Path):
         )
         await first.read()
         await detached.read()
-        # It goes on without anybody who listens, and counts.
+        # The detached turn continues and still counts.
         detached.cancel()
         failure = await refused(collect(running.wire.Generate(generate("c"))))
         assert (failure.code, failure.reason) == (
@@ -549,7 +550,7 @@ async def test_a_caller_has_so_many_turns_in_flight(tmp_path: Path):
         await running.serving.turns.wait_idle()
         for name in ("c", "d", "e"):
             await collect(running.wire.Generate(generate(name)))
-        # What was refused, and what failed, holds no place.
+        # Refused and failed calls free their place.
         for _ in range(5):
             await refused(collect(running.wire.Continue(ContinueRequest(trajectory_id="none"))))
         await collect(running.wire.Generate(generate("f")))
@@ -573,7 +574,7 @@ async def test_a_caller_has_so_many_trajectories_open(tmp_path: Path):
             await running.generate(name)
         failure = await refused(running.generate("c"))
         assert failure.metadata["limit"] == "open_trajectories"
-        # Extending one opens none; closing one makes room.
+        # Extending a trajectory does not open another; completing one makes room.
         await running.resume("a", text="x")
         await running.complete("a")
         await running.generate("c")
@@ -586,7 +587,8 @@ async def test_a_caller_has_so_many_trajectories_open(tmp_path: Path):
 async def test_turns_that_begin_together_are_counted_together(
     tmp_path: Path, limit: str, most: int
 ):
-    """A long prompt is encoded beside the others: none of them has begun when the last one is let in."""
+    """A long prompt is encoded concurrently with the others, so no turn has begun
+    when the last call is admitted."""
     settings = f"limits.caller.{limit}={most}"
     async with serve(tmp_path, settings, step_seconds=0.05, max_context=40_000) as running:
         calls = [
@@ -604,7 +606,7 @@ async def test_turns_that_begin_together_are_counted_together(
         assert [failure.metadata["limit"] for failure in failures] == [limit] * 18
         for call in calls:
             call.cancel()
-        # What was refused holds no place.
+        # Refused calls hold no place.
         await running.serving.turns.wait_idle()
         for number in range(20):
             if running.serving.store.find(f"t{number}") is not None:
@@ -623,7 +625,7 @@ async def test_a_caller_has_so_many_calls_open(tmp_path: Path):
         for stream in streams:
             stream.cancel()
         async with connect(running.address) as client:
-            # Which comes again, as it was told to.
+            # The client retries, as the server advised.
             assert (await client.trajectory("c").turn("hi", max_tokens=2)).finish_reason
 
 
@@ -655,17 +657,17 @@ async def test_callers_are_counted_apart(tmp_path: Path, made: Authorities):
         assert (await refused(collect(agent.Generate(generate("c"))))).metadata["caller"] == "agent"
 
 
-# Code comes from the operator.
+# Code comes only from the operator
 
-# Everywhere that product code turns a name, or bytes, into code.
+# Every place in the product that turns a name or bytes into code.
 LOADS_CODE = {
-    # `--reward` and `--generate`, and a loss or an advantage of the trainer's own configuration.
+    # `--reward`, `--generate`, and a loss or an advantage in the trainer's own configuration.
     "common/functions.py": {"import_module"},
-    # The command line's own modules, by names written there.
+    # The command line's own modules, by names in its source.
     "cli/loading.py": {"import_module"},
-    # For functions written for slime, which name others in the arguments they are given by the operator.
+    # Functions written for slime, which name others in arguments from the operator.
     "client/plugins/slime_functions.py": {"import_module"},
-    # The source of megatron-core, as it is installed.
+    # The source of the installed megatron-core.
     "policy/megatron/hook.py": {"compile"},
 }
 RUNS = {"eval", "exec", "compile", "__import__", "import_module"}
@@ -673,7 +675,7 @@ LOADERS = {"importlib", "runpy", "pickle", "cloudpickle", "marshal", "shelve", "
 
 
 def names_code(path: Path) -> set[str]:
-    """What of a file turns a name, or bytes, into code."""
+    """The calls and imports in a file that turn a name or bytes into code."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -681,7 +683,7 @@ def names_code(path: Path) -> set[str]:
             module = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
             found.update(LOADERS & {name.split(".")[0] for name in module} - {"importlib"})
         if not isinstance(node, ast.Call) or all(isinstance(a, ast.Constant) for a in node.args):
-            continue  # What is written there, as `import_module("json")`, nobody else names.
+            continue  # Constant arguments, as in `import_module("json")`, come from the source.
         function, owner = node.func, ""
         if isinstance(function, ast.Attribute):
             owner = ast.unparse(function.value).split(".")[0]
@@ -731,7 +733,7 @@ async def test_a_task_that_names_code_runs_none(harness: Harness, tmp_path: Path
     assert "canary_of_a_task" not in sys.modules
 
 
-# What is told to nobody.
+# Secrets
 
 REWARD = "def reward(task, trajectory):\n    return float(len(trajectory.text) % 2)\n"
 
@@ -785,12 +787,12 @@ async def test_a_run_over_tls_writes_no_secret_anywhere(
         data = path.read_bytes()
         for secret in (*made.tokens.values(), *keys):
             assert secret.encode() not in data, path
-            # Nor the part of one that would find it.
+            # Check part of the secret too, because an abbreviated secret would also leak.
             assert secret[-20:].encode() not in data, path
 
 
 async def command(*arguments: str) -> tuple[int, str]:
-    """Exit status and output of `penstock`."""
+    """Run `penstock`; return its exit status and output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "penstock.cli", *arguments),
         stdout=asyncio.subprocess.PIPE,
@@ -801,7 +803,7 @@ async def command(*arguments: str) -> tuple[int, str]:
 
 
 def trainer_config(folder: Path, made: Authorities, address: str, model: Path) -> Path:
-    """A step on two prompts."""
+    """A configuration of one step on two prompts."""
     (folder / "data.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     found = folder / "trainer.toml"
     found.write_text(
@@ -820,7 +822,7 @@ def trainer_config(folder: Path, made: Authorities, address: str, model: Path) -
 
 
 def _dry_runs(made: Authorities, config: Path) -> list[str]:
-    """What the trainer and the server print of their configuration."""
+    """The dry-run output of the trainer and the server, and the output for a misplaced token."""
     token = made.tokens["trainer"]
     environment = {"PENSTOCK_TOKEN": token}
     first = CliRunner().invoke(main, ["train", str(config), "--dry-run"], env=environment)

@@ -1,5 +1,5 @@
-"""Answers that nobody reads: what their callers have of the server, and for how long; and calls beyond what
-it takes."""
+"""Unread answers: how much of the server their callers may use, and for how long. Also
+calls beyond the server's limit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHECK = "grpc.health.v1.Health/Check"
 
 
 def account(harness: Harness) -> Any:
-    """Of the one host that calls."""
+    """The account of the only calling host."""
     (found,) = harness.serving.callers._accounts.values()
     return found
 
@@ -94,7 +94,7 @@ async def test_who_is_cut_off_gives_back_what_it_had_and_not_what_grpc_holds(
         async with zero_window(harness.port) as caller:
             request = LeaseTasksRequest(agent_id="a", concurrency=4)
             calls = [await caller.call(LEASE, request) for _ in range(4)]
-            # Two are over the bound. Of the two others each has one lease, until it is cut off.
+            # Two calls exceed the limit. Each of the other two has one lease, until it is cut off.
             await until(lambda: len(caller.ended) == 2)
             await until(lambda: account(harness).calls == 2)
             assert 800_000 < account(harness).unread < 1_000_000
@@ -117,7 +117,7 @@ async def test_who_reads_after_all_is_told_why_it_was_cut_off(tmp_path: Path) ->
         async with grpc.aio.insecure_channel(
             harness.address, options=[*narrow, ("grpc.max_receive_message_length", -1)]
         ) as channel:
-            # The first message of all is what it does not read.
+            # The caller never reads the first message.
             call: Any = channel.unary_stream(
                 f"/{LEASE}",
                 request_serializer=LeaseTasksRequest.SerializeToString,
@@ -132,14 +132,14 @@ async def test_who_reads_after_all_is_told_why_it_was_cut_off(tmp_path: Path) ->
 
 
 async def test_what_a_refused_call_held_is_free_at_once(tmp_path: Path) -> None:
-    """It may be tens of megabytes, and whoever is refused asks again."""
+    """The call may hold tens of megabytes, and refused callers try again."""
     held: list[weakref.ref[Any]] = []
     async with serve(tmp_path) as harness:
         closing = harness.serving.closing
         complete = closing.complete
 
         class Held:
-            """Something that only the call knows."""
+            """Referenced only by the call."""
 
         async def watched(trajectory_id: str, outcome: Any) -> Any:
             marker = Held()
@@ -161,7 +161,7 @@ async def test_what_a_refused_call_held_is_free_at_once(tmp_path: Path) -> None:
             gc.enable()
 
 
-# Calls beyond what the server takes
+# Calls beyond the server's limit
 
 
 async def test_calls_beyond_what_the_server_takes_are_told_when_to_come_back(
@@ -217,7 +217,7 @@ async def test_who_need_not_say_who_he_is_leaves_places_for_others(tmp_path: Pat
                 refusals += 1
         assert refusals == 80 - 64 // authorization.ANYBODYS_PART
         await harness.generate("t")
-        # A probe asks in another way.
+        # A health probe uses another method.
         await anybody.unary_unary(f"/{CHECK}")(b"")
         for watch in watches:
             watch.cancel()

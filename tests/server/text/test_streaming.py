@@ -1,4 +1,5 @@
-"""Turns read while they are written: whole characters, no control tokens, no parser that ends a turn."""
+"""Turns parsed while they are written: whole characters, no control tokens, and parser
+failures that do not end a turn."""
 
 from __future__ import annotations
 

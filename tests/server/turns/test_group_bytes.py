@@ -1,4 +1,4 @@
-"""A group's bytes are what protobuf would make of it, in another order."""
+"""A group's bytes are protobuf's encoding of it, with the fields in another order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def encoded(*records: TrajectoryRecord) -> group_bytes.EncodedGroup:
 
 
 def test_a_group_reads_as_the_message_of_its_trajectories() -> None:
-    # Lengths of one, two and three bytes; and one that was never opened.
+    # Lengths of one, two and three bytes, and a trajectory that was never opened.
     records = [trajectory("a", 3), trajectory("b", 100), trajectory("c", 40_000)]
     records.append(TrajectoryRecord("d", PromptKind.TOKENS, TurnSampling()))
     expected = TrajectoryGroup(
@@ -48,7 +48,7 @@ def test_a_group_reads_as_the_message_of_its_trajectories() -> None:
     found = encoded(*records).joined()
     assert group_bytes.decode_group(found) == expected
     assert len(found) == expected.ByteSize()
-    # And so for who has no twins.
+    # The bytes also parse with the generated message classes.
     typed = trajectory_pb2.TrajectoryGroup.FromString(found)
     assert list(typed.trajectories[0].segments[1].token_ids) == [0, 1, 2]
 

@@ -1,4 +1,4 @@
-"""Which trajectory a request's messages go on with, and how many of its tokens are kept."""
+"""Which trajectory a request's messages continue, and how many of its tokens are kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HELD = [SYSTEM, ASK, CALLS, RESULT, ANSWER]
 def trajectory(
     *held: Message, name: str = "t", finish: Finish | None = Finish.STOP, **fields: object
 ) -> TrajectoryRecord:
-    """A trajectory in which every assistant's message is the policy's; each message takes ten tokens."""
+    """A trajectory whose assistant messages are all the policy's. Each message takes ten tokens."""
     record = TrajectoryRecord(name, PromptKind.CONVERSATION, TurnSampling(), **fields)  # type: ignore[arg-type]
     record.history = History((TOOL,))
     for index, message in enumerate(held):
@@ -118,7 +118,8 @@ def test_a_branch_keeps_up_to_the_last_message_the_policy_wrote():
     found = matched([record], *HELD[:3], other)
     assert found.record is record
     assert seen(found) == (MatchKind.BRANCHED, 30, 3, (other,))
-    # Its own answer rewritten: what asked for it is encoded again, the call before it is kept.
+    # The policy's answer was rewritten. The prompt before it is encoded again,
+    # and the earlier call is kept.
     tail = (RESULT, replace(ANSWER, content="It is five."), NEXT)
     assert seen(matched([record], *HELD[:3], *tail)) == (MatchKind.BRANCHED, 30, 3, tail)
 
@@ -134,7 +135,7 @@ def test_the_same_request_again_goes_on_with_a_turn_that_was_cut_off(message):
     record = trajectory(*(HELD if message else HELD[:4]), finish=Finish.ABORTED)
     found = matched([record], *HELD[:4])
     assert seen(found) == (MatchKind.CONTINUED, record.token_count, 4, ())
-    # Whoever has seen what there is of it may also answer it.
+    # The request may also contain the partial answer, and continue after it.
     if message:
         assert seen(matched([record], *HELD, NEXT)) == (MatchKind.CONTINUED, 50, 5, (NEXT,))
 
@@ -180,21 +181,22 @@ def test_of_several_trajectories_the_one_that_fits_best_is_taken():
     records = [root, branch, loose]
     assert matched(records, *HELD, NEXT).record is root
     assert matched(records, *HELD[:3], other, ANSWER, NEXT).record is branch
-    # Exact before what differs in form; of equals the first.
+    # An exact match is preferred to a match of another form; among equal matches
+    # the first trajectory is taken.
     assert matched(list(reversed(records)), *HELD, NEXT).record is root
-    # A branch where it shares most.
+    # Branches from the trajectory that shares the most tokens.
     found = matched(records, *HELD[:3], other, ANSWER, other, ANSWER, NEXT)
     assert (found.record, found.token_count) == (branch, 50)
 
 
 def test_what_the_policy_wrote_is_not_encoded_where_one_that_goes_on_holds_it():
-    # Two samples that read the same; the first was answered, and went on.
+    # Two samples with the same text; the first was answered and continued.
     first = trajectory(*HELD[:3], RESULT, ANSWER, ASK, ANSWER, name="first")
     second = trajectory(*HELD[:3], name="second")
     found = matched([first, second], *HELD, NEXT)
     assert found.record is first
     assert seen(found) == (MatchKind.BRANCHED, 50, 5, (NEXT,))
-    # Where neither holds more of it, the one that can be continued is.
+    # If both share the same number of tokens, the one that can be continued is taken.
     other = replace(RESULT, content="5")
     found = matched([first, second], *HELD[:3], other)
     assert found.record is second
@@ -208,13 +210,13 @@ def test_another_sample_of_a_rewritten_context_branches_from_the_first_one():
     agent = trajectory(Message("system", "Search."), ASK, ANSWER, name="agent")
     records = [root, compacted, agent]
     found = matched(records, SYSTEM, summary)
-    # Of the policy's nothing is kept: all of the prompt is encoded, and what is the same stored once.
+    # No policy message is shared, so the whole prompt is encoded; the shared part is stored once.
     assert (found.record, *seen(found)) == (
         compacted,
         *(MatchKind.BRANCHED, 0, 0, (SYSTEM, summary)),
     )
     assert matched(records, Message("system", "Search."), NEXT).record is agent
-    # Where none shares anything, or each as much, the attempt's own.
+    # If no trajectory shares anything, or all share the same, the attempt's root is taken.
     assert matched(records, NEXT).record is root
     assert matched(records, SYSTEM, NEXT).record is root
 

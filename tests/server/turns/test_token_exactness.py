@@ -1,9 +1,11 @@
-"""What the trainer gets is bit for bit what the engine saw and wrote, whatever became of a conversation.
+"""The trainer gets exactly the tokens that the engine saw and wrote, whatever happened to the
+conversation.
 
-Four agents at a time, one by gRPC and one by each of the compatible endpoints, talk at random with a policy
-that writes at random, while turns are aborted and weights are switched, each time with another policy for
-turns in flight. The tokenizers have merges and the policy does not keep to them: what it wrote, decoded and
-encoded again, would be other tokens. That this is so is asserted as well, so that the test can fail.
+Four concurrent agents, one over gRPC and one over each compatible endpoint, have random
+conversations with a policy that writes random tokens. Meanwhile turns are aborted and weights are
+switched, each time with another policy for turns in flight. The tokenizers have merges that the
+policy does not follow. Decoding its output and encoding it again would therefore give other tokens.
+The test asserts this too, because otherwise it could not fail.
 """
 
 from __future__ import annotations
@@ -57,34 +59,34 @@ PARSERS = {"chatml": ("hermes", ""), "llama3": ("llama3_json", ""), "qwen3": ("h
 POLICIES = [policy for policy in weights_pb2.InFlightPolicy.values() if policy]
 TOLD = json.dumps({"name": NAME, "description": DESCRIPTION, "parameters": SCHEMA})
 SEEDS = 3
-# Of the turns, at least these shares are other tokens once they are encoded again; and although their text
-# is whole.
+# The minimum shares of turns that change when they are re-encoded: among
+# all turns, and with valid text.
 DRIFTING, READABLE = 0.6, 0.4
 
 
 @dataclass
 class Talk:
-    """One group, as it was delivered, and all that there is to compare it with."""
+    """One delivered group, and everything to compare it with."""
 
     group: Any
     engine: WritingEngine
     agents: list[Agent]
     encoded: list[str]
-    """Every text that the server had encoded."""
+    """Every text that the server encoded."""
     policies: list[int]
-    """Of the switches."""
+    """The in-flight policies of the switches."""
     kinds: dict[str, int]
-    """What the requests of the endpoints did to what was held."""
+    """How often the endpoints' requests started, continued or branched a trajectory."""
 
     @property
     def lines(self) -> list[Line]:
-        """All that the policy said."""
+        """All messages of the policy."""
         return [line for agent in self.agents for _, line in agent.asked]
 
 
 @dataclass
 class Family:
-    """A tokenizer, its parsers, and how its policy writes."""
+    """A tokenizer, its parsers, and the style of its policy."""
 
     name: str
     style: Style = field(init=False)
@@ -97,7 +99,7 @@ class Family:
         self.parsers = VllmParsers(self.tokenizer, *PARSERS[self.name])
 
     def renderer(self, encoded: list[str]) -> TokenizerRenderer:
-        """With a tokenizer of its own, which tells what it encodes."""
+        """A renderer with its own tokenizer, which records every text it encodes."""
         tokenizer: Any = make_merging_tokenizer(self.name)
         encode = tokenizer.encode
 
@@ -110,7 +112,7 @@ class Family:
 
 
 async def disturb(server: Harness, engine: WritingEngine, seed: float, used: list[int]) -> None:
-    """Aborts everything, or switches weights, every so many tokens; ends by being cancelled."""
+    """Abort every turn, or switch weights, every few tokens, until cancelled."""
     draw, version = random.Random(seed), 0
     while True:
         await engine.written(draw.randrange(3, 60))
@@ -127,7 +129,7 @@ async def disturb(server: Harness, engine: WritingEngine, seed: float, used: lis
 async def disturbed(
     server: Harness, engine: WritingEngine, seed: float, used: list[int]
 ) -> AsyncGenerator[None]:
-    """While this is entered, things happen."""
+    """Run `disturb` until the end of the block."""
     disturbing = asyncio.create_task(disturb(server, engine, seed, used))
     try:
         yield
@@ -141,12 +143,12 @@ async def disturbed(
 async def agents_of(
     server: Harness, engine: WritingEngine, names: Sequence[str], draw: random.Random
 ) -> AsyncGenerator[list[Agent]]:
-    """One agent of each surface; `names` are those of their attempts, the one by gRPC first."""
+    """One agent for each surface. `names` are their attempts, with the gRPC agent's first."""
     surfaces: list[Surface] = [Grpc(server, random.Random(draw.random()))]
     async with contextlib.AsyncExitStack() as stack:
         for (make, make_client), name in zip(HTTP_SURFACES, names[1:], strict=True):
             base = f"{server.http}/attempts/{name}"
-            # What is lost is asked for again by the agent itself.
+            # The agent itself retries, not the SDK.
             opened = make_client(base_url=base, api_key="any", max_retries=0)
             client = await stack.enter_async_context(opened)
             surfaces.append(make(client, engine, random.Random(draw.random())))
@@ -154,11 +156,11 @@ async def agents_of(
 
 
 async def converse(folder: Path, family: Family, seed: int) -> Talk:
-    """One attempt of each surface, all of one group and at once."""
+    """Run one attempt per surface, all at once and in one group."""
     draw, encoded, used = random.Random(seed), list[str](), list[int]()
     make_engine = functools.partial(WritingEngine, style=family.style)
     parts: dict[str, Any] = {"renderer": family.renderer(encoded), "make_engine": make_engine}
-    # So slow that what disturbs it comes in the middle of turns.
+    # Slow enough that disturbances happen mid-turn.
     parts |= {"step_seconds": 0.002, "max_context": 8192}
     async with serve(folder, "http.listen=127.0.0.1:0", **parts) as server:
         engine = server.engine
@@ -186,8 +188,8 @@ async def converse(folder: Path, family: Family, seed: int) -> Talk:
 
 
 def check_delivery(talk: Talk) -> None:
-    """That every trajectory is what its requests saw and wrote: tokens, log-probabilities and versions, and
-    that every token that the policy wrote is trained once."""
+    """Check that every trajectory equals what its requests saw and wrote: tokens, log-probabilities
+    and versions. Also check that every token of the policy is trained once."""
     samples = read_group(talk.group, trainer_version=1000, max_lag=2000).samples
     heard = {line.turn[0] for line in talk.lines if line.turn is not None}
     missed = {sample.trajectory_id for sample in samples} ^ heard
@@ -227,15 +229,16 @@ def _versions(trajectory: Any) -> list[int]:
 
 
 def check_contexts(talk: Talk, family: Family) -> int:
-    """That what the engine saw before each turn begins with what it saw and wrote up to the last message of
-    the policy's in the agent's history, and ends with what is new; returns how many had such a message."""
+    """Check the engine's context before each turn. It must start with the tokens up to the
+    policy's last message in the agent's history, and end with the new messages. Return the number
+    of turns with such a message."""
     compared = 0
     for agent in talk.agents:
         known: dict[Any, list[list[int]]] = {}
         for lines, line in agent.asked:
             attempts = talk.engine.turns.get(line.turn or ("", 0))
             if attempts is None:
-                # It was aborted before the engine had it.
+                # The turn was aborted before the engine got it.
                 continue
             given, new = attempts[0].given, lines
             for end in reversed([at for at, said in enumerate(lines, 1) if said.turn]):
@@ -252,24 +255,24 @@ def check_contexts(talk: Talk, family: Family) -> int:
 
 
 def _meaning(lines: Sequence[Line]) -> Any:
-    """What tells one history from another: two turns may read the same and be other tokens."""
+    """Identifies a history by its text. Two turns may have the same text and different tokens."""
     return tuple((line.role, line.text.strip(), *(c[1:] for c in line.calls)) for line in lines)
 
 
 def check_encoded(talk: Talk, family: Family) -> None:
-    """That no text which the policy wrote was encoded."""
+    """Check that no text written by the policy was encoded."""
     control = "|".join(map(re.escape, family.tokenizer.get_added_vocab()))
     encoded = "\0".join(talk.encoded)
     for line in talk.lines:
         for text in (line.text, line.reasoning):
             longest = max(re.split(control, text.strip()), key=len).strip()
-            # The policy calls the tool in the words in which it was told of it.
+            # The policy's calls repeat the tool's description, which the server did encode.
             own = len(longest) > 8 and longest not in TOLD
             assert not own or longest not in encoded, line.turn
 
 
 def drift(engine: WritingEngine, tokenizer: Any) -> Iterator[str]:
-    """Of each turn, what would become of its tokens if they were decoded and encoded again."""
+    """For each turn, whether its tokens survive decoding and re-encoding."""
     for attempts in engine.turns.values():
         wrote = [token for attempt in attempts for token in attempt.wrote]
         text = tokenizer.decode(wrote, skip_special_tokens=False)
@@ -278,7 +281,7 @@ def drift(engine: WritingEngine, tokenizer: Any) -> Iterator[str]:
 
 
 def count_events(talk: Talk) -> Counter[str]:
-    """How much came to pass, by name."""
+    """The number of occurrences of each kind of event."""
     found = Counter({f"http {kind}": count for kind, count in talk.kinds.items()})
     found.update(f"policy {policy}" for policy in talk.policies)
     for agent in talk.agents:
@@ -295,7 +298,7 @@ def count_events(talk: Talk) -> Counter[str]:
 
 
 def wanted_events(family: str) -> list[str]:
-    """What has to have come to pass for the test to mean anything."""
+    """The events that must occur for the test to be meaningful."""
     return [
         *(f"policy {policy}" for policy in POLICIES),
         *("grpc interrupted", "http interrupted", "calls"),
@@ -324,7 +327,7 @@ async def test_the_trainer_gets_what_the_engine_saw_and_wrote(
             raise
         events += count_events(talk)
         drifts.update(drift(talk.engine, family.tokenizer))
-    # It was as eventful as it is meant to be.
+    # Check that the run covered what it should.
     assert not [event for event in wanted_events(name) if not events[event]], events
     assert compared > drifts.total() / 2
     assert drifts["readable"] + drifts["broken"] >= DRIFTING * drifts.total(), drifts

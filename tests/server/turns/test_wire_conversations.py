@@ -1,4 +1,5 @@
-"""Conversations over the wire: what is held, branches that share a prefix, a server that dies."""
+"""Conversations over the wire: stored history, branches that share a
+prefix, and a server that dies."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ SCRIPT = list(b'<tool_call>{"a": 1}</tool_call>')
 
 
 class Scripted(FakeEngine):
-    """Writes the script, whatever it is shown, and ends the turn."""
+    """Writes the script after any prefix, then ends the turn."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **fields)
@@ -54,7 +55,7 @@ class Scripted(FakeEngine):
 
 
 class Calls:
-    """Finds the script's call; takes it for none where the tool's name is "other"."""
+    """Finds the script's call. Treats it as malformed if the tool's name is "other"."""
 
     def parse(
         self,
@@ -133,7 +134,8 @@ async def test_a_malformed_call_is_text_with_a_reason(
 
 
 async def branched(server: Harness, reward: float = 1.0) -> tuple[Any, list[list[int]]]:
-    """A group of a trajectory, a branch from its first turn and a branch from that; and their tokens."""
+    """A group of a trajectory, a branch from its first turn and a branch from that
+    branch. Also returns their tokens."""
     exchange = await hello(server.wire)
     first = await server.generate(
         "t", conversation=conversation(ASK), group_id="g", group_size=1, **LONG
@@ -165,14 +167,14 @@ async def test_a_branch_stores_and_delivers_what_is_its_own(
         for trajectory, tokens in zip(group.trajectories, whole, strict=True):
             assert [*shared[trajectory.trajectory_id], *tokens_of(trajectory)] == tokens
         first = renderer.render([Message("user", "Add.")], TOOLS).tolist()
-        # Up to where the answers differ, in their first character.
+        # The shared prefix ends where the answers differ, at their first character.
         before = renderer.render_next([Message("tool", "", tool_call_id="x")], EOS).tolist()
         answered = before.index(EOS)
         assert root.parent_token_count == 0
         assert branch.parent_token_count == len(first) + len(SCRIPT) + 1 + answered
         assert leaf.parent_token_count == len(whole[1])
         assert tokens_of(branch)[0] == ord("2")
-        # Trained are the turns of each, once.
+        # Each trajectory's turns are trained once.
         samples = read_group(group, trainer_version=0, max_lag=4).samples
         assert [sample.token_ids.tolist() for sample in samples] == whole
         assert [int(sample.trained.sum()) for sample in samples] == [
@@ -188,7 +190,7 @@ async def test_tokens_that_both_begin_with_are_the_parents(tmp_path: Path) -> No
         parent = await server.generate("t", [1, 2, 3], group_id="g", group_size=1)
         prompt = [1, 2, 3, *parent.tokens[:4], 7]
         await server.generate("b", prompt, parent_trajectory_id="t")
-        # All of it, where it is asked for once more.
+        # A repeated prompt shares everything.
         again = await server.generate("again", [1, 2, 3], parent_trajectory_id="t")
         assert again.started.context_token_count == 3
         held = await server.wire.GetTrajectory(GetTrajectoryRequest(trajectory_id="b"))
@@ -260,7 +262,7 @@ async def test_what_is_held_of_a_conversation_outlives_the_server(
         kept = [server.serving.store.get(name) for name in "tb"]
         shutil.copytree(before / "journal", after / "journal")
     for _ in range(2):
-        # The second time from the snapshot that the first one wrote.
+        # The second restart reads the snapshot that the first one wrote.
         async with scripted(after, renderer, *journal(after)) as again:
             found = [again.serving.store.get(name) for name in "tb"]
             for old, new in zip(kept, found, strict=True):
@@ -292,7 +294,7 @@ async def test_a_turn_that_was_cut_off_by_the_servers_death_is_gone_on_with(
         fields = {"conversation": conversation(ASK), **LONG}
         turn = asyncio.ensure_future(server.generate("t", **fields))
         await server.sampled("t")
-        # Its opening was queued before this; nobody who samples waits for the disk.
+        # The opening was queued before this append. Sampling itself never waits for the disk.
         await server.serving._journal.append([])
         shutil.copytree(before / "journal", after / "journal")
         server.engine.freeze_at = None
@@ -319,6 +321,6 @@ async def test_a_conversation_is_refused_as_before(
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         history = server.serving.store.get("t").history
         assert history is not None and len(history.messages) == 2
-        # Tokens are no message, and nothing matches them.
+        # Tokens form no message, so no later message matches them.
         await server.resume("t", tokens=sequence([65]))
         assert [held.written for held in history.messages] == [False, True, False, True]

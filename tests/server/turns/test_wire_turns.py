@@ -87,7 +87,7 @@ async def test_the_lowest_temperature_is_taken_as_it_is_written(harness: Harness
 
     harness.engine.generate = recording  # type: ignore[method-assign]
     turn = await harness.generate("t", sampling_params=sampling(temperature=0.01))
-    assert taken == [0.01]  # Not the float32 below it, which an engine would refuse.
+    assert taken == [0.01]  # Not the next lower float32, which an engine would refuse.
     assert turn.segments[0].temperature == pytest.approx(0.01)
 
 
@@ -122,7 +122,7 @@ async def test_a_conversation_is_rendered_once_and_then_only_extended(harness: H
     assert first.finished.message.role == conversation_pb2.ROLE_ASSISTANT
     again = ChatMessage(role=conversation_pb2.ROLE_USER, content="more")
     second = await harness.resume("t", conversation=Conversation(messages=[again]))
-    # The policy did not end its turn, so the template's end of turn is put after its tokens.
+    # The policy did not end its turn, so the template's end of turn follows its tokens.
     extended = [
         *opening,
         *first.tokens,
@@ -181,7 +181,7 @@ async def test_the_budget_is_cumulative_and_a_spent_one_asks_the_engine_for_noth
     await abort(slow, "t")
     first = await calls
     assert 0 < len(first.tokens) < 60
-    # A smaller budget than what is written already is spent.
+    # A budget smaller than the tokens already written is spent.
     before = len(slow.engine.salts)
     turn = await slow.resume("t", sampling_params=sampling(len(first.tokens)))
     assert turn.tokens == []
@@ -253,7 +253,7 @@ async def test_a_full_turn_that_was_aborted_stays_full_whatever_it_is_resumed_wi
     await abort(harness, "t")
     assert (await call).finished.finish_reason == ABORTED
     await harness.serving.switch.await_trainer(False)
-    # There would be room for some tokens, but what was to be said before them is not there.
+    # There would be room for some tokens, but the context before them was never added.
     again = await harness.resume("t", sampling_params=sampling(4))
     assert (again.tokens, again.finished.finish_reason) == ([], LENGTH)
     trajectory = await stored(harness, "t")
@@ -305,7 +305,7 @@ async def test_refusals_of_generate_and_continue_say_why_and_change_nothing(slow
         code, _ = await failure(slow.generate("t", sampling_params=bad))
         assert code == invalid, bad
     assert await failure(slow.resume("t")) == (grpc.StatusCode.NOT_FOUND, "TRAJECTORY_UNKNOWN")
-    # None of these took the id.
+    # None of the refused calls took the id.
     call = asyncio.ensure_future(slow.generate("t", sampling_params=sampling(40)))
     await slow.sampled("t")
     assert await failure(slow.generate("t")) == (
@@ -404,7 +404,7 @@ async def test_a_slow_reader_gets_its_own_attempt_and_nothing_of_the_next(slow: 
     assert not late.overtaken
     second = await slow.resume("t")
     third = await slow.resume("t", tokens=sequence([7, 8]))
-    assert late.overtaken  # So its loss would end nothing.
+    assert late.overtaken  # Its loss would therefore end nothing.
     read = [
         int(t) for segment in [s async for s in late.segments()] for t in codec.token_ids(segment)
     ]

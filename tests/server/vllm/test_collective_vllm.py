@@ -1,4 +1,5 @@
-"""Weights by gloo from a trainer in a process of its own into real vLLM, and either of them killed."""
+"""Weights sent over gloo from a trainer in its own process into real
+vLLM; either side is killed."""
 
 from __future__ import annotations
 
@@ -88,13 +89,13 @@ class Trainer(Spoken):
                 return json.loads(await self.line(seconds))
 
     async def begin(self, do: str, models: list[Path], versions: list[int], **fields: Any) -> None:
-        """A new trainer, newer than those before."""
+        """Start a trainer with a newer epoch than all previous ones."""
         self.epoch += 1
         command = {"do": do, "models": [str(path) for path in models], "versions": versions}
         self.write(json.dumps({**command, "address": self.address, "epoch": self.epoch, **fields}))
 
     async def end(self, seconds: float = 60) -> list[dict[str, Any]]:
-        """What it says until it ends."""
+        """The trainer's events until it ends."""
         events: list[dict[str, Any]] = []
         while "exit" not in (event := await self.event(seconds)):
             if "pid" in event:
@@ -106,14 +107,14 @@ class Trainer(Spoken):
 
 @dataclass
 class Stand:
-    """A server and trainers, each in processes of their own."""
+    """A server and trainers, each in a separate process."""
 
     server: Spoken
     trainer: Trainer
     wire: Any
     models: list[Path]
     turns: list[Turn]
-    """What each model writes, by a dense upload."""
+    """The turn that each model samples after a dense upload."""
 
     async def generate(self, max_tokens: int = 60, name: str | None = None) -> Turn:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -128,7 +129,7 @@ class Stand:
         )
 
     async def serves(self, model: int, version: int) -> None:
-        """What this model writes, bit for bit, and under this version."""
+        """Check that a turn is bitwise what this model samples, under this version."""
         turn = await self.generate()
         assert turn.tokens == self.turns[model].tokens
         assert turn.logprobs == self.turns[model].logprobs
@@ -168,7 +169,7 @@ async def start_trainer() -> Trainer:
 
 
 def dense(path: Path, version: int) -> list[Any]:
-    """The requests of a full upload through the stream, its tied head left out."""
+    """The requests of a full inline upload without the tied head."""
     state = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     data = b""
     specs: list[Any] = []
@@ -263,7 +264,7 @@ async def test_a_trainer_that_dies_half_way_changes_nothing(stand: Stand, where:
     while "event" not in (event := await stand.trainer.event()):
         stand.trainer.pid = event["pid"]
     began = time.monotonic()
-    # The engine stands still, and goes on when the round is over.
+    # The engine stands still and continues when the round is over.
     late = asyncio.ensure_future(stand.generate(name=where))
     await begun(stand.wire, where)
     if where == "alive but silent":
@@ -272,13 +273,14 @@ async def test_a_trainer_that_dies_half_way_changes_nothing(stand: Stand, where:
     turn = await running
     await late
     await stand.serves(1, version)
-    # Its deadline, what noticing costs, and a turn.
+    # The deadline, the time to notice, and a turn.
     assert time.monotonic() - began < DEADLINE_SECONDS + 20
     assert turn.tokens == stand.turns[1].tokens
     assert set(turn.versions) == {version}
     if where == "alive but silent":
         failed = (await stand.trainer.end())[0]
-        # Who stood still for longer than a ping may take has lost the connection, and the reason with it.
+        # A trainer stopped for longer than the ping timeout has lost the
+        # connection, and the error with it.
         lost = stopped > KEEPALIVE_TIMEOUT_MS / 1000 and "ping timeout" in failed["why"]
         assert failed["failed"] == "SOURCE_UNAVAILABLE" or lost, (stopped, failed)
     else:
@@ -291,7 +293,7 @@ async def test_a_new_trainer_joins_and_succeeds(stand: Stand) -> None:
     await stand.trainer.begin("transport", [stand.models[0]], versions)
     events = await stand.trainer.end()
     assert [event.get("active") for event in events] == [*versions, None], events
-    # Checksums tell that the second is the first again.
+    # The checksums show that the second version equals the first.
     assert events[0]["changed"] > 0 == events[1]["changed"]
     await stand.serves(0, version + 2)
 
@@ -318,7 +320,7 @@ async def test_an_engine_that_does_not_come_back_is_given_up(
     dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     class Hanging:
-        """An AsyncLLM whose workers are in a collective that never ends."""
+        """An AsyncLLM whose workers hang in a collective."""
 
         async def update_weights(self, request: Any) -> None:
             await asyncio.Event().wait()

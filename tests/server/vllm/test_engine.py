@@ -1,4 +1,4 @@
-"""vLLM behind the seam, on small models in fp32, against Hugging Face's own forward pass."""
+"""The vLLM engine on small fp32 models, compared with Hugging Face's own forward pass."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ COUNTER = iter(range(1_000_000))
 
 @dataclass(frozen=True)
 class Turn:
-    """What came of one request."""
+    """The merged output of one request."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -75,7 +75,7 @@ class Turn:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], Path]:
-    """(tied, seed) -> model directory."""
+    """(tied, seed) to model folder."""
     root = tmp_path_factory.mktemp("models")
     made: dict[tuple[bool, int], Path] = {}
     for tied in (False, True):
@@ -90,7 +90,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], P
 
 async def start(path: Path) -> VllmEngine:
     arguments = engine_arguments(["--model", str(path), *OPTIONS])
-    # Penstock's own, until it is told otherwise.
+    # Replaces Penstock's own extension, which is the default.
     arguments.worker_extension_cls = "tests.support.stale_head.WorkerExtension"
     return await VllmEngine.start(arguments)
 
@@ -125,7 +125,7 @@ def merge(deltas: list[Delta]) -> Turn:
 
 
 class Reference:
-    """A model as Hugging Face computes it."""
+    """A model as computed by Hugging Face."""
 
     def __init__(self, path: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -176,7 +176,7 @@ async def switch(
 
 
 async def is_ready(engine: VllmEngine) -> bool:
-    """Whether a version waits in the engine process for its load."""
+    """Whether a prepared version waits for its load in the engine process."""
     (ready,) = await engine._llm.collective_rpc("is_ready")
     return ready
 
@@ -245,7 +245,8 @@ async def test_deltas_are_gathered_but_the_first_and_the_last_never_wait(
     engine: VllmEngine, interval: int
 ):
     deltas = [d async for d in await engine.generate(request(stream_interval=interval))]
-    # Who comes late to the first finds others with it; one that waited for so many would have all.
+    # The first token never waits for more, but a slow reader may find several. Had it waited for a
+    # full interval, all tokens would come at once.
     assert len(deltas) > 1
     assert all(len(d.token_ids) >= interval for d in deltas[1:-1])
     assert merge(deltas).token_ids == (await run(engine, request())).token_ids
@@ -277,7 +278,8 @@ async def test_aborted_and_continued_greedy_text_is_that_of_one_turn(
 
 
 async def begins(engine: VllmEngine) -> None:
-    """vLLM tells of its load with a step, which may be a while on a busy machine."""
+    """Wait until the engine runs a request. vLLM reports its load with a step, which may
+    take a while on a busy machine."""
     async with asyncio.timeout(20):
         while not engine.stats().running:
             await asyncio.sleep(0.01)
@@ -302,7 +304,7 @@ async def test_closing_the_iterator_stops_the_request(engine: VllmEngine):
 
 
 async def first_token(engine: VllmEngine) -> None:
-    """A request of its own goes through, so that those before it are running."""
+    """Run a separate request to its end, so that earlier requests are running."""
     await run(engine, request(sampling=replace(GREEDY, max_tokens=2)))
 
 
@@ -312,7 +314,7 @@ async def test_nothing_is_sampled_while_paused(engine: VllmEngine):
     got = [await anext(deltas)]
     await engine.pause(drop_cache=False)
     other = asyncio.create_task(run(engine, request()))
-    # What was on its way arrives; then a frozen engine answers commands and samples nothing.
+    # Deltas in flight arrive. After that a paused engine answers commands but samples nothing.
     for _ in range(5):
         await engine.abort(["nobody"])
     with contextlib.suppress(TimeoutError):
@@ -483,7 +485,7 @@ async def test_what_is_made_ready_changes_nothing_before_its_load(
     reference = Reference(models[False, 1])
     np.testing.assert_allclose(turn.logprobs, reference.score(PROMPT, turn.token_ids), atol=1e-4)
 
-    # Something else is loaded than was made ready: of its number, or of its bytes.
+    # Load a version other than the prepared one: one with another number, one with other bytes.
     await engine.pause(drop_cache=True)
     await engine.load(replace(one, weight_version=two.weight_version))
     await engine.resume()
@@ -492,7 +494,7 @@ async def test_what_is_made_ready_changes_nothing_before_its_load(
     assert (turn.token_ids, turn.logprobs) == (of_one.token_ids, of_one.logprobs)
     assert set(turn.versions) == {version + 2}
 
-    # Something that cannot be loaded is refused, and what was ready before it is given up.
+    # A version that cannot be loaded is refused, and the previously prepared one is dropped.
     await engine.prepare(two)
     tensors = list(two.tensors)
     tensors[5] = replace(tensors[5], shape=(*tensors[5].shape, 1, 1))
@@ -502,7 +504,7 @@ async def test_what_is_made_ready_changes_nothing_before_its_load(
         assert not await is_ready(engine)
     turn = await run(engine, request())
     assert (turn.token_ids, turn.logprobs) == (of_one.token_ids, of_one.logprobs)
-    # An upload with a layer missing is not ready, and its load is as it is without.
+    # An upload without one of its layers is not prepared, and its load works as if unprepared.
     await engine.prepare(replace(two, tensors=two.tensors[:-1]))
     assert not await is_ready(engine)
     third = replace(two, weight_version=version + 3)
@@ -535,7 +537,7 @@ async def test_scores_are_those_of_hugging_face(
 async def upload(
     stage: WeightStage, version: int, tensors: Tensors, base: Staged | None = None
 ) -> Staged:
-    """A version as it arrives through the stream; with a base as its difference from that."""
+    """A version as it arrives over the stream; with a base, as a delta from it."""
     manifest: list[ManifestTensor] = []
     payload = b""
     held = base.weights.path.read_bytes() if base else b""
@@ -573,7 +575,7 @@ async def test_a_delta_samples_as_the_dense_upload(
     first = tensors_of(models[False, 2])
     second = {name: tensor.copy() for name, tensor in first.items()}
     for index, tensor in enumerate(second.values()):
-        # One in a hundred, by a step or by much; and some tensors stay as they are.
+        # One element in a hundred changes, by a small or a large step; some tensors stay unchanged.
         if index % 5:
             tensor.ravel()[index::100] *= np.float32(1.0001 if index % 2 else -3.0)
     dense = await upload(staging, version, first)
@@ -606,7 +608,7 @@ async def refused_switch(
     *,
     ahead: bool = True,
 ) -> DomainError:
-    """A switch that fails and goes back."""
+    """Run a switch that fails and rolls back; return its error."""
 
     @contextlib.asynccontextmanager
     async def way_back() -> AsyncIterator[StagedWeights]:
@@ -647,7 +649,8 @@ async def test_a_load_that_fails_half_way_is_undone(
 async def check_probe(
     engine: VllmEngine, models: dict[tuple[bool, int], Path], tmp_path: Path, version: int
 ) -> None:
-    """Right weights pass; a head that keeps its old ones is found out, and undone."""
+    """Correct weights pass the probe. A head that keeps its old weights
+    is detected and rolled back."""
     text = np.random.default_rng(1).integers(0, VOCAB_SIZE, 64).astype(np.int32)
     before = stage(models[True, 1], tmp_path, version)
     new = stage(models[True, 2], tmp_path, version + 1)
@@ -701,7 +704,7 @@ async def check_loads(
     *,
     tied: bool,
 ) -> None:
-    """With the weights of the model 1 it samples what is expected, whatever it had before."""
+    """Check that model 1's weights always sample the expected turns, whatever was loaded before."""
     first = engine_version(await run(engine, request())) + 1
     head = ("lm_head.weight",) if tied else ()
     cases = [((), False), (head, False), ((), True), (head, True), (head, False)]
@@ -718,7 +721,7 @@ async def check_loads(
 
 @contextlib.asynccontextmanager
 async def running(path: Path) -> AsyncIterator[tuple[VllmEngine, psutil.Process]]:
-    """A second engine, and its process."""
+    """A second engine and its process."""
     before = engines_of(os.getpid())
     engine = await start(path)
     (process,) = [p for p in engines_of(os.getpid()) if p not in before]
@@ -729,7 +732,7 @@ async def running(path: Path) -> AsyncIterator[tuple[VllmEngine, psutil.Process]
 
 
 async def check_death_is_noticed(engine: VllmEngine, process: psutil.Process) -> None:
-    """Whoever waits for an engine that is killed hears of it."""
+    """Check that every waiting call learns that the engine was killed."""
     waiting = asyncio.create_task(engine.lost())
     asked = request(sampling=replace(GREEDY, max_tokens=900))
     turn = asyncio.create_task(run(engine, asked))

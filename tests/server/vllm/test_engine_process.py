@@ -1,4 +1,4 @@
-"""The engine's process lives no longer than the server's, however that ends."""
+"""The engine's process never outlives the server's, however the server ends."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if __name__ == "__main__":
 async def server_process(folder: Path, model: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     script = folder / "serve.py"
     script.write_text(SERVER)
-    # Nothing listens there: spans go to the process's own provider.
+    # Nothing listens there; the process's own provider receives the spans.
     environment = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
     command = [sys.executable, str(script), "--model", str(model), *OPTIONS]
     process = await asyncio.create_subprocess_exec(
@@ -73,7 +73,7 @@ async def server_process(folder: Path, model: Path) -> AsyncIterator[asyncio.sub
 
 
 async def kill_and_check(process: asyncio.subprocess.Process) -> None:
-    """kill -9 of the server leaves no process of its own behind."""
+    """Kill the server with SIGKILL and check that none of its child processes survives."""
     family = psutil.Process(process.pid).children(recursive=True)
     assert family
     os.kill(process.pid, signal.SIGKILL)
@@ -89,7 +89,7 @@ async def test_a_killed_server_takes_its_engine_along_and_vllm_joins_the_trace(t
         assert lines == [["llm_request", "0af7651916cd43dd8448eb211c80319c"], ["ready"]]
         assert engines_of(process.pid)
         await kill_and_check(process)
-        # Python's own helper says that it cleans up after the dead.
+        # Python's resource tracker reports that it cleans up after the killed process.
         noise = (await process.stderr.read()).decode().splitlines()
         assert [line for line in noise if "resource_tracker" not in line] == []
 

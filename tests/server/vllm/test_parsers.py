@@ -1,4 +1,5 @@
-"""vLLM's parsers behind the seam: what they find, and what becomes of what they cannot read."""
+"""vLLM's parsers behind the server's interface: what they find, and how
+unreadable calls are handled."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": "add", "arg', "Unterminated string"),
     ("hermes", '<tool_call>{"name": "add", "arguments": "1"}</tool_call>', "not a JSON object"),
     ("hermes", "<tool_call></tool_call>", "Expecting value"),
-    # JSON as Python reads and writes it, and nobody else.
+    # Python reads and writes this as JSON; other implementations do not.
     (
         "hermes",
         '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>',
@@ -95,7 +96,7 @@ def test_what_cannot_be_read_comes_back_as_text_with_a_reason(
         logging.getLogger().removeHandler(handler)
     assert (parsed.content, parsed.calls) == (text, ())
     assert reason in parsed.error
-    # It is the policy's mistake and no event for the operator.
+    # It is the policy's mistake, so the operator's log stays empty.
     assert logged.empty()
 
 

@@ -1,4 +1,5 @@
-"""How tokens are drawn on a CPU: exactly by their probabilities, never one that has none."""
+"""Sampling on a CPU follows the probabilities exactly, and never draws a
+token with probability zero."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_shares_of_evenly_spaced_numbers_are_the_probabilities(vocabulary: int) 
         [draw(logprobs.expand(len(part), -1), part) for part in numbers.split(20_000)]
     )
     shares = torch.bincount(found, minlength=vocabulary).to(torch.float64) / count
-    # Of evenly spaced numbers an interval holds its length, but for one at either end.
+    # For evenly spaced numbers an interval's share is its length, up to one number at each end.
     probabilities = logprobs.to(torch.float64).exp()
     assert (shares - probabilities).abs().max() <= 2.0 / count
     assert (found.diff() >= 0).all()
@@ -79,7 +80,8 @@ def sampler() -> TopKTopPSampler:
 
 
 def test_the_worker_draws_so_and_reports_what_it_drew_from() -> None:
-    """By the sampler of vLLM that is really used, with top-k: its own log-probabilities, its own order."""
+    """Uses vLLM's actual sampler with top-k, which computes its own
+    log-probabilities in its own order."""
     logits = torch.randn((64, 5_000))
     k = torch.full((64,), 3)
     found, reported = sampler().forward(logits.clone(), {}, k, None)
@@ -91,7 +93,7 @@ def test_the_worker_draws_so_and_reports_what_it_drew_from() -> None:
 
 
 def test_a_seed_is_a_row_of_its_own() -> None:
-    """Whoever else is in the batch, wherever the row is, and from step to step."""
+    """A seeded row draws the same tokens in any batch, at any row, and from step to step."""
 
     def tokens(rows: int, at: int) -> list[int]:
         generator = torch.Generator().manual_seed(7)

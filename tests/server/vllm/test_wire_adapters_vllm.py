@@ -1,4 +1,5 @@
-"""LoRA on real vLLM in fp32: each version samples as PEFT's own forward pass says, and is freed after."""
+"""LoRA on real vLLM in fp32: each version samples like PEFT's own forward
+pass, and is freed afterwards."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = list(b"adapters in flight")
 RANK = 4
 LONG = 900
-"""Tokens of a turn that is still there when an adapter has come, on a busy machine too."""
+"""Long enough that a turn is still running when an adapter arrives, even on a busy machine."""
 
 
 def greedy(count: int, **fields: Any) -> Any:
@@ -52,7 +53,7 @@ def greedy(count: int, **fields: Any) -> Any:
 
 
 class Peft:
-    """The model with an adapter, as PEFT computes it."""
+    """The model with an adapter, as computed by PEFT."""
 
     def __init__(self, path: Path, *, seed: int, zero: bool = False, stabilized: bool = False):
         base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -78,7 +79,8 @@ class Peft:
         return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
 
     def check(self, turn: Turn, before: list[int], tokens: list[int], begin: int = 0) -> None:
-        """Each of these tokens is the likeliest after what is before it, with this log-probability."""
+        """Check that each token is the most likely one after its
+        prefix, with this log-probability."""
         with torch.no_grad():
             logits = self.model(torch.tensor([[*before, *tokens]])).logits[0][len(before) - 1 : -1]
         assert logits.argmax(-1).tolist() == tokens
@@ -139,7 +141,7 @@ class Server:
         return [response async for response in self.wire.UpdateWeights(iter(requests))][-1]
 
     async def begun(self, names: int) -> None:
-        """The turns begun last, so many, each have a token."""
+        """Wait until this many turns are in flight and each has a token."""
         async with asyncio.timeout(20):
             while len(self.serving.turns.sampling) < names or not all(
                 turn.policy_token_count for turn in self.serving.turns.sampling
@@ -154,7 +156,7 @@ class Server:
         return await collect(self.wire.Generate(request))
 
     async def only(self, *versions: int) -> None:
-        """Waits until the engine has these adapters and no others, and so has the memory."""
+        """Wait until the engine and the stage folder have exactly these adapters."""
         async with asyncio.timeout(20):
             while set(await self.engine._llm.list_loras()) != set(versions):
                 await asyncio.sleep(0.01)
@@ -192,7 +194,7 @@ async def server(
 async def test_full_weights_can_be_uploaded_until_there_is_an_adapter(
     server: Server, models: list[Path]
 ) -> None:
-    """First in this file: later there is an adapter."""
+    """First in this file, because later tests leave an adapter."""
     before = await server.generate()
     for path in (models[1], models[0]):
         server.version += 1
@@ -217,7 +219,7 @@ async def test_an_adapter_samples_as_peft_computes_it(server: Server, models: li
     base = await server.generate()
     fresh = Peft(models[0], seed=0, zero=True)
     assert (await server.push(fresh)).state == weights_pb2.WEIGHT_STATE_ACTIVE
-    # B is zero: another version, the same output.
+    # B is zero, so the new version samples the same tokens.
     same = await server.generate()
     assert same.tokens == base.tokens
     assert set(same.versions) == {server.version}
@@ -233,7 +235,7 @@ async def test_an_adapter_samples_as_peft_computes_it(server: Server, models: li
 
 
 async def test_a_probe_is_scored_among_turns_in_flight(server: Server, models: list[Path]) -> None:
-    """vLLM prepares the output layer for adapters in a way that cannot do this."""
+    """vLLM's own preparation of the output layer for adapters cannot do this."""
     running = [asyncio.ensure_future(server.generate(300)) for _ in range(5)]
     await server.begun(5)
     for seed in (50, 51):
@@ -292,7 +294,7 @@ async def test_recompute_goes_on_under_the_new_adapter_at_the_exact_token(
 async def test_turns_that_end_at_a_stop_string_leave_their_adapter_at_once(
     server: Server, models: list[Path]
 ) -> None:
-    """vLLM's front end ends them, before the engine process has heard of it."""
+    """vLLM's front end ends these turns before the engine process knows."""
     for seed in range(7, 13):
         peft = Peft(models[0], seed=seed)
         await server.push(peft)

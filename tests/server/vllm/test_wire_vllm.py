@@ -1,4 +1,4 @@
-"""The wire on real vLLM in fp32: exact tokens over aborts, conversations, and weight updates."""
+"""The wire on real vLLM in fp32: exact tokens across aborts, conversations and weight updates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two tied models of one shape."""
+    """Two tied models of the same shape."""
     folder = tmp_path_factory.mktemp("models")
     return [make_tiny_model(folder / str(seed), tied=True, seed=seed) for seed in range(2)]
 
@@ -118,7 +118,7 @@ async def test_a_conversation_goes_on_after_the_policys_own_tokens(wire: Any) ->
 
 
 def upload_of(path: Path, version: int, in_flight: Any) -> list[Any]:
-    """The requests that upload a model inline, its tied head left out."""
+    """The requests that upload a model inline, without its tied head."""
     state = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     data = b""
     specs: list[Any] = []
@@ -172,7 +172,7 @@ async def test_updates_change_what_is_sampled_and_back_again(wire: Any, models: 
         assert set(crossed.versions) == {version - 1, version}
         after = await generate(wire, f"after-{version}", tokens=prompt)
         assert set(after.versions) == {version}
-        # The same weights under another version give the same tokens; other weights do not.
+        # The same weights under another version sample the same tokens; other weights do not.
         assert (after.tokens == before.tokens) == (version == 2)
         if version == 2:
             np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-5)

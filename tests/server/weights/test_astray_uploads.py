@@ -1,4 +1,5 @@
-"""Uploads that nobody answers any more: a server says that it is at work, and who hears nothing ends it."""
+"""Uploads that are no longer answered: the server reports that it is working, and the
+trainer gives up on silence."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def announced(version: int, **fields: Any) -> tuple[weights_pb2.WeightHeader, by
 
 
 def answering(*states: int, pause: float) -> Callable[[AsyncIterator[Any], Any], Awaitable[None]]:
-    """An upload that is answered by these, each after a pause, and then by nothing."""
+    """An upload that is answered with these states, each after a pause, and then with nothing."""
 
     async def take(requests: AsyncIterator[Any], context: Any) -> None:
         version = (await anext(requests)).header.weight_version
@@ -81,7 +82,7 @@ async def test_room_for_a_payload_takes_its_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("penstock.wire.upload.ROOM_BYTES_PER_SECOND", len(data) / 20)
     async with ScriptedServer() as server, grpc.aio.insecure_channel(server.address) as channel:
         server.uploads = [answering(READY, STAGED, pause=0.2)]
-        # The first may take 20 s more, and those after it may not.
+        # The first answer may take another 20 s; later ones may not.
         with pytest.raises(grpc.aio.AioRpcError, match="for 0 s"):
             await upload(channel, head, [data], silent_seconds=0.1)
         assert not server.uploads
@@ -96,7 +97,7 @@ async def test_the_trainer_takes_the_server_for_lost(monkeypatch: pytest.MonkeyP
             await publish(publisher, changing(), 1)
 
 
-# The server's side.
+# The server's side
 
 
 async def test_the_last_answer_is_said_again_until_the_end() -> None:

@@ -1,4 +1,4 @@
-"""A server that is killed while weights are on their way is given them again before it samples."""
+"""A server killed during a weight upload gets the weights again before it samples."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.support.processes import Server, server_process
 from tests.support.trainer_walk import StillPolicy, running
 
 LENGTH = 1 << 20
-"""Elements: what an upload takes a while for."""
+"""Elements; large enough that an upload takes a while."""
 STEPS = 6
 KILLED_AT = 3
-"""The version that is on its way."""
+"""The version being uploaded at the kill."""
 KILLS_IN_LOAD = f"engine.load=kill@{KILLED_AT}"
 
 
 class BigPolicy(StillPolicy):
-    """Changes one element each step."""
+    """Changes one more element in each step."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         tensor = torch.zeros(LENGTH)
@@ -44,7 +44,7 @@ def write_model(folder: Path) -> Path:
 
 
 class Interrupted:
-    """A transport whose server is killed at a moment of one upload."""
+    """A transport whose server is killed at a chosen moment of one upload."""
 
     def __init__(self, transport: Any, server: Server, moment: str) -> None:
         self._transport, self._server, self._moment = transport, server, moment
@@ -75,7 +75,7 @@ class Interrupted:
 
 
 class InterruptedAhead:
-    """An upload that began ahead, and whose server is killed when it has staged it."""
+    """An early upload whose server is killed once it has staged the weights."""
 
     def __init__(self, ahead: Any, server: Server) -> None:
         self._ahead, self._server = ahead, server
@@ -91,7 +91,7 @@ class InterruptedAhead:
 
 @contextlib.asynccontextmanager
 async def started_again(server: Server) -> AsyncGenerator[None]:
-    """Starts a server again once it was killed, to wait for its trainer."""
+    """Restart the server after it was killed; the new start waits for its trainer."""
 
     async def keep() -> None:
         await server.process.wait()
@@ -149,7 +149,8 @@ async def test_a_server_killed_on_the_way_is_given_the_weights_again_before_it_s
         await asyncio.wait([working])
     assert len(server.processes) == 2
     assert [record["weight_version"] for record in run.records] == list(range(1, STEPS + 1))
-    # What samples after the kill is what the trainer held: the version on its way, or the one before.
+    # The weights that sample after the kill are the trainer's: the uploaded
+    # version or the previous one.
     assert max(record["lag_max"] for record in run.records) <= 2
     after = versions[next(i for i, v in enumerate(versions) if v >= KILLED_AT - 1) :]
     assert min(after) >= KILLED_AT - 2

@@ -1,4 +1,4 @@
-"""Shared memory is verified while it is filled: in any order, with one verdict, whole or not at all."""
+"""Shared memory is verified while it is filled: in any order, with one verdict, all or nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ NAN = b"\0\0\xc0\x7f"
 
 
 def version(seed: int = 0) -> tuple[bytearray, list[ManifestTensor], list[int]]:
-    """A payload with room between its tensors, its manifest without checksums, and those."""
+    """A payload with gaps between its tensors, its manifest without
+    checksums, and the checksums."""
     data, manifest, checksums = bytearray(), list[ManifestTensor](), list[int]()
     random = np.random.default_rng(seed)
     for name, shape in SHAPES.items():
@@ -81,7 +82,7 @@ async def begin(stage: WeightStage, file: MemoryFile, manifest: Sequence[Manifes
     )
 
 
-# Bytes come after the header, and what the word says of them is a hint.
+# Bytes arrive after the header, and the progress word is only a hint
 
 
 @pytest.mark.parametrize("sealed", [True, False])
@@ -131,13 +132,13 @@ async def test_what_the_word_says_is_looked_at_before_the_commit(
     with memory(bytes(data)) as file:
         stage = WeightStage(None, EXPECTED, "float32")
         upload = await begin(stage, file, manifest)
-        # However long nothing was new.
+        # However long nothing new arrived.
         await asyncio.sleep(0.1)
         assert not looked.is_set()
         file.tell_filled(8)
         async with asyncio.timeout(20):
             await looked.wait()
-        # Said too soon: what was looked at is what counts.
+        # Reported too early: the verified bytes are those of the check.
         file.view[:4] = b"\xff" * 4
         (await upload.verify(checksums)).release()
         stage.close()
@@ -146,7 +147,7 @@ async def test_what_the_word_says_is_looked_at_before_the_commit(
 def verdict(
     manifest: Sequence[ManifestTensor], spoiled: set[str], not_finite: set[str]
 ) -> tuple[Reason, str] | None:
-    """What has to be said, and of which tensor."""
+    """The expected refusal, and its tensor."""
     for tensor in manifest:
         if tensor.name in spoiled:
             return Reason.CHECKSUM_MISMATCH, tensor.name
@@ -233,11 +234,11 @@ def path_length(path: Path) -> int:
     return path.stat().st_size
 
 
-# Looks that take their time.
+# Slow checks
 
 
 class Held:
-    """A look that has begun, and goes on when it is told."""
+    """Blocks a check that has begun until `go_on` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = asyncio.Event()
@@ -280,12 +281,12 @@ async def test_memory_is_given_back_only_when_nobody_reads_it(
         stage.close()
 
 
-# Over the wire.
+# Over the wire
 
 
 @contextlib.contextmanager
 def filling(number: int, **fields: Any) -> Iterator[tuple[list[Any], bytes, Path]]:
-    """Header and commit of a version whose memory is there, its bytes, and the file."""
+    """The header and commit of a version in shared memory, its bytes, and the file."""
     head, data = header(number, **fields)
     place = -(-len(data) // 8) * 8
     with shared(head, data.ljust(place + 8, b"\xff")) as (copy, path):
@@ -327,10 +328,10 @@ async def test_the_same_again_is_no_work_and_other_checksums_are_another_version
 ) -> None:
     with filling(1, staged=True) as (requests, _, path):
         assert await states(harness, requests) == [READY, STAGED]
-        # Nobody looks at the bytes again.
+        # The bytes are not read again.
         path.write_bytes(b"")
         assert await states(harness, requests) == [READY, STAGED]
-        # A stream without a commit is as nothing, and one with other checksums another upload.
+        # A stream without a commit changes nothing. One with other checksums is a different upload.
         assert await states(harness, requests[:-1]) == [READY]
         requests[-1].commit.tensor_xxh3[0] ^= 1
         assert await refusal(harness, requests) == "WEIGHT_VERSION_STALE"
@@ -346,7 +347,7 @@ async def test_the_same_again_is_no_work_and_other_checksums_are_another_version
 
 async def test_only_shared_memory_without_checksums_may_be_filled(harness: Harness) -> None:
     with filling(1) as (requests, _, _):
-        # And nothing else has a progress word.
+        # No other source has a progress word.
         requests[0].header.shared_memory.filling = False
         assert await refusal(harness, requests) == "FIELD_INVALID"
         for spec in requests[0].header.tensors:
@@ -357,7 +358,7 @@ async def test_only_shared_memory_without_checksums_may_be_filled(harness: Harne
 
 @contextlib.asynccontextmanager
 async def opened(harness: Harness, requests: Sequence[Any]) -> AsyncGenerator[Any]:
-    """A call that has sent these, and does not end by itself."""
+    """A call that has sent these requests and stays open."""
 
     async def sent() -> AsyncGenerator[Any]:
         for request in requests:
@@ -381,7 +382,7 @@ async def test_a_newer_trainer_ends_what_is_being_filled_while_it_is_looked_at(
             await held.begun.wait()
             taken = asyncio.ensure_future(states(harness, newer))
             await asyncio.sleep(0.05)
-            # It waits for the thread that reads the older one's memory.
+            # It waits for the thread that reads the older upload's memory.
             assert not taken.done()
             held.go_on.set()
             assert await taken == [READY, STAGED, ACTIVE]
@@ -398,7 +399,7 @@ async def test_an_uploader_that_vanishes_while_it_fills_leaves_nothing(
         async with opened(harness, requests[:1]):
             await held.begun.wait()
         held.go_on.set()
-        # The same version is taken, once nobody is at it.
+        # The same version is accepted once the older upload has ended.
         async with asyncio.timeout(20):
             while True:
                 try:

@@ -1,4 +1,4 @@
-"""Uploads are taken in whole, verified, or refused with the precise reason and nothing kept."""
+"""Uploads are accepted whole and verified, or refused with the precise reason and nothing kept."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ EXPECTED = {n: TensorMeta(s, optional=n == "lm_head.weight") for n, s in SHAPES.
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder in memory that must be empty in the end."""
+    """A folder in memory that must be empty at the end."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         yield Path(name)
         assert not any(Path(name).iterdir())
 
 
 def describe(payload: bytes, dtype: str = "float32", names: tuple[str, ...] = tuple(SHAPES)):
-    """A manifest of tensors that follow each other in the payload."""
+    """A manifest of tensors that are contiguous in the payload."""
     manifest: list[ManifestTensor] = []
     offset = 0
     for name in names:
@@ -71,7 +71,7 @@ def send(upload: Upload, payload: bytes, size: int = 50) -> None:
 
 
 def read(staged: Staged) -> bytes:
-    """As the engine's process would."""
+    """The staged bytes, read as the engine's process reads them."""
     return staged.weights.path.read_bytes()
 
 
@@ -88,7 +88,7 @@ async def refusal(stage: WeightStage, act: Callable[[], object]) -> WeightRefuse
 
 
 def descriptors_of(folder: Path) -> int:
-    """Files of this folder that this process has open."""
+    """The number of files in this folder that this process has open."""
     count = 0
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -381,7 +381,7 @@ async def test_a_shared_file_may_have_no_name():
 
 
 def seal(payload: bytes) -> tuple[MemoryFile, str]:
-    """A file that can never change its length, and its name."""
+    """A sealed file, whose length can never change, and its name."""
     file = MemoryFile(len(payload))
     file.view[:] = payload
     return file, str(file.path)
@@ -400,7 +400,7 @@ async def test_a_sealed_file_stays_mapped_for_the_versions_that_follow_in_it():
         assert read(staged) == payload
         assert mappings() == mapped + 1
         staged.release()
-    # What is wrong with a later version is seen as well.
+    # An error in a later version in the same file is still detected.
     file.view[:4] = b"\xff" * 4
     upload = await stage.begin_shared(4, describe(payload), name, namespace)
     with pytest.raises(WeightRefused) as caught:
@@ -411,8 +411,8 @@ async def test_a_sealed_file_stays_mapped_for_the_versions_that_follow_in_it():
 
 
 def mappings() -> int:
-    """Weight files of this process that are mapped."""
-    gc.collect()  # Another test may have left some in a cycle.
+    """The number of weight files that this process has mapped."""
+    gc.collect()  # Another test may have left some in a reference cycle.
     return Path("/proc/self/maps").read_text().count("penstock-weights")
 
 
@@ -442,7 +442,7 @@ async def test_a_shared_version_outlives_what_is_kept_of_its_uploader():
 async def test_at_most_two_files_of_uploaders_stay_mapped():
     stage = WeightStage(None, EXPECTED, "float32")
     files = [seal(random_payload(seed=seed))[0] for seed in range(4)]
-    mapped = mappings()  # By the uploader itself.
+    mapped = mappings()  # Mapped by the uploader itself.
     for version, file in enumerate(files, 1):
         manifest = describe(bytes(file.view))
         upload = await stage.begin_shared(version, manifest, str(file.path), file.host_namespace)
@@ -503,7 +503,7 @@ async def test_only_a_file_in_memory_can_be_shared(folder: Path, tmp_path: Path,
     elif kind == "device":
         path = Path("/dev/zero")
     elif kind == "disk":
-        # Executables are on a disk wherever the tests run; a temporary folder may be in memory.
+        # Executables are always on a disk, while a temporary folder may be in memory.
         path = Path(os.path.realpath("/proc/self/exe"))
     stage = WeightStage(folder, EXPECTED, "float32")
     refused = await refusal(
@@ -578,7 +578,7 @@ async def test_what_is_held_of_a_shared_version_is_a_checked_copy(folder: Path):
         upload = await stage.begin_shared(4, describe(payload), str(path), namespace)
         staged = await upload.verify()
         if overwritten:
-            # Too early: the uploader had to wait until the version was active.
+            # Too early: the uploader must wait until the version is active.
             path.write_bytes(payload[:-4] + bytes(4))
             with pytest.raises(WeightRefused) as caught:
                 await stage.hold(staged)
@@ -602,7 +602,7 @@ async def test_what_is_held_of_a_shared_version_is_a_checked_copy(folder: Path):
 async def test_memory_is_given_out_in_full_and_taken_back(folder: Path, lengths: list[int], order):
     memory = stage_memory.StageMemory(folder)
     live: list[stage_memory.Buffer] = []
-    # Where an example is given up in the middle, too.
+    # Close even if an example is aborted midway.
     with contextlib.closing(memory):
         for length in lengths:
             buffer = await memory.allocate(length)
@@ -612,9 +612,10 @@ async def test_memory_is_given_out_in_full_and_taken_back(folder: Path, lengths:
             if order.random() < 0.5:
                 live.pop(order.randrange(len(live))).release()
             assert memory.held_bytes == sum(b.length_bytes for b in live)
-            # Those in use and at most one kept for the next; a mapping has a descriptor of its own.
+            # Buffers in use, and at most one kept for the next upload; each
+            # mapping has its own descriptor.
             assert descriptors_of(folder) <= 2 * (len(live) + 1)
     assert descriptors_of(folder) == 0
-    # Whoever comes too late does no harm.
+    # A late release is harmless.
     for buffer in live:
         buffer.release()

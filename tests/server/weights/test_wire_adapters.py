@@ -1,4 +1,5 @@
-"""LoRA over the wire: each version an adapter of its own, nothing pauses, turns in flight by policy."""
+"""LoRA over the wire: each version is a separate adapter, no switch pauses, and a policy
+decides about turns in flight."""
 
 from __future__ import annotations
 
@@ -51,13 +52,13 @@ ACTIVE = weights_pb2.WEIGHT_STATE_ACTIVE
 
 @pytest.fixture
 async def lora(tmp_path: Path) -> AsyncGenerator[Harness]:
-    """A server with room for two adapters, five milliseconds a token."""
+    """A server with room for two adapters that takes five milliseconds per token."""
     async with serve(tmp_path, step_seconds=0.005, adapters=AdapterLimits(8, 2)) as running:
         yield running
 
 
 def tensors_of(version: int, rank: int = RANK) -> dict[str, Any]:
-    """The adapter of a version; its B is zero at version 0, as PEFT begins."""
+    """The adapter of a version. Its B is zero at version 0, as PEFT initializes it."""
     return {
         f"{MODULE}.lora_A.weight": np.full((rank, 4), 0.5, np.float32),
         f"{MODULE}.lora_B.weight": np.full((8, rank), version, np.float32),
@@ -98,7 +99,7 @@ def adapter(
 
 
 async def push(harness: Harness, version: int, **fields: Any) -> list[Any]:
-    """Uploads an adapter inline; returns the responses."""
+    """Upload an adapter inline; return the responses."""
     if "policy" in fields:
         fields["in_flight"] = POLICIES[fields.pop("policy")]
     return await send(harness, messages(*adapter(version, **fields)))
@@ -117,7 +118,7 @@ async def adapters_of(harness: Harness) -> list[int]:
 
 
 async def freed(harness: Harness, *versions: int) -> None:
-    """Waits until the engine has none of these, nor their files."""
+    """Wait until the engine has none of these adapters or their files."""
     async with asyncio.timeout(20):
         while set(versions) & set(harness.engine.adapters) or any(
             harness.engine.adapter_folders[v].exists() for v in versions
@@ -126,12 +127,12 @@ async def freed(harness: Harness, *versions: int) -> None:
 
 
 def begin(harness: Harness, name: str, prompt: Sequence[int], count: int, **fields: Any) -> Any:
-    """A turn that runs on by itself."""
+    """Start a turn in the background."""
     fields.setdefault("sampling_params", sampling(count))
     return asyncio.ensure_future(harness.generate(name, prompt, **fields))
 
 
-# What a switch does
+# Switches
 
 
 async def test_an_adapter_samples_as_a_version_of_its_own(lora: Harness) -> None:
@@ -141,7 +142,7 @@ async def test_an_adapter_samples_as_a_version_of_its_own(lora: Harness) -> None
     assert responses[-1].state == ACTIVE
     assert responses[-1].active_weight_version == 1
     assert responses[-1].changed_tensor_count == 2
-    # Nothing stood still, and that is what is said.
+    # The response reports a pause of zero, because no turn paused.
     assert responses[-1].HasField("pause")
     assert responses[-1].pause.ToNanoseconds() == 0
     assert lora.engine.pauses == 0
@@ -269,7 +270,7 @@ async def test_turns_in_flight_by_policy(lora: Harness, policy: str, before: str
         else:
             assert turn.versions == sorted(turn.versions)
             assert set(turn.versions) == {old, new}
-            # One turn to its callers, with a new segment where the adapter changed.
+            # Callers see one turn, with a new segment where the adapter changed.
             assert len(turn.tokens) == 60
             assert turn.finished.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
             assert turn.finished.policy_token_count == 60
@@ -310,7 +311,7 @@ async def test_a_seeded_turn_that_moves_on_draws_anew(lora: Harness) -> None:
 
 
 async def test_a_stop_string_is_found_across_the_move(lora: Harness) -> None:
-    """The engine's second request begins in the middle of it."""
+    """The engine's second request begins in the middle of the stop string."""
     prompt, cut = [9, 9], 10
     before = expected_tokens(prompt, [0] * cut)[0]
     after = expected_tokens(prompt, [0] * cut + [1])[0]
@@ -464,7 +465,7 @@ async def test_what_a_killed_server_left_is_removed_and_what_a_living_one_has_is
         assert first.engine.adapter_folders[1].exists()
 
 
-# What is refused
+# Refusals
 
 
 async def test_what_is_wrong_with_an_adapter_is_said_and_nothing_changes(lora: Harness) -> None:
@@ -555,7 +556,7 @@ async def test_adapters_may_follow_full_weights(lora: Harness) -> None:
     turn = await call
     check_tokens(turn, [1])
     assert set(turn.versions) == {1, 2}
-    # The full version's bytes are of no more use.
+    # The full version's bytes are no longer needed.
     assert held_bytes(lora) == 0
     info = await info_of(lora)
     assert (info.active_weight_version, info.full_weight_version) == (2, 1)
@@ -575,12 +576,12 @@ async def test_an_adapter_that_cannot_be_loaded_leaves_the_version_before(lora: 
     assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "WEIGHT_LOAD_FAILED")
     assert await state_of(lora, "seen again") == before
     assert (await call).versions == [1] * 60
-    # Sent once more, it is taken.
+    # Sent again, it is accepted.
     assert (await push(lora, 2))[-1].state == ACTIVE
 
 
 def probe(version: int, **fields: Any) -> Any:
-    """What the trainer would send with this version."""
+    """The probe that a trainer would send with this version."""
     tokens = [1, 2, 3, 4, 5]
     return WeightProbe(
         **{
@@ -597,7 +598,7 @@ async def test_a_probe_is_scored_before_anything_samples(lora: Harness) -> None:
     lora.engine.score_gate.clear()
     switching = asyncio.ensure_future(push(lora, 2, probe=probe(2)))
     await asyncio.sleep(0.05)
-    # Nothing waits for it: neither old turns nor new ones.
+    # Neither running nor new turns wait for the probe.
     assert set((await lora.generate("meanwhile")).versions) == {1}
     lora.engine.score_gate.set()
     responses = await switching

@@ -1,4 +1,5 @@
-"""A folder of safetensors as the source of a version: taken whole, or refused with the reason."""
+"""A folder of safetensors as the source of a version: accepted whole,
+or refused with the reason."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ async def test_a_folder_is_read_into_the_stage(
     assert responses[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
     assert harness.engine.payloads == [payload(1)[0]]
     assert held_bytes(harness) == MODEL_BYTES
-    # It is a base like any other.
+    # It is a valid base for deltas.
     await send(harness, messages(*delta(2, 1)))
     assert harness.engine.payloads[-1] == payload(2)[0]
 
@@ -74,7 +75,7 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
 
 
 def rewrite(**tensors: Any) -> Callable[[Path], object]:
-    """Tensors by their last name but one; None is left out."""
+    """Replace tensors by the last component of their name but one; None leaves a tensor out."""
     by_name = {FEW: tensors.get("mlp", ...), MANY: tensors.get("embed", ...)}
 
     def act(folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""Weights by a collective, on the wire: order, refusals, epochs, and trainers that fall silent."""
+"""Weights over a collective, on the wire: order, refusals, epochs,
+and trainers that fall silent."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ Round = codec.twin(weights_pb2.CollectiveRound)
 
 @pytest.fixture
 async def quick(tmp_path: Path) -> AsyncGenerator[Harness]:
-    """A server whose deadline for everything in a collective is half a second."""
+    """A server with a deadline of half a second for everything in a collective."""
     async with serve(tmp_path, "weights.collective_seconds=0.5", step_seconds=0.005) as running:
         yield running
 
@@ -64,7 +65,7 @@ def specs(names: list[str] = NAMES, **fields: Any) -> list[Any]:
 
 
 def update(names: list[str] = NAMES, **fields: Any) -> dict[str, Any]:
-    """What a trainer says about one round."""
+    """The trainer's description of one round."""
     return {
         "names": names,
         "dtype_names": ["float32"] * len(names),
@@ -79,7 +80,7 @@ def described(found: Any) -> Any:
 
 
 class Call:
-    """One upload by a collective, message by message."""
+    """One upload over a collective, message by message."""
 
     def __init__(
         self, harness: Harness, version: int, backend: str = "gloo", **fields: Any
@@ -123,7 +124,7 @@ class Call:
         return await self.commit()
 
     async def failure(self, work: Any) -> Failure:
-        """What the call ends with, at whatever it is doing."""
+        """The failure that ends the call, whatever it is doing."""
         with contextlib.suppress(grpc.aio.AioRpcError, AssertionError):
             await work
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -150,7 +151,7 @@ async def active(harness: Harness) -> int:
 
 
 async def serves(harness: Harness, version: int) -> None:
-    """Turns are sampled by this version, each token as it has to be."""
+    """Check that turns are sampled by this version, every token as expected."""
     turn = await harness.generate(f"t{next(NUMBERS)}-{version}")
     check_tokens(turn, [1, 2, 3])
     assert set(turn.versions) == {version} == {await active(harness)}
@@ -170,7 +171,7 @@ async def test_an_upload_in_rounds_becomes_the_active_version(harness: Harness) 
     assert response.changed_tensor_count == len(NAMES)
     assert [found["names"] for found in harness.engine.rounds] == [[name] for name in NAMES]
     await serves(harness, 1)
-    # The collective is still there.
+    # The engine is still joined.
     await Call(harness, 2).whole()
     await serves(harness, 2)
     assert harness.engine.joins == 1
@@ -238,7 +239,7 @@ async def test_a_probe_is_scored_after_it(harness: Harness) -> None:
             assert (await call.whole()).probe.mean_difference < 0.01
             await serves(harness, 1)
         else:
-            # There are no bytes of version 1 to go back to.
+            # There are no bytes of version 1 to roll back to.
             failure = await call.failure(call.whole())
             assert failure.reason == reason
     await harness.upload(2)
@@ -307,7 +308,7 @@ async def test_a_backend_that_the_engine_has_not_is_refused(harness: Harness) ->
     failure = await failing(join(harness, "carrier_pigeon"))
     assert failure.reason == "SOURCE_UNAVAILABLE"
     assert "carrier_pigeon" in failure.message
-    # Nor is the one before joined any more.
+    # The previous collective has also ended.
     call = Call(harness, 1)
     assert (await call.failure(call.begin())).reason == "SOURCE_UNAVAILABLE"
 
@@ -495,7 +496,7 @@ async def test_a_backend_that_writes_through_needs_a_way_back(harness: Harness) 
         else:
             assert failure.reason == "WEIGHTS_INCONSISTENT"
             assert (await failing(harness.generate("refused"))).reason == "WEIGHTS_INCONSISTENT"
-    # A whole version by the collective heals it too.
+    # A whole version over the collective also restores service.
     await join(harness, "nccl")
     await Call(harness, 3, "nccl").whole()
     await serves(harness, 3)
@@ -592,7 +593,7 @@ async def test_a_trainer_that_is_gone_before_the_engine_has_paused_changes_nothi
 
 
 async def harness_free(harness: Harness) -> None:
-    """Nothing is claimed by what has ended."""
+    """Check that the ended call blocks nothing."""
     await harness.upload(7)
     await serves(harness, 7)
 
@@ -640,7 +641,7 @@ async def test_a_join_whose_trainer_is_gone_makes_room_when_it_has_ended(quick: 
     await call.write(UpdateWeightsRequest(join=message))
     await call.read()
     call.cancel()
-    # A newer trainer waits for it.
+    # A newer trainer waits for the join to end.
     await quick.upload(1, trainer_epoch=2)
     await serves(quick, 1)
 

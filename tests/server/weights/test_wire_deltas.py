@@ -1,4 +1,4 @@
-"""Deltas over the wire: bitwise the dense upload, or refused with nothing changed."""
+"""Deltas over the wire: bitwise identical to the dense upload, or refused with nothing changed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_a_delta_may_come_through_shared_memory(harness: Harness) -> None:
     head, data = header(1)
     with shared(head, data) as (head, path):
         assert (await send(harness, messages(head, b"")))[-1].state == ACTIVE
-        # From here on it is the uploader's again: the server has a copy.
+        # The server has its own copy, so the uploader may overwrite the memory.
         path.write_bytes(b"\xff" * len(data))
     for version in (2, 3):
         with shared(*delta(version, version - 1)) as (head, path):
@@ -253,7 +253,7 @@ async def test_an_uploader_that_vanishes_leaves_nothing_behind(harness: Harness)
             call = harness.wire.UpdateWeights(then_nothing(sent))
             await call.read()
             call.cancel()
-            # The next one is taken only once the server has noticed.
+            # The server accepts the next upload only once it has noticed.
             await until_idle(harness)
             assert (
                 await state_of(harness, f"after-{len(sent)}-{sent[0].header.WhichOneof('source')}")

@@ -1,4 +1,4 @@
-"""One trainer writes: what an older one still uploads, and what a switch to the unknown does."""
+"""Only one trainer writes: late uploads of an older trainer, and switches to unknown versions."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_late_tasks_of_a_trainer_that_was_replaced_are_refused(
     assert (failure.code, failure.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH")
     assert failure.metadata == {"trainer_epoch": "7", "current": "8"}
     assert harness.serving.queue.pending_count == (1 if run == "run" else 0)
-    # The one that lives, and one who is no trainer.
+    # The current trainer, and a caller that is no trainer.
     await harness.wire.SubmitTasks(tasks(f"{run}/3", run_id=run, trainer_epoch=8))
     await harness.wire.SubmitTasks(tasks("by hand"))
     newer.half_close()
@@ -110,7 +110,7 @@ async def test_a_trainer_that_is_replaced_while_its_tasks_are_looked_at(harness:
         trainer_epoch=7,
     )
     late = asyncio.create_task(harness.serving.tasks.submit_tasks(many))
-    # It gives way in the middle.
+    # The call yields to the event loop midway.
     await asyncio.sleep(0)
     harness.serving.trainer._epoch = 8
     with pytest.raises(DomainError) as caught:
@@ -232,7 +232,7 @@ async def test_a_resumed_turn_says_under_which_version_it_goes_on(slow: Harness)
 async def test_a_version_that_is_required_is_waited_for_while_it_is_switched_to(
     slow: Harness,
 ) -> None:
-    """DRAIN holds the switch until the turn in flight has ended."""
+    """DRAIN delays the switch until the turn in flight has ended."""
     long = asyncio.ensure_future(slow.generate("long", sampling_params=sampling(60)))
     await slow.sampled("long")
     switch = asyncio.ensure_future(slow.upload(1, in_flight=weights_pb2.IN_FLIGHT_POLICY_DRAIN))

@@ -1,4 +1,5 @@
-"""A version taken from another server: whole, while it arrives, refused, and what its failures leave."""
+"""A version taken from another server: whole, or while it still arrives there; refusals,
+and cleanup after failures."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ async def taker(tmp_path: Path) -> AsyncGenerator[Harness]:
 def from_peer(
     version: int, address: str, theirs: int, *, content: int | None = None, **fields: Any
 ) -> Any:
-    """The header of a version whose bytes, those of `content`, are at a peer."""
+    """The header of a version whose bytes are at a peer. They are those of
+    version `content`, if it is given."""
     head, _ = header(version, **fields)
     del head.tensors[:]
     head.tensors.extend(payload(version if content is None else content)[1])
@@ -62,7 +64,7 @@ async def take(taker: Harness, head: Any) -> list[Any]:
 
 
 async def refused(taker: Harness, head: Any) -> Failure:
-    """What an upload from a peer is refused with; nothing may be left of it."""
+    """The failure of a refused upload from a peer, after checking that it left nothing behind."""
     before = taker.engine.version, taker.serving.weights.staged_versions
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await take(taker, head)
@@ -72,7 +74,7 @@ async def refused(taker: Harness, head: Any) -> Failure:
 
 
 def loaded(server: Harness) -> dict[str, bytes]:
-    """The tensors that the engine loaded last."""
+    """The tensors of the engine's last load."""
     weights, data = server.engine.loaded[-1], server.engine.payloads[-1]
     return {t.name: data[t.offset_bytes : t.offset_bytes + t.length_bytes] for t in weights.tensors}
 
@@ -125,7 +127,7 @@ async def test_each_side_has_its_own_layout(giver: Harness, taker: Harness, gap:
 
 
 class Arriving:
-    """An upload to a server that stops after its first chunk until it is told how to go on."""
+    """An upload that stops after its first chunk until the test lets it continue or fail."""
 
     def __init__(
         self, server: Harness, version: int, chunk_bytes: int, *, backwards: bool = False
@@ -167,7 +169,7 @@ async def arriving(
 
 
 async def test_a_version_is_handed_on_while_it_arrives(giver: Harness, taker: Harness) -> None:
-    # Chunks that the first tensor, of which the peer asks for a piece, fits into.
+    # Chunks large enough for the first tensor, of which the peer requests a piece.
     first = payload(2)[1][0].length_bytes
     upload = await arriving(giver, 2, first)
     taking = asyncio.ensure_future(take(taker, from_peer(2, giver.address, 2)))
@@ -187,7 +189,7 @@ async def test_a_version_that_arrives_in_any_order_is_handed_on(
     upload = await arriving(giver, 2, backwards=True)
     taking = asyncio.ensure_future(take(taker, from_peer(2, giver.address, 2)))
     await until(lambda: taker.serving.uploads.arriving is not None)
-    # The peer has been asked, and waits for what comes last.
+    # The peer has its request, and waits for the bytes that arrive last.
     await asyncio.sleep(0.1)
     upload.go_on()
     await taking
@@ -265,7 +267,7 @@ async def test_a_peer_that_says_nothing_is_given_up(taker: Harness) -> None:
 
 @contextlib.asynccontextmanager
 async def scripted(answers: Iterable[bytes]) -> AsyncGenerator[str]:
-    """A peer that answers with these bytes, whatever it is asked."""
+    """A peer that answers every request with these bytes."""
 
     async def fetch(_: bytes, __: Any) -> AsyncIterator[bytes]:
         for answer in answers:
@@ -355,7 +357,7 @@ async def test_chunks_do_not_come_from_the_stream_as_well(giver: Harness, taker:
     assert taker.engine.version == 0
 
 
-# FetchWeights itself
+# FetchWeights alone
 
 
 async def fetched(server: Harness, version: int, specs: Sequence[Any]) -> bytes:

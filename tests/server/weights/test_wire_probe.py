@@ -1,4 +1,5 @@
-"""Probes: right weights go through, wrong ones are thrown out with everything they sampled."""
+"""Probes: correct weights pass; wrong weights are rolled back and all
+their tokens are discarded."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def policy_of(name: str) -> Any:
 
 
 def probe(version: int, tolerance: float = 0.01, off: float = 0.0, **fields: Any) -> Any:
-    """What a trainer that holds this version sends."""
+    """The probe that a trainer with this version sends."""
     tokens = fields.get("tokens", TOKENS)
     logprobs = fields.get("logprobs", expected_scores(tokens, version) + np.float32(off))
     return WeightProbe(
@@ -107,7 +108,7 @@ async def test_what_wrong_weights_sampled_is_thrown_away(slow: Harness, policy: 
     uploading = asyncio.ensure_future(fails(slow, messages(head, data)))
     while slow.engine.version != 2:
         await asyncio.sleep(0.01)
-    # They sample on under it, for longer than any of them still has to go.
+    # They continue under the new version for longer than any of them needs to finish.
     late = asyncio.ensure_future(slow.generate("late", sampling_params=sampling(5)))
     await asyncio.sleep(0.5)
     assert (await slow.wire.GetServerInfo(GetServerInfoRequest())).active_weight_version == 1
@@ -135,7 +136,7 @@ async def test_what_wrong_weights_sampled_is_thrown_away(slow: Harness, policy: 
     after = await state_of(slow, "after")
     assert after.tokens == before.tokens
     assert (after.active, after.staged, after.base, after.held_bytes) == (1, (), 1, MODEL_BYTES)
-    # Cache of the bad weights is under the version's salt, and must not be found there.
+    # The bad weights' cache has the version's salt, and must not be found under it later.
     assert slow.engine.caches_dropped >= 1
     assert slow.engine.payloads == [payload(1)[0], payload(2)[0], payload(1)[0]]
     await slow.upload(2, probe=probe(2))
@@ -162,7 +163,7 @@ async def test_what_right_weights_sampled_is_only_held_back(slow: Harness, polic
     assert {turn.record.segments[-1].weight_version for turn in slow.serving.turns.sampling} == {0}
     slow.engine.score_gate.set()
     responses = await uploading
-    # The pause is from pause to resume; the half second was none.
+    # The pause ends at resume; the half second of the probe does not count.
     assert responses[-1].pause.ToTimedelta().total_seconds() < resumed - begun
     for prompt, call in zip(prompts, calls, strict=True):
         turn = await call
@@ -317,7 +318,7 @@ async def test_probes_good_and_bad_under_load_mislabel_nothing(tmp_path: Path) -
             harness.engine.fail_loads = int(dice.random() < 0.15)
             if dice.random() < 0.7:
                 fields["probe"] = probe(version)
-                # The way back is a load too, and one that is as it should be.
+                # The rollback is a load too, and must not be corrupted.
                 harness.engine.corrupt_next_load = (
                     not harness.engine.fail_loads and dice.random() < 0.4
                 )

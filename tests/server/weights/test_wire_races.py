@@ -1,4 +1,4 @@
-"""The first n of m: groups that do not wait for their slowest siblings."""
+"""Groups that finish with the first n of m siblings instead of waiting for the slowest."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_a_group_is_complete_with_the_first_that_end(slow: Harness) -> Non
     assert not await slow.complete(second.trajectory_id)
     await turn(slow, first)
     assert await slow.complete(first.trajectory_id, 0.5)
-    # The turn that nobody needs any more is aborted, and whoever took it is told.
+    # The unneeded turn is aborted, and its agent learns that the lease expired.
     assert (await late).finished.finish_reason != 0
     assert len((await late).tokens) < 4000
     name = third.trajectory_id
@@ -93,7 +93,7 @@ async def test_what_was_not_begun_never_is(harness: Harness) -> None:
     await turn(harness, given)
     assert await harness.complete(given.trajectory_id)
     assert harness.serving.queue.open_group_count == 0
-    # The stream's place is free, and nothing of that group waits for it.
+    # The stream's place is free, and nothing of the old group waits for it.
     await submit(harness, 1, 0, "next")
     async with asyncio.timeout(10):
         assert (await call.read()).task.task_id == "next"
@@ -106,12 +106,12 @@ async def test_failures_take_no_place(harness: Harness) -> None:
     for _ in range(2):
         assert not await harness.fail(failed.trajectory_id)
         failed = await call.read()
-    # Its last attempt: from now on the failure stands.
+    # This was the last attempt, so its failure is final.
     assert not await harness.fail(failed.trajectory_id)
     for number, given in enumerate(leases):
         await turn(harness, given)
         assert await harness.complete(given.trajectory_id) == (number == 1)
-    # A close that is repeated is confirmed as it was.
+    # A repeated close gets the same confirmation.
     assert not await harness.fail(failed.trajectory_id)
     group = await delivered(harness)
     assert [t.sample_index for t in group.trajectories] == [1, 2]
@@ -172,7 +172,8 @@ async def test_a_count_that_cannot_be_is_refused(harness: Harness, wanted: int) 
 
 
 async def test_everybody_at_once(slow: Harness) -> None:
-    """Whoever ends first: so many are in the group, and everybody hears which."""
+    """All attempts end at about the same time. Exactly `finish_count` of them are in the group,
+    and each learns whether it is."""
     exchange = await hello(slow.wire, groups_per_step=4)
     for number in range(6):
         await submit(slow, 8, 3, f"race {number}")

@@ -1,4 +1,5 @@
-"""A version that fails to load: back to the one before, or nothing is served until one succeeds."""
+"""A version that fails to load: the server rolls back to the previous one, or serves
+nothing until an upload succeeds."""
 
 from __future__ import annotations
 
@@ -69,12 +70,12 @@ async def test_a_load_that_fails_goes_back_to_the_version_before(
         else:
             assert len(turn.tokens) == 40
     check_tokens(await late, [1, 2, 3])
-    # The bytes it went back to are those that were held.
+    # The rollback loads the bytes that the server held.
     assert slow.engine.payloads == [payload(1)[0]] * 2
     after = await state_of(slow, "after")
     assert after.tokens == before.tokens
     assert (after.active, after.staged, after.base, after.held_bytes) == (1, (), 1, MODEL_BYTES)
-    # The same version may come again, as a delta too.
+    # The same version may be sent again, even as a delta.
     assert (await send(slow, messages(*delta(2, 1))))[-1].active_weight_version == 2
     assert slow.engine.payloads[-1] == payload(2)[0]
 
@@ -138,7 +139,7 @@ async def test_nothing_is_made_ready_where_that_is_not_wanted_or_of_no_use(tmp_p
         await harness.upload(1)
         harness.engine.fail_loads = 1
         assert (await fails(harness, messages(*header(2)))).reason == "WEIGHTS_INCONSISTENT"
-        # Nothing is served, so there is no pause to make short.
+        # Nothing is served, so there is no pause to shorten.
         await harness.upload(3)
         assert harness.engine.prepared == [1, 2]
 
@@ -198,7 +199,7 @@ async def test_memory_that_is_written_to_while_it_is_loaded_is_noticed(
             await harness.generate("refused")
         assert read_failure(caught.value).reason == "WEIGHTS_INCONSISTENT"
         assert held_bytes(harness) == 0
-        # The same number with other bytes: what was computed under it must not be used again.
+        # The number is the same but the bytes differ, so the cache must not be reused.
         dropped = harness.engine.caches_dropped
         in_flight = getattr(weights_pb2, f"IN_FLIGHT_POLICY_{policy.upper()}")
         await send(harness, messages(*header(2, in_flight=in_flight)))
@@ -216,7 +217,7 @@ async def test_an_engine_whose_load_failed_for_good_begins_with_an_empty_cache(
         harness.engine.fail_loads = 1
         assert (await fails(harness, messages(*header(2)))).reason == "WEIGHTS_INCONSISTENT"
         dropped = harness.engine.caches_dropped
-        # Its number may come again, and what a cache has under it is of other weights.
+        # The number may come again, and the cache under it belongs to other weights.
         await send(harness, messages(*header(1, in_flight=KEEP)))
         assert harness.engine.caches_dropped == dropped + 1
         assert set((await harness.generate("t")).versions) == {1}
@@ -239,14 +240,15 @@ async def test_version_0_is_read_again_from_its_folder(tmp_path: Path) -> None:
         after = await state_of(harness, "after")
         assert (after.active, after.tokens, after.held_bytes) == (0, before.tokens, 0)
         await harness.upload(1)
-        # From here on version 0 is of no more use.
+        # From now on version 0 is not needed.
         (tmp_path / "model.safetensors").unlink()
         harness.engine.fail_loads = 1
         assert (await fails(harness, messages(*header(2)))).metadata["active"] == "1"
 
 
 async def unserved(harness: Harness, version: int) -> None:
-    """Nothing is served, and it says so; then a full upload heals it."""
+    """Check that calls are refused as WEIGHTS_INCONSISTENT, and that a
+    full upload restores service."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await harness.generate("refused")
     failure = read_failure(caught.value)
@@ -257,7 +259,7 @@ async def unserved(harness: Harness, version: int) -> None:
     info = await harness.wire.GetServerInfo(GetServerInfoRequest())
     assert info.delta_base_weight_version == 0
     assert held_bytes(harness) == 0
-    # The version that should be there may come again too: a trainer can be one that resumes.
+    # A resumed trainer may send the number of the active version again.
     await harness.upload(version)
     assert set((await harness.generate("served")).versions) == {version}
     assert held_bytes(harness) == MODEL_BYTES
@@ -285,7 +287,7 @@ async def test_where_the_way_back_fails_too_nothing_is_served(slow: Harness) -> 
 
 async def test_where_there_is_no_way_back_nothing_is_served(tmp_path: Path) -> None:
     async with serve(tmp_path, "weights.hold_active=false", checkpoint=tmp_path) as harness:
-        # Its folder is empty by now.
+        # The checkpoint folder is empty.
         harness.engine.fail_loads = 1
         assert (await fails(harness, messages(*header(1)))).reason == "WEIGHTS_INCONSISTENT"
         await harness.upload(1)

@@ -1,4 +1,5 @@
-"""A version that is switched to on the stream it came by, and what a server says of itself to a hub."""
+"""Activating a version on the stream that uploaded it, and the
+information that a server gives a hub."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ async def test_the_policy_of_the_activation_is_the_one_that_counts(server: Harne
 async def test_a_stream_that_ends_leaves_it_staged(server: Harness) -> None:
     await server.upload(1, staged=True)
     assert server.serving.weights.staged_versions == [1]
-    # The same again is known, and can be switched to by this stream.
+    # A repeated upload is recognized, and this stream can activate it.
     queue: asyncio.Queue[Any] = asyncio.Queue()
     queue.put_nowait(UpdateWeightsRequest(activate={}))
     queue.put_nowait(None)

@@ -1,4 +1,5 @@
-"""Uploads and switches over the wire: refused whole or active whole, in flight by policy."""
+"""Uploads and switches over the wire: refused whole or activated whole, with a
+policy for turns in flight."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from tests.support.harness import (
 
 UpdateWeightsResponse = weights_pb2.UpdateWeightsResponse
 TURN_TOKENS = 300
-"""So many that an upload comes in their middle, however busy the machine."""
+"""Long enough that an upload arrives mid-turn, however busy the machine."""
 NUMBERS = itertools.count()
 STATES = {
     weights_pb2.WEIGHT_STATE_READY: "ready",
@@ -50,7 +51,7 @@ STATES = {
 
 
 async def refusal(harness: Harness, requests: list[Any]) -> tuple[grpc.StatusCode, str]:
-    """An upload that must be refused, and must leave everything as it was."""
+    """Send an upload that must be refused, and check that it changes nothing."""
     number = next(NUMBERS)
     before = await harness.generate(f"before-{number}")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -78,7 +79,7 @@ async def test_an_upload_goes_ready_staged_active(harness: Harness) -> None:
 
 
 async def test_a_header_may_have_its_fields_in_any_order(harness: Harness) -> None:
-    # As Go's protobuf writes it: what is in a oneof comes last.
+    # Go's protobuf writes the members of a oneof last.
     head, data = header(1, staged=True)
     plain = WeightHeader.FromString(head.SerializeToString())
     plain.ClearField("inline")
@@ -115,7 +116,7 @@ async def test_a_switch_is_answered_once_it_is_written_down(
     exchange.send(switch_weights={"weight_version": 1})
     await until(lambda: harness.engine.loaded != [])
     await exchange.nothing()
-    # It samples already.
+    # The engine already samples with the new version.
     assert (await harness.generate("t")).versions[-1] == 1
     written.set_result([])
     assert (await exchange.receive("weight_receipt")).active_weight_version == 1
@@ -213,7 +214,7 @@ async def test_versions_only_grow_and_older_trainers_are_refused(harness: Harnes
     precondition = grpc.StatusCode.FAILED_PRECONDITION
     await harness.upload(5)
     for version in (5, 4, 0, -1):
-        # The same version with another content is not a repetition.
+        # The same version with other content does not count as a repetition.
         head, data = header(version, in_flight=weights_pb2.IN_FLIGHT_POLICY_DRAIN)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await send(harness, messages(head, data))
@@ -249,7 +250,7 @@ async def test_a_second_upload_while_one_runs_is_refused(harness: Harness) -> No
 
 
 def check_versions(turn: Any, prompt: list[int]) -> None:
-    """Every token is the one its version samples at its place."""
+    """Check that every token is the one its version samples at its position."""
     assert turn.tokens == expected_tokens(prompt, turn.versions)[0]
 
 
@@ -281,7 +282,7 @@ async def test_turns_in_flight_by_policy(slow: Harness, policy: str) -> None:
             assert sorted(set(turn.versions)) == [0, 1]
             assert turn.versions == sorted(turn.versions)
             assert len(turn.tokens) == TURN_TOKENS
-            # A switch in mid-turn starts a new segment.
+            # A mid-turn switch starts a new segment.
             assert {s.weight_version for s in turn.segments} == {0, 1}
 
 
@@ -326,7 +327,7 @@ async def test_a_load_that_fails_half_way_stops_serving_until_a_full_upload(
     found = read_failure(caught.value)
     assert (found.code, found.reason) == (unavailable, "WEIGHTS_INCONSISTENT")
     await slow.upload(1)
-    # The refused turn left no trace: its id is free.
+    # The refused turn left its id free.
     assert (await slow.generate("u")).versions == [1] * 16
     rest = await slow.resume("t")
     assert set(rest.versions) == {1}
