@@ -1,4 +1,4 @@
-"""Who may import whom: the arrows and the seams, read from the source and seen at run time."""
+"""Allowed imports between packages, checked in the source and in running commands."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ SEAMS = {
             )
         ),
         "gloo_weight_engine.py",
-        # vLLM's models of the protocols that the HTTP endpoints speak, and its converters.
+        # vLLM's models of the protocols that the HTTP endpoints use, and its converters.
         *("http_requests.py", "http_chat.py", "http_responses.py", "http_messages.py"),
-        # The trainer's, where it drives vLLM's own weight transfer.
+        # The trainer's modules that drive vLLM's own weight transfer.
         *("weight_sync.py", "gloo_weights.py", "collective_source.py", "collective_transport.py"),
     },
     "megatron": {
@@ -63,7 +63,7 @@ HEAVY = ("torch", "vllm", "transformers", "pydantic", "xxhash", "click", "opente
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
-    """(package, file, imported module) of every import statement, lazy ones included."""
+    """Yield (package, file, imported module) for every import statement, including lazy ones."""
     for package, folder in PACKAGES.items():
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -92,7 +92,9 @@ def test_a_heavy_library_is_imported_in_its_seam_only(library):
 
 
 def test_benchmarks_and_examples_import_what_there_is():
-    """No test runs most of them, and a name that is gone is otherwise seen by whoever does."""
+    """Most of these files run in no test. Without this check, users would be the first to see a
+    removed name.
+    """
     missing: list[str] = []
     for path in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
