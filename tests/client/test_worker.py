@@ -107,8 +107,7 @@ async def test_a_function_that_raises_fails_its_attempt_and_never_the_worker(pen
         return 0.5
 
     statistics = await penstock.work(agent, concurrency=2, attempts=10)
-    # The server retries it up to the limit of three attempts. The others succeed on the first
-    # retry.
+    # The server retries it up to the limit of three attempts. The others succeed on the first retry.
     assert calls["task-0"] == 3
     assert reasons(server) == {"ZERO_DIVISION_ERROR": 3, "SYSTEM_EXIT": 1, "CANCELLED": 1}
     assert rewards(server) == [0.5] * 5
@@ -496,8 +495,7 @@ async def test_a_close_that_is_refused_fails_or_loses_the_attempt_and_no_more(pe
         return 1.0
 
     statistics = await penstock.work(agent, concurrency=2, attempts=3)
-    # The first reward and the failure that replaces it are both refused, then only the second
-    # reward.
+    # The first reward and the failure that replaces it are both refused, then only the second reward.
     assert reasons(server) == {"MESSAGE_TOO_LARGE": 1} and rewards(server) == [1.0]
     assert (statistics.lost_count, statistics.failed_count, statistics.scored_count) == (1, 1, 1)
 

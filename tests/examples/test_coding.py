@@ -1,6 +1,4 @@
-"""The coding agent: how code is judged, how the agent handles the model's answers, and its
-problems.
-"""
+"""The coding agent: how code is judged, how the agent handles the model's answers, and its problems."""
 
 from __future__ import annotations
 
@@ -331,8 +329,7 @@ async def test_penstock_runs_the_agent_against_its_own_endpoints(
         assert process.returncode == 0, errors.decode()
         exchange.send(demand=Demand(group_count=1))
         group = (await exchange.receive("delivery")).group
-    # One trajectory for each attempt, with both turns: the second request continued the first's
-    # tokens.
+    # One trajectory for each attempt, with both turns: the second request continued the first's tokens.
     assert [trajectory.turn_count for trajectory in group.trajectories] == [2, 2]
     for trajectory in group.trajectories:
         outcome = trajectory.outcome

@@ -1,6 +1,4 @@
-"""The search example's retrieval: shards that act as one index, and server processes that are
-killed.
-"""
+"""The search example's retrieval: shards that act as one index, and server processes that are killed."""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ def test_shards_merged_are_one_index(
 
 
 def test_bm25_scores_are_those_of_the_formula() -> None:
-    """Compare with Lucene's BM25 by hand: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), k1 = 1.5, b =
-    0.75.
-    """
+    """Compare with Lucene's BM25 by hand: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), k1 = 1.5, b = 0.75."""
     texts = ["nile nile egypt", "danube vienna", "nile danube paris metro opened", "whale novel"]
     (hits,) = Bm25Index(Bm25Index.build(texts), 0, 4).search(["nile"], 4)
     documents = [text.split() for text in texts]

@@ -39,9 +39,7 @@ class Journaled:
     forgotten: set[str] = field(default_factory=set[str])
     final_step: int = 0
     turns: dict[tuple[str, int, int], Any] = field(default_factory=dict[tuple[str, int, int], Any])
-    """Turn records, by trajectory id, number of tokens before the turn's segment, and its token
-    count.
-    """
+    """Turn records, by trajectory id, number of tokens before the turn's segment, and its token count."""
 
     def read(self, record: Any) -> None:
         kind = record.WhichOneof("record")

@@ -51,9 +51,7 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def namespace() -> Generator[Namespace]:
-    """Make a namespace, and remove it with everything that is left in it. Raises
-    CalledProcessError.
-    """
+    """Make a namespace, and remove it with everything that is left in it. Raises CalledProcessError."""
     number = next(NUMBERS)
     name = f"penstock-{os.getpid()}-{number}"
     outside, inside = f"pk{os.getpid() % 100_000}o{number}", f"pk{os.getpid() % 100_000}i{number}"

@@ -256,8 +256,7 @@ def report_of(config: pytest.Config) -> Report:
     if REPORT not in config.stash:
         seed, said = config.getoption("fault_seed"), config.getoption("fault_count")
         if seed is None:
-            # The processes of a distributed run share the seed, because they must collect the same
-            # tests.
+            # The processes of a distributed run share the seed, because they must collect the same tests.
             run = getattr(config, "workerinput", {}).get("testrunuid")
             seed = random.SystemRandom().randrange(SEEDS) if run is None else int(run, 16) % SEEDS
         table = TABLE_COUNT if config.getoption("fault_table") else None

@@ -132,9 +132,7 @@ class Scorer:
     def _found(
         self, candidates: list[_Candidate], tokens: list[int], before: int, version: int
     ) -> Iterator[_Candidate]:
-        """Copies of the caches that a request may have had for `tokens` when `version` became
-        active.
-        """
+        """Copies of the caches that a request may have had for `tokens` when `version` became active."""
         if not self._keeps(before, version):
             candidates = []
         yield from self._kept(candidates)

@@ -57,9 +57,7 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 MISSING = grpc.StatusCode.NOT_FOUND
 OK = grpc.StatusCode.OK
 PATIENCE_SECONDS = 5.0
-"""The longest wait allowed for another caller. Parsing sixty megabytes on two cores takes some of
-it.
-"""
+"""The longest wait allowed for another caller. Parsing sixty megabytes on two cores takes some of it."""
 NUMBERS = itertools.count()
 BROKEN = b"\xff\xfe"
 EPOCH = 1 << 40

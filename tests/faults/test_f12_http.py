@@ -140,9 +140,7 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @st.composite
 def changed(draw: st.DrawFn, right: dict[str, Any]) -> bytes:
-    """A valid request with up to three changes. Copies first, because hypothesis may reuse an
-    object.
-    """
+    """A valid request with up to three changes. Copies first, because hypothesis may reuse an object."""
     body = copy.deepcopy(right)
     for _ in range(draw(st.integers(1, 3))):
         where = draw(st.sampled_from(paths(body)))

@@ -381,9 +381,7 @@ class Walk(RuleBasedStateMachine):
         await self._refuses(lost)
 
     async def _settle(self) -> None:
-        """Wait until the effects of the last event have happened, and check that there are no
-        others.
-        """
+        """Wait until the effects of the last event have happened, and check that there are no others."""
         await self._take_leases()
         await self._take_deliveries()
         await self._offered()

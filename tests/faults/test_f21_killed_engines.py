@@ -6,7 +6,7 @@ killed during whatever it does, including uploads of weights, and restarted on t
 least one stays alive. During or after the run:
 
 - Every token that the hub holds is what its version samples there. The fake engine's own rule shows
-that or, with vLLM, Hugging Face's forward pass with the weights that the hub received.
+  that or, with vLLM, Hugging Face's forward pass with the weights that the hub received.
 - No attempt failed for lack of an engine.
 - Each accepted group is trained once, according to the ledger, and no token with a lag above
   `max_lag`. The step must have masked every token that is older by the hub's recorded versions.
@@ -101,9 +101,7 @@ class Kind:
     """The time that one kill may take."""
     test: str
     niceness: int = 0
-    """Niceness of running engine servers. Starting ones get priority, or a start would take
-    minutes.
-    """
+    """Niceness of running engine servers. Starting ones get priority, or a start would take minutes."""
 
 
 @dataclass
@@ -156,9 +154,7 @@ class Watch:
     problems: list[str] = field(default_factory=list[str])
     pauses: list[float] = field(default_factory=list[float])
     versions: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
-    """For each trajectory with a reward: the number of tokens of each version, as the hub recorded
-    it.
-    """
+    """For each trajectory with a reward: the number of tokens of each version, as the hub recorded it."""
     _last: float | None = None
 
     def over(self, hub: Harness, pool: PoolEngine) -> None:

@@ -81,9 +81,7 @@ class Disk:
             self.indexes.append(self.index.read_bytes())
 
     def lose(self, acknowledged: int, rng: random.Random) -> int:
-        """Leave what may survive a power loss; return the number of lost or changed bytes of
-        messages.
-        """
+        """Leave what may survive a power loss; return the number of lost or changed bytes of messages."""
         self.look()
         found = rng.choice([*self.indexes, None, None])
         if found is None:

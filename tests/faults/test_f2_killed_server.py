@@ -235,8 +235,7 @@ class Run:
             try:
                 found = await wire.GetTrajectory(GetTrajectoryRequest(trajectory_id=trajectory_id))
             except grpc.aio.AioRpcError as error:
-                # Its outcome was durable but not acknowledged, and it has since been trained or
-                # retried.
+                # Its outcome was durable but not acknowledged, and it has since been trained or retried.
                 assert read_failure(error).reason in ("TRAJECTORY_CLOSED", "LEASE_EXPIRED"), error
                 continue
             segment = found.trajectory.segments[-1]

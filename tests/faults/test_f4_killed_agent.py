@@ -1,6 +1,4 @@
-"""F4: an agent is killed with SIGKILL. Its attempts are leased again, and none is held past its
-lease.
-"""
+"""F4: an agent is killed with SIGKILL. Its attempts are leased again, and none is held past its lease."""
 
 from __future__ import annotations
 

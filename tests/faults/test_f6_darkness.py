@@ -90,9 +90,7 @@ async def test_darkness(tmp_path: Path, report: Report, request: pytest.FixtureR
 async def happen(
     server: ServerProcess, inside: Namespace, rng: random.Random, seconds: float, groups: int
 ) -> float:
-    """One run with one darkness. Returns how long the idle stream took to notice it; 0 if it did
-    not.
-    """
+    """One run with one darkness. Returns how long the idle stream took to notice it; 0 if it did not."""
     workload = Workload(server.address, groups)
     connected = asyncio.Event()
     idle = asyncio.create_task(wait_for_nothing(server.address, connected))

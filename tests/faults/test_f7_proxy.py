@@ -48,9 +48,7 @@ GROUPS = 6
 LEASES = ("leases.grace_seconds=1", "leases.seconds=5", "leases.max_attempts=1000")
 SPOILED_SECONDS = 5.0
 ASTRAY_SECONDS = 5.0
-"""Time after which an upload is given up here. The server is idle, and an upload takes a
-millisecond.
-"""
+"""Time after which an upload is given up here. The server is idle, and an upload takes a millisecond."""
 LIMIT_SECONDS = 90
 FILES = 6
 NOTICED_SECONDS = (KEEPALIVE_INTERVAL_MS + KEEPALIVE_TIMEOUT_MS) / 1000
@@ -208,8 +206,7 @@ async def test_flipped_bits(tmp_path: Path, report: Report, request: pytest.Fixt
 
     async def happen(rng: random.Random) -> None:
         nonlocal flipped, refused
-        # A server for each case, because a flipped epoch or version can be one that no later one
-        # exceeds.
+        # A server for each case, because a flipped epoch or version can be one that no later one exceeds.
         async with harness.serve(tmp_path) as running, proxying(running.port, rng) as proxy:
             for version in range(1, 4):
                 refused += not await upload_spoiled(proxy, version)
@@ -302,9 +299,7 @@ async def test_darkness_is_noticed(
 async def notice(
     server: ServerProcess, proxy: Proxy, count: int, rng: random.Random
 ) -> tuple[float, float]:
-    """Open lease streams at different moments, then go dark. Returns how long callers and server
-    took.
-    """
+    """Open lease streams at different moments, then go dark. Returns how long callers and server took."""
     clock = asyncio.get_running_loop().time
     leased, noticed = asyncio.Event(), list[float]()
     async with grpc.aio.insecure_channel(server.address, options=client_options()) as direct:

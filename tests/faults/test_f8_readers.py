@@ -69,9 +69,7 @@ TASKS_EACH = 700
 """Tasks for each caller that does not read: more than the buffers on the way to it can hold."""
 BATCH = 100
 STREAMS, QUICK_STREAMS = 8, 1
-"""Callers that lease large tasks. Their number is limited, because the tasks themselves need
-memory.
-"""
+"""Callers that lease large tasks. Their number is limited, because the tasks themselves need memory."""
 BUDGET_BYTES = 8 << 20
 """The most memory that a caller that does not read may cost the server."""
 SPEED = 0.95
@@ -130,9 +128,7 @@ async def take_turns(harness: Harness, seconds: float) -> float:
 
 
 async def long_turns(harness: Harness, closer: Harness, *, read: bool) -> None:
-    """Take one long turn after another on a connection until cancelled, reading everything or
-    nothing.
-    """
+    """Take one long turn after another on a connection until cancelled, reading everything or nothing."""
     while True:
         name = f"long-{next(NUMBERS)}"
         request = GenerateRequest(
@@ -215,8 +211,7 @@ async def test_speed_and_memory(
             lasted = clock() - begun
         baseline.check_alive()
     server.check_alive()
-    # Slices of a round share the other load on the machine, and interruptions hit each equally
-    # often.
+    # Slices of a round share the other load on the machine, and interruptions hit each equally often.
     pairs = [bare / read for bare, read in zip(speeds["unread"], speeds["read"], strict=True)]
     alone = [bare / alone for bare, alone in zip(speeds["unread"], speeds["alone"], strict=True)]
     share = median(pairs) if report.count else max(pairs)

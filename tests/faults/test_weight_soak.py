@@ -98,8 +98,7 @@ async def check_soak(site: Site, report: Report, path: Path, test: str) -> None:
 async def survive(site: Site, report: Report, path: Path, soaked: Soaked) -> int:
     """Run the soak and check everything afterwards; return the number of explained tokens."""
     rng = random.Random(report.seed)
-    # Without this, each update would traverse the libraries' objects, which takes longer than the
-    # update.
+    # Without this, each update would traverse the libraries' objects, which takes longer than the update.
     gc.collect()
     gc.freeze()
     try:

@@ -214,9 +214,7 @@ def moments_of(stand: Stand) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def check_lineage(stand: Stand) -> None:
-    """Check that each accepted group was trained once in the surviving lineage, or is still
-    waiting.
-    """
+    """Check that each accepted group was trained once in the surviving lineage, or is still waiting."""
     entries = read_ledger(stand.folder / "out" / "ledger.jsonl")
     steps = [entry for entry in entries if isinstance(entry, StepEntry)]
     refused = {entry.group_id for entry in entries if isinstance(entry, RefusedEntry)}
@@ -237,8 +235,7 @@ def check_lineage(stand: Stand) -> None:
     assert not trained & refused
     buffer = stand.server.serving.buffer
     left = {name for name in accepted.tasks if buffer.find(name) is not None}
-    # The server has released every group in the last checkpoint. The groups it still has are
-    # untrained.
+    # The server has released every group in the last checkpoint. The groups it still has are untrained.
     assert not left & trained
     assert trained | refused | left == set(accepted.tasks)
     check_data(stand, {group.task_id for group in groups}, refused)

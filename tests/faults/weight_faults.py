@@ -524,9 +524,7 @@ async def version_not_newer(attempt: Attempt) -> None:
 
 @fault(*ALL)
 async def versions_reordered(attempt: Attempt) -> None:
-    """A version arrives after a newer one is staged, and an older one is requested after a newer
-    one.
-    """
+    """A version arrives after a newer one is staged, and an older one is requested after a newer one."""
     site, rng = attempt.site, attempt.rng
     first, second = Attempt(site, rng.choice(DENSE), rng), Attempt(site, rng.choice(DENSE), rng)
     with contextlib.closing(first), contextlib.closing(second):

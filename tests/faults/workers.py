@@ -132,9 +132,7 @@ class Crew:
 
 @contextlib.asynccontextmanager
 async def crew(folder: Path, workers: int = 2) -> AsyncGenerator[Crew]:
-    """A server with short leases, and `workers` workers. The files they leave are checked in the
-    end.
-    """
+    """A server with short leases, and `workers` workers. The files they leave are checked in the end."""
     settings = (
         f"journal.folder={folder / 'journal'}",
         "journal.durability=process",

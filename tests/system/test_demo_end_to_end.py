@@ -30,9 +30,7 @@ MARK = "PENSTOCK_TEST_MARK"
 
 @dataclass
 class Demo:
-    """A running demo. Its processes inherit an environment variable that tells them from all
-    others.
-    """
+    """A running demo. Its processes inherit an environment variable that tells them from all others."""
 
     process: subprocess.Popen[str]
     mark: str
@@ -93,9 +91,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 @pytest.fixture
 def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Demo]:
-    """A just started `penstock demo --tiny` with four steps, and the options of an indirect
-    parameter.
-    """
+    """A just started `penstock demo --tiny` with four steps, and the options of an indirect parameter."""
     mark = uuid.uuid4().hex
     out = tmp_path / "out"
     process = subprocess.Popen(

@@ -184,8 +184,7 @@ async def test_kill_9_of_each_part(
     await trainer.says("step", "reward")
     assert worker.process.returncode is None
 
-    # The server: worker and trainer both report it, neither hangs, and the engine process is gone
-    # too.
+    # The server: worker and trainer both report it, neither hangs, and the engine process is gone too.
     said_by_worker, said_by_trainer = len(worker.lines), len(trainer.lines)
     await server.kill()
     await worker.says("no server", since=said_by_worker, seconds=KEEPALIVE_SECONDS)

@@ -43,9 +43,7 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def reward(args: Any, sample: Any, **kwargs: Any) -> dict[str, float]:
-    """Reward by position in the data: the fake engine makes siblings alike, and never writes a
-    number.
-    """
+    """Reward by position in the data: the fake engine makes siblings alike, and never writes a number."""
     assert sample.metadata["turns"] == 2
     return {"score": float(sample.index % 2) * (sample.group_index % 2), "right": 0.0}
 

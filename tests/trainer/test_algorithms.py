@@ -65,9 +65,7 @@ def policy_of(
 
 
 def step_of(*spreads: float, updates: int = 1, **algorithm: Any) -> StepPlan:
-    """A step with one group of two answers for each spread, which is the difference of their
-    rewards.
-    """
+    """A step with one group of two answers for each spread, which is the difference of their rewards."""
     groups = [
         read(
             group(

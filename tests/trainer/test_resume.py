@@ -380,8 +380,7 @@ async def test_groups_that_were_dropped_stay_dropped(
 ) -> None:
     usual = float(np.median([record["reward_mean"] for record in undisturbed[2]]))
     left: list[tuple[dict[str, bytes], list[dict[str, int]]]] = []
-    # After a refusal is on disk but before the server learns of it; and during the steps that
-    # follow.
+    # After a refusal is on disk but before the server learns of it; and during the steps that follow.
     points = ["ledger.after_fsync=kill@3", "train.gathered=kill@3", "ledger.after_fsync=kill@2"]
     for name, kills in (("whole", []), ("killed", points)):
         groups = {"min_mean_reward": usual}

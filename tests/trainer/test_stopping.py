@@ -238,9 +238,7 @@ async def test_a_stop_does_not_wait_for_room_for_the_weights(
 async def test_a_version_that_is_sampled_as_it_comes_may_be_there_when_its_answer_is_lost(
     tmp_path: Path,
 ) -> None:
-    """As with a collective: the upload is the switch, and the stream is lost together with its
-    answer.
-    """
+    """As with a collective: the upload is the switch, and the stream is lost together with its answer."""
     lost, done = asyncio.Event(), asyncio.Event()
     server = ScriptedServer()
 

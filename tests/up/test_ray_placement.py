@@ -33,9 +33,7 @@ OTHERS: list[psutil.Process] = []
 
 
 def rays_own() -> list[psutil.Process]:
-    """Child processes that this process has started and that still run, without those of other
-    tests.
-    """
+    """Child processes that this process has started and that still run, without those of other tests."""
     children = psutil.Process().children(recursive=True)
     return [child for child in children if is_alive(child.pid) and child not in OTHERS]
 

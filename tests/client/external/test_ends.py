@@ -282,8 +282,7 @@ async def test_a_worker_that_waits_for_its_server_can_be_stopped(
 def test_a_delegated_cgroup_of_version_2_is_divided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Checks which files are written, in a folder that only looks like a cgroup. The kernel takes no
-    # part.
+    # Checks which files are written, in a folder that only looks like a cgroup. The kernel takes no part.
     own = tmp_path / "user.slice" / "run-1.scope"
     own.mkdir(parents=True)
     (own / "cgroup.controllers").write_text("cpu memory pids\n")

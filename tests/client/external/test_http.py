@@ -1,6 +1,4 @@
-"""What an external process can reach over HTTP: its own attempt, under its own key, and nothing
-else.
-"""
+"""What an external process can reach over HTTP: its own attempt, under its own key, and nothing else."""
 
 from __future__ import annotations
 
@@ -68,8 +66,7 @@ async def relaying(
 ) -> AsyncGenerator[tuple[Relay, Admitted, aiohttp.ClientSession]]:
     """A relay to the server on `port`, with one admitted attempt and a client that holds its key."""
     security = security or Security()
-    # No gRPC server listens here. The relay asks it for another port only if the HTTP server is
-    # away.
+    # No gRPC server listens here. The relay asks it for another port only if the HTTP server is away.
     calls = Calls("127.0.0.1:1", patience or Patience(), security)
     relay = Relay(calls, security)
     await relay.open(port)

@@ -124,8 +124,7 @@ def untrained(claims: list[Claim], *trajectories: Written) -> list[list[int]]:
             [written(1, -2), written(1, 2, 3, -4), written(1, 2, 3, 4, 5, -6)],
             [[], [], []],
         ),
-        # The whole claim is shared: the first trajectory gets it, whichever branches leave from
-        # there.
+        # The whole claim is shared: the first trajectory gets it, whichever branches leave from there.
         ([claim(1, -2)], [written(1, -2, 5, -6), written(1, 2, 3, -4)], [[3], [3]]),
     ],
 )

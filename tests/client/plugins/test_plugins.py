@@ -386,8 +386,7 @@ async def test_a_turn_that_is_made_once_more_trains_with_what_led_to_it(rig: Rig
     for trajectory in (root, branch):
         check_sampled(trajectory, group)
         assert trajectory.outcome.reward == root.outcome.reward
-    # The first turn is trained where it was sampled; of the second turn, only the answer that was
-    # kept.
+    # The first turn is trained where it was sampled; of the second turn, only the answer that was kept.
     first, thrown_away = (list(codec.token_ids(s)) for s in policy(root))
     (second,) = (list(codec.token_ids(s)) for s in policy(branch))
     assert thrown_away != second

@@ -230,9 +230,7 @@ WITHOUT_WEIGHT: list[dict[str, Any]] = [
 def test_a_term_without_weight_changes_nothing(
     term: dict[str, Any], aggregation: dict[str, Any]
 ) -> None:
-    """The term makes the step compute every sequence, which must not change the weight of any of
-    them.
-    """
+    """The term makes the step compute every sequence, which must not change the weight of any of them."""
     rng = np.random.default_rng(0)
     groups = [read_group(m, trainer_version=VERSION, max_lag=MAX_LAG) for m in random_groups(rng)]
     behaviour = [x for g in groups for s in g.samples for x in s.behaviour_logprobs[s.trained]]

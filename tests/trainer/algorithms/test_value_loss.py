@@ -11,9 +11,7 @@ from penstock.trainer.algorithms.values import value_loss
 
 
 def by_hand(value: float, old: float, target: float, clip: float | None) -> tuple[float, float]:
-    """The loss and its derivative by the value, as in PPO's first implementation (arXiv
-    1707.06347).
-    """
+    """The loss and its derivative by the value, as in PPO's first implementation (arXiv 1707.06347)."""
     free = (value - target) ** 2
     if clip is None:
         return free / 2, value - target

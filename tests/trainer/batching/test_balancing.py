@@ -81,8 +81,7 @@ def test_a_plan_for_several_ranks_has_all_of_a_plan_for_one(
     assert together.updates_skipped == alone.updates_skipped
     assert len(together.updates) == len(alone.updates)
     for expected, update in zip(alone.updates, together.updates, strict=True):
-        # Each sequence is whole, occurs once, in the same update, and is divided by the same
-        # counts.
+        # Each sequence is whole, occurs once, in the same update, and is divided by the same counts.
         assert update.counts == expected.counts
         assert tokens_of(update.batches) == tokens_of(expected.batches)
         shares = [together.share(r, ranks).updates for r in range(ranks)]

@@ -1,6 +1,4 @@
-"""Completing a step once advantages are known: each sequence is kept whole and unchanged, or left
-out.
-"""
+"""Completing a step once advantages are known: each sequence is kept whole and unchanged, or left out."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ def test_what_is_left_is_computed_as_before(policy: FsdpPolicy, share_prefixes: 
 
 
 def check_plain(batch: MicroBatch) -> None:
-    """Check that transformers treats every row as one sequence. Causal attention then needs no
-    mask.
-    """
+    """Check that transformers treats every row as one sequence. Causal attention then needs no mask."""
     assert find_packed_sequence_indices(batch.positions_BT) is None
 
 

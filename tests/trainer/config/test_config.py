@@ -210,8 +210,7 @@ def test_what_makes_sense_is_taken_and_reads_back(tmp_path: Path, overrides: lis
         (["algorithm.loss.kind=gspo"], ['"gspo"', "sequence_mean"]),
         (["algorithm.loss.kind=gspo", "algorithm.aggregation.kind=sequence_mean"], []),
         (["algorithm.loss={kind='custom', function='a:b'}"], []),
-        # With one update, the ratio to the policy at the step's beginning is always 1, so it never
-        # clips.
+        # With one update, the ratio to the policy at the step's beginning is always 1, so it never clips.
         (
             ["algorithm.loss.clip_high=0.3", CORRECTED],
             ["bounds of algorithm.loss", "updates_per_step = 1"],

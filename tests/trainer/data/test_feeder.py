@@ -202,8 +202,7 @@ async def test_a_task_is_taken_once() -> None:
         assert not tasks.take("r/3")
         assert tasks.take("r/4") and not tasks.take("r/4")
         assert tasks.outstanding == (4, 7)
-        # The trainer has the group of 4 in hand, so a server that lost its task need not make it
-        # again.
+        # The trainer has the group of 4 in hand, so a server that lost its task need not make it again.
         await tasks.submit_again(0)
         assert [task.index for task in server.tasks] == [7]
         tasks.settled("r/4")
@@ -251,9 +250,7 @@ async def test_a_full_queue_is_enough() -> None:
 
 @pytest.mark.parametrize("reason", ["MEMORY_BUDGET", "DISK_FULL", "CALLER_LIMIT", "QUEUE_FULL", ""])
 async def test_a_server_that_is_full_for_a_while_is_filled_when_it_has_room(reason: str) -> None:
-    """Tasks that the server may have lost are resubmitted too. Without a reason, gRPC itself
-    refuses.
-    """
+    """Tasks that the server may have lost are resubmitted too. Without a reason, gRPC itself refuses."""
     refusals = 3
 
     async def full(request: Any, context: Any) -> Any:
@@ -501,8 +498,7 @@ async def test_what_a_server_took_along_that_is_gone_for_good_is_asked_of_the_ot
             division=division,
         )
         await tasks.submit_again(0)
-        # First come the groups that the first server had made, in order, then those submitted
-        # since.
+        # First come the groups that the first server had made, in order, then those submitted since.
         while len(settled) < 12:
             waiting = sorted(had | {task.index for task in server.tasks})
             task_id = next(f"r/{i}" for i in waiting if f"r/{i}" not in settled)
@@ -556,8 +552,7 @@ async def test_what_a_server_drops_makes_room_for_another_task(
         for task in server.tasks[:3]:
             dropped += 1
             group_id, task_id = f"g{task.index}", task.task_id if named else ""
-            # If the stream is lost while the trainer handles a notice, the next stream may repeat
-            # it.
+            # If the stream is lost while the trainer handles a notice, the next stream may repeat it.
             for _ in range(1 + named):
                 await session.send(notice=Notice(reason=reason, group_id=group_id, task_id=task_id))
         with contextlib.suppress(StopAsyncIteration):

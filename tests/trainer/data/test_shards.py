@@ -1,6 +1,4 @@
-"""Which server makes which group, and the position in the data of a run divided over several
-servers.
-"""
+"""Which server makes which group, and the position in the data of a run divided over several servers."""
 
 from __future__ import annotations
 

@@ -614,8 +614,7 @@ async def test_whatever_is_lost_each_prompt_is_measured_once(seed: int) -> None:
                 exchange.credit = 0
                 await run.settle()
                 if chance.random() < 0.5:
-                    # The server loses its tasks as well, and their ids, except those of received
-                    # groups.
+                    # The server loses its tasks as well, and their ids, except those of received groups.
                     exchange.tasks.clear()
                     exchange.known = set(exchange.received)
                 exchange.delivered.clear()

@@ -299,8 +299,7 @@ async def test_a_hub_goes_on_from_its_stream_where_it_is_started_again(
         ("exchange.after_switch_weights=kill@5", False, True),
         # Staged at both hubs, but neither was asked to switch.
         ("train.published=kill@4", True, True),
-        # One hub received its receipt. Its next group was in flight, and continues under older
-        # weights.
+        # One hub received its receipt. Its next group was in flight, and continues under older weights.
         ("exchange.after_receipt=kill@4", False, True),
         ("exchange.after_receipt=kill@4", True, False),
     ],

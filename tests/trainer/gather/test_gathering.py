@@ -164,8 +164,7 @@ async def test_a_batch_has_each_servers_part_however_much_another_has(tmp_path: 
     with gathering(tmp_path, servers) as gatherer:
         assert sorted(await take(gatherer, 1)) == ["g0", "g1", "g2"]
         assert (first.credit, second.credit) == (0, 0)
-        # The first server came back. The groups it had delivered are in hand, and join the next
-        # batch.
+        # The first server came back. The groups it had delivered are in hand, and join the next batch.
         gatherer.demand(2)
         await gatherer.came_back(0)
         assert sorted(await take(gatherer, 2)) == ["g3", "g4", "g6"]
@@ -197,8 +196,7 @@ async def test_steps_that_are_done_again_are_made_of_the_same_groups(tmp_path: P
 
 
 async def test_groups_that_a_server_lost_are_replaced_by_its_own(tmp_path: Path) -> None:
-    # g1 and g3 are gone. The second server made other groups, and the first still has all its
-    # groups.
+    # g1 and g3 are gone. The second server made other groups, and the first still has all its groups.
     first, second = Server(*groups(0, 2, 4, 6)), Server(*groups(5, 7))
     servers = Servers(Division(3, 2), first, second)
     with gathering(tmp_path, servers, (0, 1, 2), (3, 4, 6)) as gatherer:

@@ -76,8 +76,7 @@ def test_a_mixture_of_experts_is_uploaded_as_its_folder_has_it(
     tokens = [1, 2, 3, 9, 8, 7]
     at_first = policy.score(uploaded, tokens)
     assert policy.step(step_of(1.0, -1.0)).applied
-    # The earlier upload still gives its old scores, and a new upload gives the policy's current
-    # ones.
+    # The earlier upload still gives its old scores, and a new upload gives the policy's current ones.
     assert (policy.score(saved, tokens) == at_first).all()
     moved = weights(policy)
     assert any("experts" in n and not torch.equal(moved[n], saved[n]) for n in saved)

@@ -128,9 +128,7 @@ def check_critic(found: dict[str, Any], name: str) -> None:
 
 
 def check_alone(found: dict[str, Any], name: str) -> None:
-    """Check a case of one rank: it resumes exactly, and a gradient that is not finite moves
-    nothing.
-    """
+    """Check a case of one rank: it resumes exactly, and a gradient that is not finite moves nothing."""
     own = found[f"alone {name}"]
     assert own["exact"]
     # A checkpoint from before the first step resumes with the first step.

@@ -188,8 +188,7 @@ async def test_a_server_that_cannot_see_this_memory_gets_a_stream(
 
 async def test_an_upload_that_is_in_the_way_is_waited_out() -> None:
     async def busy(requests: AsyncIterator[Any], context: Any) -> None:
-        # Read first, as a server does. A call that ends unread can look broken to a client still
-        # writing.
+        # Read first, as a server does. A call that ends unread can look broken to a client still writing.
         await anext(requests)
         await refuse(context, grpc.StatusCode.ABORTED, "UPLOAD_IN_PROGRESS")
 
@@ -487,9 +486,7 @@ ANNOUNCED = Announcement(17, KEEP)
 
 
 class Halting(Weights):
-    """Weights whose second tensor waits for the test, except on the first pass that reads the
-    names.
-    """
+    """Weights whose second tensor waits for the test, except on the first pass that reads the names."""
 
     def __init__(self) -> None:
         super().__init__()

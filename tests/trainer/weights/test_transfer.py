@@ -1,6 +1,4 @@
-"""vLLM's weight-sync protocol over the wire, with the fake engine; and the layout of gloo's
-buckets.
-"""
+"""vLLM's weight-sync protocol over the wire, with the fake engine; and the layout of gloo's buckets."""
 
 from __future__ import annotations
 
