@@ -1,4 +1,4 @@
-"""The command line."""
+"""The `penstock` command line: its subcommands, options and error messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def invoke(*arguments: str):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """Puts a module in the place of one that is run lazily."""
+    """Replace a lazily imported module with a stub."""
 
     def put(name: str, **functions) -> None:
         module = ModuleType(name)

@@ -1,4 +1,4 @@
-"""`penstock health`: what a probe learns of a server."""
+"""`penstock health`: what a probe learns about a server."""
 
 from __future__ import annotations
 

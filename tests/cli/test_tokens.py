@@ -1,4 +1,4 @@
-"""The file of tokens, and `penstock token`, which writes it."""
+"""The token file, and the `penstock token` commands that write it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.common.token_file import (
     redact,
 )
 
-# The file of tokens.
+# The token file
 
 
 def entry(**changes: str) -> str:
@@ -74,7 +74,7 @@ def test_a_token_is_recognised_wherever_it_was_written():
     assert len({new_token() for _ in range(100)}) == 100
 
 
-# `penstock token`.
+# `penstock token`
 
 
 def token(*arguments: str) -> Any:
@@ -102,7 +102,7 @@ def test_tokens_are_made_listed_and_revoked(tmp_path: Path):
         shown = token("create", "--file", str(file), "--role", "agent", *given)
         assert shown.exit_code == 2, shown.output
 
-    # What was written by hand stays.
+    # Hand-written entries survive.
     file.write_text(file.read_text() + '\n[certificates]\ntrainer-1 = "trainer"\n')
     file.chmod(0o640)
     token("create", "--file", str(file), "--name", "t", "--role", "trainer")

@@ -1,4 +1,4 @@
-"""`penstock weights`, against the real server around the fake engine."""
+"""`penstock weights` against the real server with the fake engine."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ EMBEDDING, MLP, HEAD = TENSORS
 
 
 async def command(*arguments: str) -> Result:
-    """Runs the command in a thread, while the server goes on in this one."""
+    """Run the command in a thread, while the server keeps running on this event loop."""
     return await asyncio.to_thread(CliRunner().invoke, main, ("weights", *arguments))
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """The fake engine's model; its head is tied and left out."""
+    """The fake engine's model. Its tied head is left out."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(meta.shape, generator=generator).to(dtype)
@@ -77,7 +77,7 @@ async def test_a_checkpoint_is_pushed_and_sampled(tmp_path: Path, source: str) -
 async def test_another_dtype_is_converted(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = save(tmp_path / "model", model(dtype=dtype))
     async with serve(tmp_path) as harness:
-        # A checkpoint is read as it is: auto does not even ask for that.
+        # The source `checkpoint` cannot convert, so the default source does not try it.
         shown = await command("push", harness.address, str(folder))
         assert shown.exit_code == 0, shown.output
         assert loaded(harness) == bits(model(dtype=dtype))
@@ -98,7 +98,7 @@ async def test_staged_is_not_switched_to_and_a_version_can_be_named(tmp_path: Pa
         assert "version 7 is staged, version 0 is active" in shown.output
         assert harness.engine.version == 0
         shown = await command("push", harness.address, str(folder), "--in-flight", "drain")
-        # The newest staged is counted, and nothing differs from it.
+        # The comparison is with the newest staged version, and nothing differs.
         assert "version 8 is active" in shown.output and "unchanged!" in shown.output
         other = model()
         other[MLP] = other[MLP] + 1
@@ -186,7 +186,7 @@ async def test_auto_goes_from_one_source_to_the_next(tmp_path: Path) -> None:
         assert "another host; trying stream" in shown.output
         assert received.header.WhichOneof("source") == "inline"
         assert received.tensors() == bits(tensors)
-        # Later than any trainer that has started.
+        # Later than the epoch of any trainer that has started.
         assert received.header.trainer_epoch > 1_700_000_000 * 10**9
 
 

@@ -1,4 +1,4 @@
-"""The client against a server that misbehaves on command."""
+"""The client against a scripted server that misbehaves on demand."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_later_turns_continue_and_keep_sampling(penstock, server):
     assert [r.DESCRIPTOR.name for r in requests] == ["GenerateRequest"] + ["ContinueRequest"] * 2
     assert requests[0].sampling_params.temperature == 0.5
     assert not requests[1].HasField("sampling_params")
-    # The wire replaces the parameters whole, so what was said before is said again.
+    # The wire replaces the parameters as a whole, so the client repeats those it sent before.
     assert requests[2].sampling_params == rollout_service_pb2.SamplingParams(
         temperature=0, max_tokens=10
     )
@@ -114,7 +114,7 @@ async def test_a_server_that_goes_on_from_fewer_tokens_than_it_told_is_asked_ane
         del text[segment.position :]
         text += segment.token_ids.tolist()
     assert_turn(trajectory.last_turn, 0)
-    # What was yielded at a wrong place is taken back.
+    # Segments that were yielded at a wrong position are replaced.
     assert text == expected_tokens(0)
     assert server.calls.count("Generate") == 1
 
@@ -271,7 +271,7 @@ async def test_an_error_carries_code_reason_and_metadata(penstock, server):
     assert isinstance(error, PenstockError)
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
     assert error.metadata == {"key": "value"}
-    # A refused turn never began: another may be tried.
+    # A refused turn never began, so the caller can try another.
     assert_turn(await trajectory.turn("shorter"), 0)
 
 

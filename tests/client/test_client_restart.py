@@ -1,4 +1,4 @@
-"""The client over a server that is killed and started again, with its journal or without."""
+"""The client across a server that is killed and restarted, with its journal or without."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.support.processes import Server, server_process
 PROMPT = [1, 2, 3]
 SLOW = ("--step-seconds", "0.01")
 FROZEN = ("--freeze-at", "20")
-"""The engine samples no more than that for a turn: it is in mid-turn for as long as it takes."""
+"""The engine samples this many tokens for a turn and then stops, so the turn stays in flight."""
 THAWED = ("--freeze-at", "-1")
 MEMORY = ("--set", 'journal.durability="none"')
 
 
 def uninterrupted(*lengths: int, prompt: list[int] = PROMPT, say: list[int] | None = None):
-    """The tokens of each turn, as if nothing had happened between."""
+    """The tokens of each turn, as if there had been no restart."""
     context, turns = list(prompt), []
     for index, length in enumerate(lengths):
         if index:
@@ -37,7 +37,7 @@ def uninterrupted(*lengths: int, prompt: list[int] = PROMPT, say: list[int] | No
 
 
 async def in_mid_turn(client: Client, trajectory_id: str, index: int) -> None:
-    """Returns when a turn has sampled its first token."""
+    """Return when the turn has sampled its first token."""
     while True:
         with contextlib.suppress(NotFound):
             record = await client.get_trajectory(trajectory_id)
@@ -70,7 +70,7 @@ async def test_a_turn_goes_on_at_the_exact_token_when_the_server_was_killed(
                 restarting = asyncio.create_task(server.restart(*THAWED))
         assert restarting is not None
         await restarting
-        # Whatever was streamed and lost was taken back: it all fits together.
+        # Tokens that were streamed and lost have been replaced: the stream matches the record.
         assert text == trajectory.last_turn.token_ids.tolist() == second
         record = await trajectory.get()
         assert [s.token_ids.tolist() for s in record.policy_segments(1)] == [second]
@@ -108,7 +108,7 @@ async def test_a_close_is_repeated_until_it_is_answered_and_counts_once(tmp_path
         await asyncio.sleep(0.3)
         await server.start()
         await asyncio.wait_for(closing, 20)
-        # And once more, as if the answer had been lost.
+        # Close again, as if the first answer had been lost.
         await server.restart()
         await trajectory.close(trajectory.outcome)
         info = await client.server_info()
@@ -130,7 +130,7 @@ async def test_a_server_without_a_journal_comes_back_empty_and_the_error_says_so
         with pytest.raises(NotFound) as caught:
             await asyncio.wait_for(taking, 20)
         assert caught.value.reason == "TRAJECTORY_UNKNOWN"
-        # Nothing of a first turn was told yet: it begins anew.
+        # The caller received nothing of a first turn yet, so the client starts it again.
         first = client.trajectory("first")
         taking = asyncio.create_task(first.turn(PROMPT, max_tokens=50, ignore_eos=True))
         await in_mid_turn(client, "first", 0)
@@ -146,7 +146,7 @@ async def test_a_first_turn_on_a_lease_that_is_gone_is_not_opened_anew(tmp_path:
         await client.submit_tasks([Task("task", prompt="hello")])
         leases = client.lease_tasks()
         attempt = await anext(leases)
-        # Only the turn is to meet the new server: a renewal would say it first.
+        # Stop renewing, because a renewal would discover the lost lease before the turn does.
         await leases.aclose()
         taking = asyncio.create_task(
             attempt.trajectory.turn("mine", max_tokens=90, ignore_eos=True)
@@ -190,6 +190,7 @@ async def test_a_worker_loses_and_doubles_no_attempt_though_the_server_is_killed
     for group in found:
         assert sorted(t.sample_index for t in group.trajectories) == list(range(size))
         assert all(t.outcome.reward == 1.0 and t.turn_count == 2 for t in group.trajectories)
-    # What an agent began went on over the restarts and was delivered. Only a lease that was still on its
-    # way as the server was killed is given out again, under another id: no agent has begun it.
+    # Attempts that an agent had begun continued across the restarts and were delivered. Only a
+    # lease that had not reached its agent when the server was killed is granted again, under
+    # another id.
     assert sorted(begun) == sorted(t.trajectory_id for group in found for t in group.trajectories)

@@ -1,4 +1,4 @@
-"""The client against the real services around the fake engine, whose every token can be recomputed."""
+"""The client against the real services with the fake engine, whose every token can be recomputed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def client_of(harness: Harness):
 
 
 def assert_recomputes(record: TrajectoryRecord) -> None:
-    """That every policy token follows from what is before it and from its weight version."""
+    """Check that every policy token follows from its prefix and its weight version."""
     context: list[int] = []
     for segment in record.segments:
         tokens = segment.token_ids.tolist()
@@ -62,7 +62,7 @@ def assert_recomputes(record: TrajectoryRecord) -> None:
 
 
 async def assert_turns_are_recorded(trajectory: Trajectory) -> TrajectoryRecord:
-    """That the turns as the caller saw them are those of the record, which recomputes."""
+    """Check that the caller's turns are the record's turns, and that the record recomputes."""
     record = await trajectory.get()
     assert_recomputes(record)
     for turn in trajectory.turns:
@@ -117,7 +117,7 @@ async def test_turns_that_another_process_took_are_read_with_why_the_last_one_en
 
 
 def sampling_at(harness: Harness) -> int:
-    """Which token of its request the engine is at; zero where it has none."""
+    """The number of tokens that the engine has sampled for its running request; 0 without one."""
     return max((running.count for running in harness.engine._running.values()), default=0)
 
 
@@ -128,7 +128,7 @@ async def test_a_turn_survives_weight_switches_with_a_segment_per_version(
         trajectory = penstock.trajectory()
         taking = asyncio.create_task(trajectory.turn("go", max_tokens=120, ignore_eos=True))
         for version in (1, 2):
-            # Some tokens under each.
+            # Some tokens under each version.
             await until(lambda count=20 * version: sampling_at(slow) >= count)
             await slow.upload(version)
         turn = await taking
@@ -217,7 +217,7 @@ async def test_a_close_ends_turns_that_would_resume_by_themselves(slow: Harness,
         calls, complete, answers = trajectory._calls, trajectory._calls.complete_trajectory, []
 
         async def complete_late(request):
-            # Longer than a turn takes to be resumed.
+            # Longer than it takes to resume a turn.
             await asyncio.sleep(0.2)
             answers.append("late")
             return await complete(request)
@@ -331,8 +331,10 @@ async def test_group_rewards_compare_the_siblings_of_each_group(harness: Harness
 
 
 def let_leases_last(harness: Harness, times: float = 20.0, but: int | None = None) -> None:
-    """Leases last so many times longer than agents are told, `but` for those of one sibling: they are
-    renewed in time on any machine."""
+    """Make leases last `times` longer than agents expect, so that slow machines renew them in time.
+
+    Leases of the sibling `but` keep their length.
+    """
     leases = harness.serving.queue.leases
     touch = leases.touch
 
@@ -422,11 +424,10 @@ class Proxy:
         writer.close()
 
     def mute(self) -> None:
-        """What the server sends is lost from now on, until the connections are cut."""
+        """Drop everything that the server sends from now on, until the connections are cut."""
         self.muted = True
 
     def cut(self) -> None:
-        """Resets every connection."""
         self.muted = False
         for writer in self.writers:
             writer.transport.abort()
@@ -434,7 +435,7 @@ class Proxy:
 
 
 async def ended(client: Client, trajectory_id: str, turn_count: int) -> None:
-    """Waits until the server has ended a turn that nobody may hear of."""
+    """Wait until the server has ended a turn whose caller may not be connected."""
     async with asyncio.timeout(20):
         while True:
             with contextlib.suppress(NotFound):
@@ -579,7 +580,7 @@ async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
 
 
 def run_out(harness: Harness, trajectory_id: str) -> None:
-    """The lease of an attempt is over, as if its agent had not renewed it in time."""
+    """Expire the lease of an attempt, as if its agent had not renewed it in time."""
     attempt = harness.serving.queue.attempt_of(trajectory_id)
     assert attempt is not None
     attempt.deadline = 0.0
@@ -599,7 +600,7 @@ def group_tasks(count: int, size: int) -> list[Task]:
 
 
 async def delivered(harness: Harness, count: int) -> list[list[str]]:
-    """Of the next groups, each sibling's failure, or "" where it was scored."""
+    """For each of the next groups, the failure reason of each sibling, or "" if it was scored."""
     exchange = await hello(harness.wire, groups_per_step=count)
     exchange.send(demand={"group_count": count})
     groups = [(await exchange.receive("delivery")).group for _ in range(count)]
@@ -610,7 +611,7 @@ async def delivered(harness: Harness, count: int) -> list[list[str]]:
 async def group_worker(
     harness: Harness, penstock: Client, generate: Agent, reward: Agent, concurrency: int = 3
 ):
-    """A worker that is told to stop at the end, and that does so at once."""
+    """A worker that is stopped at the end of the block, and that must then end promptly."""
     worker = penstock.worker(WorkerSettings(concurrency=concurrency), generate, reward)
     working = asyncio.create_task(worker.run())
     try:
@@ -637,7 +638,7 @@ async def test_a_group_does_not_wait_for_a_sibling_whose_lease_ran_out_for_the_l
             return
         if trajectory.sample_index == 1:
             if stage in ("running", "stubborn"):
-                # The siblings wait for it by now.
+                # By now the siblings are waiting for this attempt.
                 await ended.acquire()
                 await ended.acquire()
             if stage != "scoring":
@@ -711,7 +712,7 @@ async def test_a_turn_refused_after_the_last_lease_leaves_the_group_to_its_sibli
         sizes.append(len(trajectories))
         return [1.0] * len(trajectories)
 
-    # So long a lease that it is the refused turn that tells, and not a renewal.
+    # The lease is so long that the refused turn reveals its loss before a renewal can.
     async with (
         serve(tmp_path, "leases.max_attempts=1") as harness,
         client_of(harness) as penstock,
@@ -780,7 +781,7 @@ async def test_an_attempt_whose_last_lease_ran_out_before_it_was_taken_is_not_wa
     async def generate(task, trajectory):
         begun.append((task.task_id, trajectory.sample_index))
         if (task.task_id, trajectory.sample_index) == ("t0", 0):
-            # Its place is leased to the next group, whose attempt no slot is free for here.
+            # The slot goes to the next group, for whose attempt this worker has no free slot.
             run_out(harness, trajectory.trajectory_id)
             await until(lambda: any(queue.attempt_of(i) for i in next_group()))
             run_out(harness, next_group()[0])

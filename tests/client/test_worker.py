@@ -107,7 +107,7 @@ async def test_a_function_that_raises_fails_its_attempt_and_never_the_worker(pen
         return 0.5
 
     statistics = await penstock.work(agent, concurrency=2, attempts=10)
-    # Retried by the server up to its bound of three attempts; once is enough for the others.
+    # The server retries it up to the limit of three attempts. The others succeed on the first retry.
     assert calls["task-0"] == 3
     assert reasons(server) == {"ZERO_DIVISION_ERROR": 3, "SYSTEM_EXIT": 1, "CANCELLED": 1}
     assert rewards(server) == [0.5] * 5
@@ -222,7 +222,7 @@ async def test_a_group_reward_sees_all_siblings_once(penstock, server):
 
 
 def group_of(fails: Callable[[Trajectory, int], bool]):
-    """Functions for a group in which some fail, each after its siblings have ended."""
+    """Functions for a group in which some attempts fail, each after its siblings have ended."""
     made = Counter[int]()
     ended = asyncio.Semaphore(0)
     scored: list[list[int]] = []
@@ -321,7 +321,7 @@ async def test_a_group_reward_that_raises_does_not_wait_for_a_sibling_out_of_ret
             raise RuntimeError("once")
         return scores
 
-    # 0 and 1; 0 again; both scored in vain, 0 for the last time; 1 again, alone.
+    # Attempts: 0 and 1, then 0 again. Scoring fails; 0 has no retries left, so 1 is scored alone.
     settings = WorkerSettings(concurrency=2, attempts=4)
     await asyncio.wait_for(penstock.worker(settings, generate, raises_once).run(), 20)
     assert scored == [[0, 1], [1]] and rewards(server) == [1.0]
@@ -495,14 +495,14 @@ async def test_a_close_that_is_refused_fails_or_loses_the_attempt_and_no_more(pe
         return 1.0
 
     statistics = await penstock.work(agent, concurrency=2, attempts=3)
-    # The first reward and its failure are both refused, then the second reward alone.
+    # The first reward and the failure that replaces it are both refused, then only the second reward.
     assert reasons(server) == {"MESSAGE_TOO_LARGE": 1} and rewards(server) == [1.0]
     assert (statistics.lost_count, statistics.failed_count, statistics.scored_count) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("reason", ["MEMORY_BUDGET", ""])
 async def test_a_close_that_a_server_stays_too_full_for_never_becomes_a_failure(reason):
-    """The outcome is as good as it was: the attempt is lost, and made again."""
+    """The outcome was valid, so the attempt counts as lost, and the server retries it."""
     full = status(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after=0.05 if reason else None)
     if not reason:
         full.trailing_metadata = ()
@@ -550,7 +550,7 @@ def test_a_group_book_scores_a_late_retry_next_to_siblings_that_were_closed():
     book.lose(first[2])
     again = attempt(2, retry_count=1)
     book.begin(again)
-    # The second close is still on its way.
+    # The second close is still in flight.
     ready = book.end(again)
     assert ready is not None
     assert ready.siblings == [*first[:2], again] and ready.unscored == [again]

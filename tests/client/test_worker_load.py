@@ -1,4 +1,6 @@
-"""Many attempts that wait in one worker: no thread each, kilobytes each, one call for all leases."""
+"""Many waiting attempts in one worker: no thread for each, kilobytes for each, one call to renew
+all leases.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ async def test_an_attempt_that_waits_costs_kilobytes_and_no_thread(
             turn = await trajectory.turn("it says", max_tokens=4)
             return float(len(turn.token_ids))
 
-        # What is made once is made before it counts.
+        # Warm up, so that one-time allocations are not measured.
         answers.set()
         await submit(client, "warm", 20)
         await client.work(agent, concurrency=20, attempts=20)
@@ -60,7 +62,7 @@ async def test_an_attempt_that_waits_costs_kilobytes_and_no_thread(
             after, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        # Of the worker and of the server, which is in this process too.
+        # This counts both the worker and the server, which share the process.
         assert (after - before) / WAITING < LIMIT_BYTES
         assert threading.active_count() <= threads
         del renewals[:]
@@ -72,7 +74,7 @@ async def test_an_attempt_that_waits_costs_kilobytes_and_no_thread(
 
 
 def watch_renewals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many leases each call renews, from now on."""
+    """Record how many leases each renewal call covers, from now on."""
     counts: list[int] = []
     renew = Calls.renew_lease
 

@@ -1,4 +1,4 @@
-"""A server, and a trainer, keep the memory of a large message for the next one."""
+"""Servers and trainers keep the memory of a large message for the next one."""
 
 from __future__ import annotations
 
@@ -34,5 +34,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_large_messages_use_memory_again(arguments: str) -> None:
     program = PROGRAM.format(arguments=arguments)
     faults = int(subprocess.check_output([sys.executable, "-c", program]))
-    # Twenty times 512 pages of 2 MiB, were each given back; left to itself malloc may do either.
+    # If each message of 2 MiB returned its memory, there would be 20 x 512 page faults. Untuned
+    # malloc may do either.
     assert faults < 512

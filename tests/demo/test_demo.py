@@ -1,4 +1,4 @@
-"""The demo's parts: rewards, the tiny model, the model's sources, and its processes."""
+"""The demo's parts: rewards, the tiny model, model sources, and processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from penstock.up.processes import (
 
 
 class Answer:
-    """What a reward function sees of a trajectory: the text of its last turn, and that turn."""
+    """The part of a trajectory that a reward function uses: the last turn, its text and its tokens."""
 
     def __init__(self, text: str, token_count: int = 0) -> None:
         self.text = text
@@ -47,7 +47,7 @@ def shell(tmp_path: Path, name: str, script: str) -> Command:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be reaped does not."""
+    """Whether a process runs. A zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -345,7 +345,7 @@ async def test_what_has_ended_is_not_killed_again_for_its_id_may_be_anothers(
     monkeypatch.setattr(os, "killpg", lambda group, _: killed.append(group))
     process = Process.start(shell(tmp_path, "server", "exit 3"))
     assert await process.wait() == 3
-    # What it may have left behind, while nobody else could have its id.
+    # The kill reaches leftover children, at a time when no other process can have the group id.
     assert killed == [process.pid]
     process.kill()
     await process.stop(patience=0.1)

@@ -1,4 +1,4 @@
-"""The coding agent: how code is judged, what the agent does with the model's answers, its problems."""
+"""The coding agent: how code is judged, how the agent handles the model's answers, and its problems."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Those of the example, by name."""
+    """Import a module of the example by name."""
     monkeypatch.syspath_prepend(FOLDER)
     return importlib.import_module
 
@@ -97,7 +97,7 @@ def running() -> list[bytes]:
     [
         "def add(a, b):\n    while True: pass\n",
         "import time\ntime.sleep(60)\n",
-        # Children in its own group go with it.
+        # Children in the same process group are killed with it.
         "import subprocess, sys\nsubprocess.Popen(['sleep', '61.25'])\n"
         "def add(a, b):\n    while True: pass\n",
     ],
@@ -107,7 +107,7 @@ def test_code_that_does_not_end_is_ended(judge: Any, code: str) -> None:
     verdict = judge(code, seconds=2.0)
     assert time.monotonic() - begun < 15 and verdict.reward <= 0.1
     assert "too long" in verdict.feedback("add")
-    # Killed is not yet gone, on a busy machine.
+    # On a busy machine a killed process can take a while to disappear.
     while b"sleep\x0061.25\x00" in running():
         assert time.monotonic() - begun < 30
         time.sleep(0.05)
@@ -118,7 +118,7 @@ def test_code_that_does_not_end_is_ended(judge: Any, code: str) -> None:
     [
         ("def add(a, b):\n    import os\n    os._exit(0)\n", 0),
         ("def add(a, b):\n    return 'x' * (1 << 30)\n", 0),
-        # It sees neither the tests nor who asks: writing results is of no use.
+        # The code sees neither the tests nor the judge, so writing results does not help.
         (
             "import os\nopen('result.json', 'w').write('{\"reward\": 1}')\n"
             "def add(a, b):\n    os.write(1, b'ok 3\\n')\n    return 0\n",
@@ -168,7 +168,7 @@ def test_the_data_sets_own_solutions_are_right(modules: Any, tmp_path: Path) -> 
 
 
 class Endpoint:
-    """Chat completions with answers written in the test."""
+    """A chat completions endpoint with scripted answers."""
 
     def __init__(self, answers: list[str | int]) -> None:
         self.answers, self.requests = iter(answers), list[dict[str, Any]]()
@@ -181,7 +181,7 @@ class Endpoint:
                 endpoint.reply(self)
 
             def log_message(self, *_: object) -> None:
-                """Quiet."""
+                """Suppress the request log."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1/attempts/a"
@@ -260,7 +260,7 @@ def test_the_agent_tries_again_with_what_the_tests_say(endpoint: Any, tmp_path: 
     }
     asked = [request["messages"] for request in served.requests]
     assert [len(messages) for messages in asked] == [1, 3, 5]
-    # What was said before is repeated word for word: the server goes on with the same tokens.
+    # The history is repeated word for word, so that the server continues from the same tokens.
     assert asked[2][:3] == asked[1] and asked[1][1] == {"role": "assistant", "content": "No idea."}
     assert "no code in your answer" in asked[1][2]["content"]
     assert "add(1, 2) returned 0" in asked[2][4]["content"]
@@ -306,7 +306,9 @@ def test_nothing_that_the_policys_code_started_is_left_to_write_a_result(
 async def test_penstock_runs_the_agent_against_its_own_endpoints(
     modules: Any, tmp_path: Path
 ) -> None:
-    """The real command, sandbox where there is one, and endpoints; a policy that writes letters."""
+    """Uses the real command, its endpoints, a sandbox where available, and a policy that writes
+    letters.
+    """
     pytest.importorskip("openai")
     row = modules("problems").rows()[0]
     problem = read_problem(row, PythonConfig(function="problems:training"), "human-eval", "row")
@@ -327,7 +329,7 @@ async def test_penstock_runs_the_agent_against_its_own_endpoints(
         assert process.returncode == 0, errors.decode()
         exchange.send(demand=Demand(group_count=1))
         group = (await exchange.receive("delivery")).group
-    # One trajectory each, of both turns: the second request went on with the tokens of the first.
+    # One trajectory for each attempt, with both turns: the second request continued the first's tokens.
     assert [trajectory.turn_count for trajectory in group.trajectories] == [2, 2]
     for trajectory in group.trajectories:
         outcome = trajectory.outcome
@@ -359,7 +361,7 @@ def test_its_configuration_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.train is not None
     trainer = TrainerConfig.model_validate({"server": {"address": "a:1"}, **config.train})
     assert trainer.data.python is not None and not trainer.data.python.shuffle
-    # Each option is one of `penstock rollout`.
+    # Every option must be one that `penstock rollout` knows.
     arguments = ["--server", "127.0.0.1:1", *command_line(config.worker_options)]
     with rollout.make_context("rollout", arguments) as context:
         assert context.params["command_line"].endswith('agent.py"')

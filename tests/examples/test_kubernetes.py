@@ -1,4 +1,6 @@
-"""The manifests of examples/kubernetes: valid by Kubernetes' own schemas, true of the commands they run."""
+"""The manifests of examples/kubernetes: valid against Kubernetes' schemas, and true to the commands
+they run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from penstock.trainer.config.trainer import load_config  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"
 VERSIONS = ("1.31", kubernetes_validate.latest_version())
-"""The oldest whose every field is used, and the newest that is known."""
+"""The oldest version that has every field in use, and the newest known one."""
 
 DOCUMENTS: list[dict[str, Any]] = [
     document
@@ -87,7 +89,7 @@ def test_no_name_is_given_twice() -> None:
     assert len(WORKLOADS) == 4
 
 
-# What they run
+# Commands
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=named)
@@ -96,7 +98,7 @@ def test_a_command_is_one_that_penstock_takes(workload: dict[str, Any]) -> None:
     assert program == "penstock"
     command = serve if name == "serve" else main.commands[name]
     context = command.make_context(name, list(arguments))
-    # A server takes what it does not know as an option of its engine.
+    # A server passes options it does not know to its engine, so a typo would end up here.
     assert not context.params.get("engine_options")
 
 
@@ -112,9 +114,9 @@ def test_a_probe_asks_the_server_beside_it(workload: dict[str, Any]) -> None:
         context = main.commands[name].make_context(name, arguments)
         assert (program, name) == ("penstock", "health")
         assert context.params["address"] == f"127.0.0.1:{port['containerPort']}"
-        # A server that awaits its trainer is not ready, and must be left alive.
+        # A server that waits for its trainer is not ready, but must not be restarted.
         assert context.params["alive"] is (kind != "readinessProbe")
-        # The command has an end of its own before the probe's.
+        # The command's own timeout comes before the probe's.
         probe = container(workload)[kind]
         assert context.params["timeout"] < probe["timeoutSeconds"]
 
@@ -132,7 +134,7 @@ def test_an_option_that_is_not_there_is_refused() -> None:
         main.commands["rollout"].make_context("rollout", ["--server=a:1", "--concurency=8"])
 
 
-# What they are configured with
+# Configuration
 
 
 def read_server(tmp_path: Path, name: str) -> ServeConfig:
@@ -148,7 +150,7 @@ def test_a_servers_configuration_fits_its_pod(tmp_path: Path, name: str) -> None
     (port,) = container(workload)["ports"]
     assert config.listen == f"0.0.0.0:{port['containerPort']}"
     assert name in " ".join(container(workload)["command"])
-    # Before the kill comes there is time for turns in flight, and for what follows them.
+    # Before the kill there is time for turns in flight, and for the shutdown after them.
     assert pod(workload)["terminationGracePeriodSeconds"] >= config.drain_seconds + 20
     security = config.security
     assert security.tokens and not security.insecure
@@ -162,7 +164,8 @@ def test_the_hub_looks_up_the_engines_service(tmp_path: Path) -> None:
     service = NAMES["Service", "penstock-engines"]
     assert hub.pool.engines == (f"dns:{named(service)}:{service['spec']['ports'][0]['port']}",)
     assert service["spec"]["clusterIP"] == "None"
-    # Else one whose weights are not to be trusted would not be found by the hub that has to send it others.
+    # Otherwise the hub could not find an engine server without trusted weights, to which it must
+    # send them.
     assert service["spec"]["publishNotReadyAddresses"] is True
     assert hub.pool.server_name == named(service)
     assert hub.pool.ca and hub.pool.token_file
@@ -199,7 +202,7 @@ def test_the_trainer_and_the_workers_call_the_hub(tmp_path: Path) -> None:
     service = NAMES["Service", "penstock-hub"]
     address = f"{named(service)}:{service['spec']['ports'][0]['port']}"
     assert trainer.server.address == address
-    # Else a hub that awaits its trainer would never be found by it.
+    # Otherwise the trainer would never find a hub that waits for it.
     assert service["spec"]["publishNotReadyAddresses"] is True
     job, workers = NAMES["Job", "penstock-trainer"], NAMES["Deployment", "penstock-workers"]
     assert trainer.server.ca and trainer.server.token_file
@@ -221,7 +224,7 @@ def test_the_trainer_and_the_workers_call_the_hub(tmp_path: Path) -> None:
 
 
 def found_in(workload: dict[str, Any], path: Path) -> bool:
-    """Whether a file is in a volume that the pod mounts, as its secret or map has it."""
+    """Whether a file is in a volume that the pod mounts, from the secret or config map behind it."""
     mounts = {m["mountPath"]: m["name"] for m in container(workload)["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod(workload)["volumes"]}
     volume = volumes[mounts[str(path.parent)]]
@@ -230,7 +233,7 @@ def found_in(workload: dict[str, Any], path: Path) -> bool:
     return path.name in NAMES["ConfigMap", volume["configMap"]["name"]]["data"]
 
 
-# How they hang together
+# References between manifests
 
 
 def test_services_budgets_and_policies_select_pods_that_are_there() -> None:

@@ -1,4 +1,4 @@
-"""The example of rising difficulty: its prompts, and that its configuration is one."""
+"""The example of rising difficulty: its prompts, and its configuration."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_nothing_is_trained_that_is_evaluated(curriculum: Any) -> None:
     prompts = curriculum.training(rise=3000)
     trained = {prompts[index]["prompt"] for index in range(4000)}
     assert trained.isdisjoint(asked)
-    # Of the easiest level all the others: nothing else is kept from training.
+    # Of the easiest level, all other prompts: only the held-out ones are kept from training.
     first = {prompts[index]["prompt"] for index in range(4000) if prompts[index]["level"] == 0}
     assert len(first) > 120
     with pytest.raises(ValueError, match="64 of each level"):

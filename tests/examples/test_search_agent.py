@@ -1,6 +1,8 @@
-"""The search example's agent: what it reads, where it is stopped, what the trainer makes of its outcomes.
+"""The search example's agent: what it reads, when it is stopped, and how the trainer reads its
+outcomes.
 
-Rollout server, retrieval server and refiner have ports of their own; only what models write is scripted.
+Rollout server, retrieval server and refiner each have a port. Only the models' answers are
+scripted.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ CUT_OFF = "<call> without </call>"
 
 
 class ToolRenderer(ByteRenderer):
-    """Reads `<call>words</call>` as a search, and what only begins so as a call that is none."""
+    """Reads `<call>words</call>` as a search, and an unclosed `<call>` as a malformed call."""
 
     def read_message(
         self,
@@ -104,7 +106,7 @@ class ToolRenderer(ByteRenderer):
 
 
 def scripted(prefix: bytes, version: int) -> tuple[int, float]:
-    """The next token of the script that a task names, in the place of the fake engine's own."""
+    """Replaces the fake engine's sampling: the next token of the script that the task names."""
     tokens = np.frombuffer(prefix, np.int32)
     opened = int(np.flatnonzero(tokens == START_OF_TURN)[-1])
     name, *turns = decode_bytes(tokens[: opened + 11].tolist()).split("[")[-1].split("assistant\n")
@@ -115,7 +117,7 @@ def scripted(prefix: bytes, version: int) -> tuple[int, float]:
 
 @contextlib.asynccontextmanager
 async def http(app: Starlette) -> AsyncIterator[str]:
-    """An application on a free port."""
+    """Serve an application on a free port."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     running = asyncio.create_task(server.serve([listening]))
@@ -151,7 +153,7 @@ def settings(**agent: Any) -> Settings:
 
 
 async def attempt(harness: Harness, researcher: Researcher, *scripts: str) -> Any:
-    """Groups of one for these scripts, as the trainer gets them, by script."""
+    """Run each script as a group of one. Returns the groups that the trainer receives, by script."""
     exchange = await hello(harness.wire, groups_per_step=len(scripts))
     metadata = {"answers": ["6650 km"], "gold": [0]}
     async with connect(harness.address) as client:
@@ -176,7 +178,7 @@ def said(group: Any) -> dict[str, float]:
 
 
 def contexts(group: Any) -> list[str]:
-    """What the policy was told after its turns."""
+    """The text that the policy was shown after its turns."""
     return [
         decode_bytes(codec.token_ids(segment).tolist())
         for segment in group.trajectories[0].segments[1:]
@@ -195,7 +197,7 @@ async def test_attempts_are_scored_stopped_and_counted(
             "right": 1.0,
             "two at once": 0.7 * 2 / 3 + 0.3,
             "answers at once": 0.7,
-            # A turn that searches is no answer yet.
+            # A turn that searches does not count as an answer.
             "searches and answers": 0.7 * 0.5 + 0.3,
             "says nothing first": 0.7,
             "repeats": 0.0,
@@ -266,7 +268,7 @@ async def test_it_is_trained_where_it_is_told_so(
 
 @contextlib.asynccontextmanager
 async def nowhere() -> AsyncIterator[RetrievalClient]:
-    """Retrieval whose only server is gone."""
+    """A retrieval client whose only server is gone."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     async with RetrievalClient([[f"http://127.0.0.1:{port}"]], patience_seconds=0.1) as client:
@@ -297,7 +299,7 @@ async def test_a_tool_error_fails_the_attempt_where_it_is_told_so(harness: Harne
 
 @dataclass
 class RefinerServer:
-    """Speaks OpenAI's chat completions; the first calls fail."""
+    """An OpenAI-compatible chat completions server whose first `failures` calls fail."""
 
     failures: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])

@@ -1,4 +1,4 @@
-"""Batches of requests, and replicas that come and go: the search example's machinery, without a network."""
+"""The search example's request batching, and its replicas that come and go, without a network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOUR = 3600.0
 
 
 class Doubler:
-    """Computes batches, remembers them, and waits for its gate."""
+    """Doubles the requests of a batch, records the batches, and waits for its gate."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -143,7 +143,7 @@ async def test_a_failing_replica_backs_off_twice_as_long_and_is_tried_once() -> 
     away: list[float] = []
     for _ in range(5):
         assert await replicas.call(ask) == "good"
-        # While it is away nobody asks it.
+        # While a replica is away, calls skip it.
         assert await replicas.call(ask) == "good"
         away.append(replicas.replicas[0].away_until - clock.now)
         clock.now = replicas.replicas[0].away_until

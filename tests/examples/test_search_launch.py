@@ -1,4 +1,6 @@
-"""The search example's launcher: retrieval servers beside `penstock up`, that come back and end with it."""
+"""The search example's launcher: retrieval servers next to `penstock up`, which are restarted and
+end with it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from research.settings import VARIABLE, Settings, SettingsInvalid, load
 
 from penstock.up.processes import ProcessFailed
 
-# What takes the place of `penstock up`: it shows that it was told the settings, and ends when it may.
+# A stand-in for `penstock up`. It records the settings it received, and ends when the test lets it.
 STAND_IN = f"""
 import os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -45,7 +47,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def servers() -> dict[int, psutil.Process]:
-    """Retrieval servers that this process started, by port."""
+    """The retrieval servers that this process started, by port."""
     return {
         connection.laddr.port: child
         for child in psutil.Process().children(recursive=True)

@@ -1,4 +1,4 @@
-"""The search example's curriculum: levels that rise, and questions that training never sees."""
+"""The search example's curriculum: rising levels, and questions that training never sees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KNOWN = [
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fourth question is one that a search for itself does not answer."""
+    """Every fourth question is one whose answer a search for the question does not find."""
 
     def ranks(asked: list[Question]) -> list[int]:
         return [questions.NEVER if int(each.question_id[1:]) % 4 == 0 else 0 for each in asked]

@@ -1,4 +1,4 @@
-"""The search example's retrieval: shards that are one index, and servers as processes that are killed."""
+"""The search example's retrieval: shards that act as one index, and server processes that are killed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ QUERIES = st.lists(
 
 
 def encode(texts: Sequence[str]) -> NDArray[np.float32]:
-    """Vectors of length one in which texts that share words are near each other."""
+    """Unit vectors that are close for texts with words in common."""
     rows = np.zeros((len(texts), len(VOCABULARY)), np.float32)
     for row, text in zip(rows, texts, strict=True):
         row[0] += 0.1
@@ -93,7 +93,7 @@ def test_shards_merged_are_one_index(
 
 
 def test_bm25_scores_are_those_of_the_formula() -> None:
-    """Against Lucene's BM25 by hand: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), k1 = 1.5, b = 0.75."""
+    """Compare with Lucene's BM25 by hand: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), k1 = 1.5, b = 0.75."""
     texts = ["nile nile egypt", "danube vienna", "nile danube paris metro opened", "whale novel"]
     (hits,) = Bm25Index(Bm25Index.build(texts), 0, 4).search(["nile"], 4)
     documents = [text.split() for text in texts]
@@ -141,8 +141,6 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Servers:
-    """Retrieval servers as processes."""
-
     def __init__(self, corpus: Path, logs: Path) -> None:
         self.corpus, self.logs = corpus, logs
         self.processes: list[Process] = []
@@ -150,7 +148,7 @@ class Servers:
     async def start(
         self, shard: str = "1/1", listen: str = "127.0.0.1:0", *options: str
     ) -> tuple[Process, str]:
-        """One of them, and its address."""
+        """Start a server. Returns it and its address."""
         line = FirstMatch(SERVING)
         log = self.logs / f"retrieval-{len(self.processes)}.log"
         module = (sys.executable, "-m", "research.retrieval_server", str(self.corpus))
@@ -261,7 +259,7 @@ async def test_without_a_replica_a_search_fails_in_time(servers: Servers) -> Non
 
 
 async def refused(folder: Path, *options: str) -> str:
-    """All that a server says that does not start."""
+    """The whole output of a server that must fail to start."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "research.retrieval_server", str(folder), *options),
         cwd=FOLDER,

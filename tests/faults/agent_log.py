@@ -1,4 +1,6 @@
-"""What agents write down, for `history`: each close that was answered, and what they had seen before it."""
+"""The log that agents write for `history`: each answered close, and the tokens the agent had seen
+before it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from tests.faults.history import Answer, Run, read_outcome, write_answer
 
 
 def seen_by(trajectory: Trajectory) -> tuple[Run, ...]:
-    """What the policy wrote, as its agent was told."""
+    """The policy's tokens as its agent received them."""
     return tuple(
         Run(
             tuple(int(token) for token in segment.token_ids),
@@ -23,7 +25,7 @@ def seen_by(trajectory: Trajectory) -> tuple[Run, ...]:
 
 
 def answered(trajectory: Trajectory, outcome: Outcome | Failed, closed: Closed) -> Answer:
-    """A close, and what it was answered."""
+    """A close together with the server's answer."""
     return Answer(
         trajectory.trajectory_id,
         trajectory.group_id,
@@ -35,7 +37,9 @@ def answered(trajectory: Trajectory, outcome: Outcome | Failed, closed: Closed) 
 
 
 def write_down(trajectory: Trajectory, path: Path) -> None:
-    """Whoever closes this one writes a line to `path`, once it is answered and before it goes on."""
+    """Make every close of this trajectory write a line to `path`, after the answer and before it
+    returns.
+    """
     close = trajectory.close
 
     async def written(outcome: Outcome | Failed) -> Closed:

@@ -1,4 +1,6 @@
-"""What the workers of the fault tests do: `penstock rollout --generate tests.faults.agents:generate`."""
+"""Agents of the fault tests' workers, used as `penstock rollout --generate
+tests.faults.agents:generate`.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from penstock.client import Task, Trajectory
 from tests.faults.agent_log import write_down
 
 LOG = "PENSTOCK_TEST_AGENT_LOG"
-"""Names a folder: `generate` writes down there what its closes are answered."""
+"""Environment variable that names a folder, in which `generate` logs the answers to its closes."""
 TOOL_ANSWERS = "PENSTOCK_TEST_TOOL_ANSWERS"
-"""Names a file: the tool of `waits` answers once it is there."""
+"""Environment variable that names a file. The tool of `waits` answers once the file exists."""
 
 
 async def generate(task: Task, trajectory: Trajectory) -> float:
-    """A few turns, now and then with a pause between them."""
+    """Take one to three turns, with short pauses between them."""
     rng = random.Random(trajectory.trajectory_id)
     if LOG in os.environ:
-        # Of each process its own: two lines that are written at once are none.
+        # Each process has its own file, because lines written at the same time would mix.
         write_down(trajectory, Path(os.environ[LOG], f"{os.getpid()}.jsonl"))
     await trajectory.turn(max_tokens=rng.randint(1, 30), ignore_eos=True)
     for _ in range(rng.randint(0, 2)):
@@ -31,7 +33,7 @@ async def generate(task: Task, trajectory: Trajectory) -> float:
 
 
 async def waits(task: Task, trajectory: Trajectory) -> float:
-    """A turn, a tool that answers late, another turn."""
+    """Take a turn, wait for a tool that answers late, take another turn."""
     await trajectory.turn(max_tokens=4, ignore_eos=True)
     await _tool().wait()
     await trajectory.turn("it says", max_tokens=4, ignore_eos=True)
@@ -40,7 +42,7 @@ async def waits(task: Task, trajectory: Trajectory) -> float:
 
 @cache
 def _tool() -> asyncio.Event:
-    """One for all attempts of a process."""
+    """One event for all attempts of a process."""
     answered = asyncio.Event()
     _watching.add(asyncio.ensure_future(_watch(answered)))
     return answered

@@ -1,9 +1,9 @@
-"""One upload, put together in stages, so that a fault can spoil any of them.
+"""One upload, assembled in stages so that a fault can spoil any of them.
 
     tensors -> upload (header and payload) -> published (file or folder) -> messages -> sent
 
-Each stage is made from the one before when it is first asked for: what is changed before that travels on
-with checksums that are right, what is changed after it has those of the upload before the change.
+Each stage is made from the previous one when it is first used. A change made before a stage travels
+on with correct checksums. A change made after it keeps the checksums of the unchanged upload.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CODES = {
     "WEIGHT_LOAD_FAILED": grpc.StatusCode.ABORTED,
     "WEIGHTS_INCONSISTENT": grpc.StatusCode.UNAVAILABLE,
 }
-"""Of what is not INVALID_ARGUMENT."""
+"""Status codes of the reasons that are not INVALID_ARGUMENT."""
 
 
 class Source(Enum):
@@ -85,7 +85,7 @@ class Source(Enum):
 
 @dataclass
 class Packed:
-    """What is announced, and the bytes of it."""
+    """The announced header, and its payload."""
 
     head: Any
     data: bytearray
@@ -95,7 +95,7 @@ class Packed:
 
 
 class Attempt:
-    """One upload of the next version, with a policy and an activation of its own."""
+    """One upload of the next version, with a random in-flight policy and activation."""
 
     def __init__(self, site: Site, source: Source, rng: random.Random) -> None:
         self.site = site
@@ -105,20 +105,20 @@ class Attempt:
         self.version = site.next_version()
         self.tensors: Tensors = {n: t.copy() for n, t in site.tensors(self.version).items()}
         self.base: Tensors = {n: t.copy() for n, t in site.tensors(self.before).items()}
-        """What the uploader believes the server to hold."""
+        """The tensors that the uploader believes the server holds."""
         self.stored: Tensors | None = None
-        """What a checkpoint's folder holds, where that is not what is announced."""
+        """The tensors in a checkpoint's folder, if they differ from the announced ones."""
         self.policy = rng.choice(list(POLICIES))
         self.staged = rng.random() < 0.3
         self.has_progress = True
-        """Whether a payload that is being filled has a progress word."""
+        """Whether a payload that is still being filled has a progress word."""
         self.takes_effect = False
-        """Whether its version is the active one in the end."""
+        """Whether its version is active in the end."""
         self.pause_seconds: float | None = None
         self._cleanup = contextlib.ExitStack()
 
     def close(self) -> None:
-        """Removes what was published."""
+        """Remove the published files."""
         self._cleanup.close()
 
     def some_tensor(self) -> str:
@@ -126,7 +126,7 @@ class Attempt:
 
     @cached_property
     def upload(self) -> Packed:
-        """Header and payload."""
+        """The header, and the payload it describes."""
         data, specs = bytearray(), []
         for name, tensor in self.tensors.items():
             spec, part = self._spec(name, tensor)
@@ -166,7 +166,7 @@ class Attempt:
 
     @cached_property
     def file(self) -> Path:
-        """Where the bytes were put: in shared memory, or in a checkpoint's folder."""
+        """The published bytes: a file in shared memory, or a checkpoint's folder."""
         if self.source.has_file:
             descriptor, name = tempfile.mkstemp(dir="/dev/shm", prefix="penstock-fault-")
             os.close(descriptor)
@@ -182,19 +182,19 @@ class Attempt:
         return path
 
     def tell_filled(self, end_bytes: int, path: Path | None = None) -> None:
-        """Says so in the progress word."""
+        """Write `end_bytes` to the progress word."""
         with (path or self.file).open("r+b") as file:
             file.seek(progress_offset(len(self.upload.data)))
             file.write(end_bytes.to_bytes(8, "little"))
 
     def some_progress(self) -> int:
-        """What a progress word can say, truthful or not."""
+        """A progress value, truthful or not."""
         length = len(self.upload.data)
         return self.rng.choice([0, self.rng.randrange(length), length, length + 1, (1 << 64) - 1])
 
     @cached_property
     def messages(self) -> list[Any]:
-        """The requests of the stream, the bytes published where they do not travel in it."""
+        """The requests of the stream. Publishes the bytes first if they do not travel in it."""
         head = self.upload.head
         if self.source.has_file:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -208,7 +208,7 @@ class Attempt:
         return messages(head, data, 1 + len(data) // self.rng.randint(3, 20))
 
     def _filling(self, head: Any) -> list[Any]:
-        """The checksums with the commit, the word behind the bytes."""
+        """Move the checksums to the commit, and place the progress word behind the bytes."""
         head.shared_memory.filling = True
         if self.has_progress:
             head.shared_memory.progress_offset_bytes = progress_offset(len(self.upload.data))
@@ -221,11 +221,11 @@ class Attempt:
 
     @property
     def chunks(self) -> list[int]:
-        """Which of the messages are chunks."""
+        """Indexes of the messages that are chunks."""
         return [i for i, m in enumerate(self.messages) if m.WhichOneof("message") == "chunk"]
 
     async def send(self, requests: list[Any] | None = None) -> list[Any]:
-        """Sends what there is, with halts at random moments; returns the answers."""
+        """Send the requests, with pauses at random moments; return the responses."""
         paced = self._paced(self.messages if requests is None else requests)
         found: list[Any] = []
         async for response in self.site.wire.UpdateWeights(paced):
@@ -242,7 +242,7 @@ class Attempt:
             yield request
 
     async def accepted(self) -> None:
-        """It is taken, and active in the end."""
+        """Check that the upload is accepted, and that its version becomes active."""
         states = [response.state for response in await self.send()]
         if self.staged:
             assert states == [READY, STAGED]
@@ -255,20 +255,20 @@ class Attempt:
         self.took_effect()
 
     def took_effect(self) -> None:
-        """Its version is the active one in the end."""
+        """Record that its version is active in the end."""
         self.takes_effect = True
         if POLICIES[self.policy] != "keep":
             self.site.dropped_cache.add(self.version)
 
     async def switch(self, version: int) -> Any:
-        """Asks for a version on the trainer's stream."""
+        """Request a version on the trainer's stream; return the receipt."""
         self.site.exchange.send(
             switch_weights={"weight_version": version, "in_flight": self.policy}
         )
         return await self.site.exchange.receive("weight_receipt", 60.0)
 
     async def refused(self, reason: str, **metadata: object) -> Failure:
-        """It is refused for exactly this reason, and says exactly where."""
+        """Check that the upload is refused for exactly this reason, with exactly this metadata."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.send()
         failure = read_failure(caught.value)
@@ -276,7 +276,7 @@ class Attempt:
         return failure
 
     def is_refusal(self, failure: Failure, reason: str, metadata: dict[str, object]) -> None:
-        """That a call failed like this."""
+        """Check a call's status, reason and metadata."""
         wanted = {key: str(value) for key, value in metadata.items()}
         found = {key: failure.metadata.get(key) for key in wanted}
         code = CODES.get(reason, grpc.StatusCode.INVALID_ARGUMENT)
@@ -284,7 +284,9 @@ class Attempt:
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[tuple[Any, asyncio.Queue[Any]]]:
-        """A stream by hand: the header is sent, and accepted; then comes what is put into the queue."""
+        """A stream under manual control. The server has accepted the header; queued messages
+        follow, up to None.
+        """
         outgoing: asyncio.Queue[Any] = asyncio.Queue()
 
         async def requests() -> AsyncIterator[Any]:
@@ -301,12 +303,12 @@ class Attempt:
 
 
 def progress_offset(length: int) -> int:
-    """Where the progress word of a payload of this length is."""
+    """The offset of the progress word for a payload of this length."""
     return -(-length // 64) * 64
 
 
 def flip(data: bytearray, rng: random.Random, begin: int, end: int) -> None:
-    """Flips one bit of these bytes."""
+    """Flip one bit between these offsets."""
     data[rng.randrange(begin, end)] ^= 1 << rng.randrange(8)
 
 
@@ -317,7 +319,7 @@ def flip_in_file(path: Path, rng: random.Random, begin: int, end: int) -> None:
 
 
 def places_in(path: Path) -> dict[str, tuple[int, int]]:
-    """Where a safetensors file has each tensor: (begin, end)."""
+    """The (begin, end) of each tensor in a safetensors file."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     entries = json.loads(data[8 : 8 + length])

@@ -1,4 +1,4 @@
-"""The two servers that faults happen to, each started once for all of them."""
+"""The two servers that faults are applied to, each started once for all tests."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ async def vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Site]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What trainers train."""
+    """The model that trainers train."""
     return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
 
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    """Where trainers come from."""
+    """The nursery that forks trainers."""
     with nursing() as running:
         yield running
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Who asks for many faults asks for the time that they take."""
+    """A request for many faults also raises the time limit of each test."""
     if report_of(config).count is None:
         return
     for item in items:

@@ -1,13 +1,14 @@
-"""Bytes that libFuzzer makes for the rpcs, led by which lines of the server they reach.
+"""Fuzz the rpcs with libFuzzer, guided by the server lines that an input reaches.
 
     python -m tests.faults.coverage_fuzz CORPUS -max_total_time=3600 -seed=7
 
-An input is one byte that chooses the rpc, and then the message; where the rpc takes a stream, each message
-comes after two bytes with its length. It is sent over real gRPC to a server around the fake engine in this
-process, whose modules report what they execute. Judged as by test_f12_fuzz: an answer from the table, in
-time, and nothing logged that the server did not foresee. The first that is not ends the run with a status
-other than zero, and its input is kept as `crash-...` where -artifact_prefix says; as the only argument it
-is sent once more.
+The first byte of an input chooses the rpc, and the rest is the message. If the rpc takes a stream,
+each message follows two bytes with its length. Inputs are sent over real gRPC to a server around
+the fake engine in this process, whose modules are instrumented.
+
+The criteria are those of test_f12_fuzz. An answer must be in the table and in time, and the server
+must not log an unexpected error. The first violation ends the run with a nonzero status. Its input
+is kept as `crash-...` under -artifact_prefix. Pass that file as the only argument to send it again.
 """
 
 # ruff: noqa: E402 - modules imported within the first block report what they execute, and others do not.
@@ -36,11 +37,11 @@ from tests.server.rpc.test_wire_errors import KNOWN_IDS, RPCS, valid
 
 LENGTH_BYTES = 2
 HELD_VERSION = 1
-"""Of the weights that the server has from the start, to hand out."""
+"""Version of the weights that the server has from the start, so that FetchWeights can return them."""
 
 
 class Unforeseen(logging.Handler):
-    """Keeps what was logged with a traceback."""
+    """Keeps the records that were logged with a traceback."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -52,7 +53,7 @@ class Unforeseen(logging.Handler):
 
 
 class ThisProcess:
-    """The server as `Fuzzed` knows one that has a process of its own."""
+    """The in-process server, with the interface that `Fuzzed` expects of a server process."""
 
     def __init__(self, port: int, log: Unforeseen) -> None:
         self.port, self.address = port, f"127.0.0.1:{port}"
@@ -66,7 +67,7 @@ class ThisProcess:
 
 
 class Target:
-    """The server in a thread of its own, and inputs sent to it one after another."""
+    """The server in a separate thread. Inputs are sent to it one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._loop = asyncio.new_event_loop()
@@ -87,7 +88,7 @@ class Target:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def send(self, data: bytes) -> None:
-        """Sends one input, and judges the answer."""
+        """Send one input and check the answer."""
         if not data:
             return
         rpc = RPCS[data[0] % len(RPCS)]
@@ -97,7 +98,7 @@ class Target:
 
 
 def messages_of(data: bytes) -> Iterator[bytes]:
-    """What a stream is sent: each message after its length."""
+    """Split an input into the messages of a stream, each preceded by its length."""
     while data:
         length = int.from_bytes(data[:LENGTH_BYTES], "little")
         data = data[LENGTH_BYTES:]
@@ -106,7 +107,7 @@ def messages_of(data: bytes) -> Iterator[bytes]:
 
 
 def write_corpus(folder: Path) -> None:
-    """Valid requests of every rpc, to begin with."""
+    """Write valid requests of every rpc as the initial corpus."""
     for index, (_, method) in enumerate(RPCS):
         for name in KNOWN_IDS if method.name in OWN_TRAJECTORY else ("",):
             seed = HELD_VERSION if method.name == "FetchWeights" else next(SEEDS)

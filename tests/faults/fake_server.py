@@ -1,4 +1,4 @@
-"""A rollout server around the fake engine in a process of its own, watched from outside."""
+"""A rollout server around the fake engine in a separate process, observed from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVING = re.compile(rb"serving fake on .*:(\d+) ")
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """One that was started."""
+    """A running server process."""
 
     host: str
     port: int
@@ -28,15 +28,13 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
         return f"{self.host}:{self.port}"
 
     def footprint(self) -> Footprint:
-        """What it holds now."""
         return footprint(self.process.pid)
 
     def check_alive(self) -> None:
-        """It runs, and has met nothing that it did not foresee."""
+        """Check that it runs, and that its log has no traceback."""
         text = self.log.read_text(errors="replace")
         assert self.process.poll() is None, f"the server ended: {text[-4000:]}"
         at = text.find("Traceback")
@@ -52,12 +50,14 @@ def fake_server(
     prefix: tuple[str, ...] = (),
     options: tuple[str, ...] = (),
 ) -> Generator[ServerProcess]:
-    """Starts one with a journal in `folder`; `prefix` goes before its command, `options` behind it."""
+    """Start a server with a journal in `folder`. `prefix` precedes its command, and `options`
+    follow it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "server.log"
     command = [*prefix, sys.executable, "-m", "tests.support.fake_serve", "--listen", f"{host}:0"]
     command += ["--step-seconds", str(step_seconds), *options]
-    # Turns are of a few tokens.
+    # A low threshold, because turns are only a few tokens long.
     given = (f"journal.folder={folder / 'journal'}", "journal.refers_from_bytes=1", *settings)
     for setting in given:
         command += ["--set", setting]

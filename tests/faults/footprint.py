@@ -1,4 +1,4 @@
-"""What a process holds: resident memory, open files, shared memory."""
+"""The resources of a process: resident memory, open files, shared memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ SHARED = ("/dev/shm/", "/memfd:")
 
 @dataclass(frozen=True)
 class Footprint:
-    """At one moment."""
+    """Resources at one moment."""
 
     resident_bytes: int
     files: int
     shared_bytes: int
-    """Of files in shared memory that it has open or mapped, named or not, each once."""
+    """Size of the shared-memory files that it has open or mapped, named or not, each counted once."""
 
 
 def footprint(pid: int | None = None) -> Footprint:
-    """Of a process; without a number of this one, after what is garbage has gone."""
+    """Measure a process, by default this one. This one collects garbage first."""
     if pid is None:
         gc.collect()
     process = psutil.Process(pid)

@@ -1,5 +1,6 @@
-"""Requests of every rpc, made from its descriptor: absurd ones, valid ones with something absurd in
-them, and bytes that are hardly any message at all.
+"""Requests of every rpc, generated from its descriptor.
+
+Some are absurd, some are valid with something absurd in them, and some are bytes that hardly parse.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ from tests.support.harness import messages as upload_messages
 
 MOST_DEEP = 5
 SEEDS = itertools.count(1_100_000)
-"""A number of its own for each valid request: ids, epochs and versions are used up. All of a length, so
-that what hypothesis draws does not depend on it."""
+"""A distinct number for each valid request, because ids, epochs and versions are used up. All have
+the same length, so that hypothesis' draws do not depend on the number.
+"""
 OWN_TRAJECTORY = ("Continue", "CompleteTrajectory", "GetTrajectory")
-"""Methods whose valid request is about a trajectory that was opened for it."""
+"""Methods whose valid request refers to a trajectory opened for it."""
 
 
 @dataclass(frozen=True)
 class Bodies:
-    """What one call sends."""
+    """The messages that one call sends."""
 
     bodies: tuple[bytes, ...]
     seed: int
-    """Of the valid request that it began with; zero where there was none."""
+    """The number of the valid request it started from; 0 without one."""
 
 
 @cache
 def values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
-    """Values of a scalar field: extremes, and whatever comes."""
+    """Values of a scalar field: extremes and arbitrary ones."""
     found = st.sampled_from(extremes(field))
     kind = field.cpp_type
     if kind == FieldDescriptor.CPPTYPE_BOOL:
@@ -67,7 +69,7 @@ def values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
 
 @st.composite
 def filled(draw: st.DrawFn, descriptor: Descriptor, depth: int = 0) -> Message:
-    """A message with any of its fields set to anything."""
+    """A message with arbitrary fields set to arbitrary values."""
     message = GetMessageClass(descriptor)()
     fields = descriptor.fields
     chosen = draw(st.integers(0, (1 << len(fields)) - 1)) if fields else 0
@@ -100,12 +102,12 @@ def filled(draw: st.DrawFn, descriptor: Descriptor, depth: int = 0) -> Message:
 
 @cache
 def ways(descriptor: Descriptor) -> tuple[tuple[FieldDescriptor, ...], ...]:
-    """The way to each scalar field below a message."""
+    """The path to each scalar field below a message."""
     return tuple(scalar_fields(descriptor))
 
 
 def valid_of_its_own(method: MethodDescriptor, seed: int) -> Any:
-    """A request in order, for a trajectory that is made for it where it needs one."""
+    """A valid request. If the method needs a trajectory, it names one opened for this request."""
     request: Any = valid(method, seed)
     if method.name in OWN_TRAJECTORY:
         request.trajectory_id = own_name(seed)
@@ -114,7 +116,7 @@ def valid_of_its_own(method: MethodDescriptor, seed: int) -> Any:
 
 @st.composite
 def spoiled(draw: st.DrawFn, method: MethodDescriptor, seed: int) -> Message:
-    """A valid request with up to three fields that are anything."""
+    """A valid request in which up to three fields have arbitrary values."""
     request = valid_of_its_own(method, seed)
     for _ in range(draw(st.integers(0, 3))):
         found = ways(method.input_type)
@@ -129,8 +131,9 @@ PLACES = 1 << 16
 
 @st.composite
 def mangled(draw: st.DrawFn, body: bytes) -> bytes:
-    """Bytes of a message with some of them gone, changed, repeated or added. What is drawn does not depend
-    on the message."""
+    """The bytes of a message, some of them removed, changed, repeated or added. The draws do not
+    depend on the message.
+    """
     data = bytearray(body)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, PLACES - 1)) * len(data) // PLACES
@@ -151,7 +154,7 @@ def mangled(draw: st.DrawFn, body: bytes) -> bytes:
 
 
 def leave_room(message: Message, seed: int) -> None:
-    """No epoch after which there is none: whoever comes with the greatest is the last."""
+    """Limit the epoch. After the greatest possible epoch, no later trainer could connect."""
     for name, most in (("hello", seed + 1), ("header", 1 << 62)):
         if name in message.DESCRIPTOR.fields_by_name and message.HasField(name):
             part = getattr(message, name)
@@ -160,7 +163,7 @@ def leave_room(message: Message, seed: int) -> None:
 
 @st.composite
 def messages(draw: st.DrawFn, method: MethodDescriptor) -> Bodies:
-    """Messages of a method: one, or several where it takes a stream."""
+    """Messages of a method: one, or several for a stream."""
     seed = next(SEEDS)
     begin = draw(st.integers(0, 2))
     first = draw(filled(method.input_type) if begin == 0 else spoiled(method, seed))
@@ -177,7 +180,7 @@ def messages(draw: st.DrawFn, method: MethodDescriptor) -> Bodies:
 
 @st.composite
 def uploads(draw: st.DrawFn, seed: int) -> list[bytes]:
-    """A whole upload, with up to two of its messages gone, repeated or other than they should be."""
+    """A whole upload in which up to two messages are missing, repeated or changed."""
     head, data = header(seed, staged=draw(st.booleans()))
     requests = upload_messages(head, data, 1_024)
     descriptor = UpdateWeightsRequest.DESCRIPTOR
@@ -208,12 +211,12 @@ EXCHANGED: st.SearchStrategy[Message] = st.one_of(
     NUMBERS.map(lambda n: exchanged(checkpoint={"step": n})),
     NUMBERS.map(lambda n: exchanged(switch_weights={"weight_version": n, "in_flight": n})),
 )
-"""Messages of the trainer's stream that could be meant."""
+"""Plausible messages of the trainer's stream."""
 
 
 @st.composite
 def raw(draw: st.DrawFn, method: MethodDescriptor) -> Bodies:
-    """Bytes that a method gets instead of messages."""
+    """Raw bytes sent to a method instead of messages."""
     seed = next(SEEDS)
     if draw(st.booleans()):
         return Bodies((draw(st.binary(max_size=200)),), 0)

@@ -1,21 +1,21 @@
-"""What became of every group, decided afterwards from what the three sides wrote down.
+"""Decides afterwards what happened to every group, from what the three sides wrote down.
 
-    agents    `Answer`: what a close was answered, and every token that was seen before it
-    trainer   `Step`: the groups of each optimizer step, in the order in which steps were made (the ledger)
-    server    the journal, or, where there is none, the groups as they were delivered
+    agents    `Answer`: the answer to a close, and every token that was seen before it
+    trainer   `Step`: the groups of each optimizer step, in the order of the steps (the ledger)
+    server    the journal or, without one, the groups as they were delivered
 
 `violations` is a function of these alone. It finds
 
-    LOST        a group that was accepted, and is neither trained in the surviving lineage, nor still there,
-                nor dropped with a reason; an answered outcome whose group knows nothing of it
-    DOUBLED     a group, a task, a trajectory or a place in a group that was trained twice
-    INVENTED    a group or a trajectory that was trained and never accepted
-    OUTCOME     an outcome that is not the one that was answered
-    TOKENS      tokens, versions or log-probabilities that differ from what the agent saw, or from what the
-                fake engine computes
+    LOST        an accepted group that is neither trained in the surviving lineage, nor still held,
+                nor dropped with a reason; an answered outcome that its group does not contain
+    DOUBLED     a group, task, trajectory or sample of a group that was trained twice
+    INVENTED    a group or trajectory that was trained but never accepted
+    OUTCOME     an outcome that differs from the answered one
+    TOKENS      tokens, versions or log-probabilities that differ from what the agent saw, or from
+                what the fake engine computes
 
-The surviving lineage: a trainer that resumes after step k makes step k + 1 again. So a step of the ledger
-takes back every step that stands before it with the same number or a greater one.
+A trainer that resumes after step k makes step k + 1 again. So a step of the ledger replaces every
+earlier entry with the same or a greater number. The remaining steps are the surviving lineage.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ POLICY = trajectory_pb2.AUTHOR_POLICY
 
 
 class Kind(Enum):
-    """What is wrong."""
-
     LOST = "lost"
     DOUBLED = "doubled"
     INVENTED = "invented"
@@ -47,8 +45,6 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Violation:
-    """One promise that was not kept."""
-
     kind: Kind
     subject: str
     """Id of the group, task or trajectory."""
@@ -60,30 +56,30 @@ class Violation:
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens with one author and one version."""
+    """Consecutive tokens with one author and one version."""
 
     tokens: tuple[int, ...]
     version: int | None
-    """None where they were given."""
+    """None for context tokens."""
     logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One trajectory as the server handed it on."""
+    """One trajectory as the server delivered it."""
 
     trajectory_id: str
     sample_index: int
     outcome: str
-    """In any form that is equal exactly where outcomes are."""
+    """In any form that is equal if and only if the outcomes are equal."""
     runs: tuple[Run, ...] = ()
     branch: bool = False
-    """Whether it branches from another of its group, and so shares its place."""
+    """Whether it branches from another trajectory of its group, and so shares its sample index."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One finished group as the server handed it on."""
+    """One finished group as the server delivered it."""
 
     group_id: str
     task_id: str
@@ -92,21 +88,21 @@ class Group:
 
 @dataclass(frozen=True)
 class Answer:
-    """A close that was answered, as its agent wrote it down."""
+    """An answered close, as its agent logged it."""
 
     trajectory_id: str
     group_id: str
     outcome: str
     group_completed: bool = False
     retried: bool = False
-    """It failed, and is made again."""
+    """The attempt failed, and the server retries it."""
     runs: tuple[Run, ...] | None = None
-    """What the policy wrote, as the agent saw it; None where it did not look."""
+    """The policy's tokens as the agent saw them; None if it did not look."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, as the trainer wrote it down."""
+    """One optimizer step, as the trainer's ledger has it."""
 
     step: int
     group_ids: tuple[str, ...]
@@ -115,7 +111,7 @@ class Step:
 
 
 def step_with(number: int, groups: Sequence[Group]) -> Step:
-    """A step that was made of these."""
+    """A step that trained these groups."""
     return Step(
         number,
         tuple(group.group_id for group in groups),
@@ -126,24 +122,24 @@ def step_with(number: int, groups: Sequence[Group]) -> Step:
 
 @dataclass(frozen=True)
 class History:
-    """What everybody wrote down."""
+    """The records of all three sides."""
 
     answers: Sequence[Answer]
     ledger: Sequence[Step]
     groups: Mapping[str, Group]
-    """Finished groups by id, as far as anybody wrote down what is in them."""
+    """Finished groups by id, as far as any side recorded their contents."""
     used: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Groups that the server knows to be used: by which step."""
+    """Used groups that the server knows of, with the step that used each."""
     held: frozenset[str] = frozenset()
     """Groups that the server would still deliver."""
     open: frozenset[str] = frozenset()
-    """Groups under way."""
+    """Groups in progress."""
     closed: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Trajectories of groups under way that are closed, and their outcomes."""
+    """Outcomes of closed trajectories in groups that are still in progress."""
     dropped: frozenset[str] = frozenset()
-    """Groups that left for a reason which was said."""
+    """Groups that were dropped with a reason."""
     forgotten: frozenset[str] = frozenset()
-    """Trajectories whose attempt is made again."""
+    """Trajectories whose attempt is retried."""
 
 
 def lineage(ledger: Iterable[Step]) -> list[Step]:
@@ -159,9 +155,9 @@ def lineage(ledger: Iterable[Step]) -> list[Step]:
 def violations(
     history: History, explain: Callable[[Trajectory], str] | None = None
 ) -> list[Violation]:
-    """What is wrong with a history, nothing where all is right.
+    """Return the violations in a history, an empty list if there are none.
 
-    `explain` says what is wrong with the tokens of a trajectory, the empty string for nothing.
+    `explain` describes what is wrong with the tokens of a trajectory. It returns "" if nothing is.
     """
     return [
         *_trained_once(history),
@@ -235,7 +231,7 @@ def _outcomes_kept(history: History) -> Iterable[Violation]:
         elif answer.group_id in history.open:
             found = history.closed.get(answer.trajectory_id)
         else:
-            # Nobody wrote down what was in it; that it is somewhere is looked at elsewhere.
+            # No side recorded the group's contents. Other checks look for lost groups.
             known = answer.group_completed or answer.group_id in history.dropped | history.held
             known = known or any(answer.group_id in step.group_ids for step in history.ledger)
             if answer.group_id and not answer.retried and not known:
@@ -281,7 +277,7 @@ def _flat(runs: Iterable[Run]) -> list[tuple[int, int | None, float | None]]:
 
 
 def explain_fake(trajectory: Trajectory) -> str:
-    """What the fake engine would not have written."""
+    """Describe the first tokens that the fake engine would not have written; "" if there are none."""
     context: list[int] = []
     for run in trajectory.runs:
         if run.version is not None:
@@ -296,16 +292,16 @@ def explain_fake(trajectory: Trajectory) -> str:
     return ""
 
 
-# From the wire and from files.
+# From the wire and from files
 
 
 def read_outcome(outcome: trajectory_pb2.Outcome) -> str:
-    """An outcome, typed or twin, in a form that is equal exactly where outcomes are."""
+    """An outcome, typed or twin, in a form that is equal if and only if the outcomes are equal."""
     return outcome.SerializeToString(deterministic=True).hex()
 
 
 def read_runs(segments: Iterable[trajectory_pb2.Segment]) -> tuple[Run, ...]:
-    """Segments of a twin message."""
+    """The runs in the segments of a twin message."""
     return tuple(
         Run(
             tuple(int(token) for token in codec.token_ids(segment)),
@@ -317,7 +313,7 @@ def read_runs(segments: Iterable[trajectory_pb2.Segment]) -> tuple[Run, ...]:
 
 
 def read_group(group: trajectory_pb2.TrajectoryGroup) -> Group:
-    """A group of a twin message."""
+    """The group in a twin message."""
     return Group(
         group.group_id,
         group.task_id,
@@ -335,12 +331,11 @@ def read_group(group: trajectory_pb2.TrajectoryGroup) -> Group:
 
 
 def write_answer(answer: Answer) -> str:
-    """One line of an agent's log."""
     return json.dumps(asdict(answer)) + "\n"
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """An agent's log; a last line that is not whole does not count."""
+    """Read an agent's log. An incomplete last line is ignored."""
     found: list[Answer] = []
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n"):

@@ -1,5 +1,6 @@
-"""Histories from what a run leaves on the disk: the server's journal, the trainer's ledger, the agents'
-logs."""
+"""Histories from the files that a run leaves: the server's journal, the trainer's ledger, the
+agents' logs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tests.faults.history import (
 
 @dataclass
 class Journaled:
-    """What a journal says, with nothing left out that it still has."""
+    """The contents of a journal, including everything that it still has."""
 
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     used: dict[str, int] = field(default_factory=dict[str, int])
@@ -38,17 +39,16 @@ class Journaled:
     forgotten: set[str] = field(default_factory=set[str])
     final_step: int = 0
     turns: dict[tuple[str, int, int], Any] = field(default_factory=dict[tuple[str, int, int], Any])
-    """Records of turns by trajectory and by what they have of it: tokens before a segment, and its own."""
+    """Turn records, by trajectory id, number of tokens before the turn's segment, and its token count."""
 
     def read(self, record: Any) -> None:
-        """Takes in one record."""
         kind = record.WhichOneof("record")
         said = getattr(record, kind)
         if kind == "group_changed":
             self.open.add(said.group_id)
         elif kind == "trajectory_closed":
             if said.retried:
-                # It is in no group: another attempt takes its place.
+                # It belongs to no group, because another attempt replaces it.
                 self.forgotten.add(said.trajectory_id)
             else:
                 self.closed[said.trajectory_id] = read_outcome(said.outcome)
@@ -93,13 +93,13 @@ class Journaled:
 
     @property
     def held(self) -> frozenset[str]:
-        """Groups that a server which starts from this journal would still deliver."""
+        """Groups that a server starting from this journal would still deliver."""
         final = {group_id for group_id, step in self.used.items() if step <= self.final_step}
         return frozenset(set(self.groups) - self.dropped - final)
 
 
 def read_journal(folder: Path) -> Journaled:
-    """Everything in a journal that no server writes to."""
+    """Read the whole journal. No server may write to it."""
     found = Journaled()
     for record, _ in read_records(find_files(folder), Reading()):
         found.read(record)
@@ -107,7 +107,7 @@ def read_journal(folder: Path) -> Journaled:
 
 
 def steps_of(ledger: Path) -> tuple[list[Step], set[str]]:
-    """Steps of a trainer's ledger, and the groups that it refused."""
+    """The steps of a trainer's ledger, and the groups that it refused."""
     steps: list[Step] = []
     refused: set[str] = set()
     for entry in read_ledger(ledger):
@@ -128,7 +128,7 @@ def steps_of(ledger: Path) -> tuple[list[Step], set[str]]:
 def history_of(
     journal: Path, ledger: Path | Sequence[Step], answers: Iterable[Answer] = ()
 ) -> History:
-    """What a run left, once its server and its trainer are gone."""
+    """The history of a run whose server and trainer have ended."""
     found = read_journal(journal)
     steps, refused = steps_of(ledger) if isinstance(ledger, Path) else (list(ledger), set[str]())
     return History(
@@ -145,13 +145,15 @@ def history_of(
 
 
 def with_delivered(history: History, groups: Iterable[Group]) -> History:
-    """The same, where the journal was compacted: groups as they were delivered count as well."""
+    """Add groups as they were delivered, in case the journal was compacted."""
     known = {group.group_id: group for group in groups}
     return replace(history, groups={**known, **history.groups})
 
 
 def without_refusals_of_what_was_trained(history: History) -> History:
-    """A trainer that is given once more what a checkpoint contains refuses it, so that it comes no more."""
+    """Ignore refusals of trained groups. A trainer refuses a group that its checkpoint already
+    contains, so that the server stops delivering it.
+    """
     trained = {found for step in lineage(history.ledger) for found in step.group_ids}
     return replace(history, dropped=history.dropped - trained)
 
@@ -162,9 +164,10 @@ def check_what_is_left(
     answers: Path | Sequence[Answer] = (),
     delivered: Iterable[Group] = (),
 ) -> History:
-    """That a run of the fake engine kept its promises, by what its three sides left, which are all gone.
+    """Check that a run of the fake engine kept its promises, from the files of its three ended
+    sides.
 
-    `delivered` has groups that a compaction may have taken out of the journal. Returns the history.
+    `delivered` has groups that a compaction may have removed from the journal. Returns the history.
     """
     told = read_answers(answers) if isinstance(answers, Path) else list(answers)
     history = with_delivered(history_of(journal, ledger, told), delivered)

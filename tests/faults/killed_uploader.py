@@ -1,6 +1,7 @@
-"""An uploader that lives to be killed: `killed_uploader.py HOST:PORT FILE COUNT`.
+"""An uploader for tests that kill it: `killed_uploader.py HOST:PORT FILE COUNT`.
 
-Sends the first COUNT of the messages pickled in FILE, says so, and then neither ends nor goes on.
+Sends the first COUNT of the messages pickled in FILE, prints that it has, and then neither ends nor
+continues.
 """
 
 from __future__ import annotations

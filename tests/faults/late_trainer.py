@@ -1,7 +1,8 @@
-"""A trainer that speaks late: `python -m tests.faults.late_trainer HOST:PORT EPOCH GROUPS`.
+"""A trainer that sends late: `python -m tests.faults.late_trainer HOST:PORT EPOCH GROUPS`.
 
-Takes so many groups, says `holding`, and waits for a line. Then it says all that a trainer can say:
-receipts and a switch on its stream, and an upload. It prints the reason that each of the two ends with.
+Takes that many groups, prints `holding`, and waits for a line. Then it sends everything that a
+trainer can send: receipts and a switch on its stream, and an upload. It prints the reason with
+which each of the two ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""How late a test's own process is, so that what it measures of another is not held against that one."""
+"""Measures how late a test's own process runs, so that a test can subtract it from what it measures
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,17 @@ from collections.abc import AsyncGenerator
 
 TICK_SECONDS = 0.005
 LATE_SECONDS = 0.02
-"""What is less is how exact a timer is."""
+"""Smaller delays are within a timer's precision."""
 
 
 class Lateness:
-    """What this process's event loop has been late by, all together, since it is watched."""
+    """The total lateness of this process's event loop since it is watched."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
 
     async def seconds(self) -> float:
-        """Up to now; what is ready at this moment has been late already."""
+        """The total so far. Waits briefly, so that a delay happening now is included."""
         await asyncio.sleep(2 * TICK_SECONDS)
         return self._seconds
 
@@ -33,7 +35,7 @@ class Lateness:
 
 @contextlib.asynccontextmanager
 async def watched_lateness() -> AsyncGenerator[Lateness]:
-    """Watched until the end of the block."""
+    """Watch until the end of the block."""
     lateness = Lateness()
     watching = asyncio.create_task(lateness.watch())
     try:

@@ -1,4 +1,4 @@
-"""A network of two ends that can go dark: a namespace behind a veth pair. Needs root, and iproute2."""
+"""A network link that can go dark: a namespace behind a veth pair. Needs root and iproute2."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class Namespace:
-    """One of them; this process is at the other end."""
+    """A namespace at one end of a link. This process is at the other end."""
 
     name: str
     address: str
-    """Of whatever listens inside."""
+    """The address of servers inside it."""
     link: str
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """What goes before a command that is to run inside."""
+        """The prefix of a command that is to run inside."""
         return "ip", "netns", "exec", self.name
 
     def go_dark(self) -> None:
-        """Packets of either side are lost without a word."""
+        """Drop the packets of both directions silently."""
         _ip("-n", self.name, "link", "set", self.link, "down")
 
     def go_on(self) -> None:
-        """They arrive again."""
+        """Let packets through again."""
         _ip("-n", self.name, "link", "set", self.link, "up")
 
 
 def why_not() -> str:
-    """Why there can be none here; empty where there can."""
+    """Why no namespace can be made here; "" if one can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -51,11 +51,11 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def namespace() -> Generator[Namespace]:
-    """Makes one, and removes it with whatever is left in it. Raises CalledProcessError."""
+    """Make a namespace, and remove it with everything that is left in it. Raises CalledProcessError."""
     number = next(NUMBERS)
     name = f"penstock-{os.getpid()}-{number}"
     outside, inside = f"pk{os.getpid() % 100_000}o{number}", f"pk{os.getpid() % 100_000}i{number}"
-    # Of 198.18.0.0/15, which is set aside for tests of networks.
+    # From 198.18.0.0/15, which is reserved for network tests.
     base = (os.getpid() * 64 + number) % (1 << 15) * 4
     first, second = (
         f"198.{18 + (base >> 16)}.{base >> 8 & 255}.{(base & 255) + n}" for n in (1, 2)
@@ -70,7 +70,7 @@ def namespace() -> Generator[Namespace]:
         _ip("-n", name, "link", "set", "lo", "up")
         yield Namespace(name, second, inside)
     finally:
-        # Its end of the pair goes with it, and with that the other.
+        # This removes its end of the pair, and with it the other end.
         _ip("netns", "del", name)
 
 

@@ -1,12 +1,12 @@
-"""A TCP proxy that spoils what goes through it.
+"""A TCP proxy that disturbs its traffic.
 
     client -- up --> Proxy -- up --> server
     client <- down -- Proxy <- down - server
 
-Either direction has conditions that may change at any time and hold from the next byte on: latency, a
-rate, darkness (nothing gets through, nothing is lost), and a chance that a bit of a piece flips.
-Connections can be reset, closed in one direction, and cut after so many bytes. What is held back is
-bounded, so a sender feels it as it would feel a network.
+Each direction has conditions that can change at any time and apply from the next byte on. They are
+latency, a rate, darkness (bytes wait, none are lost), and a probability that a bit of a piece
+flips. Connections can be reset, closed in one direction, and cut after a number of bytes. The
+proxy's buffers are bounded, so the sender feels backpressure as on a network.
 """
 
 from __future__ import annotations
@@ -23,47 +23,46 @@ from enum import Enum
 PIECE_BYTES = 16 * 1024
 PIECES_UNDER_WAY = 64
 RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER that makes a close a reset."""
+"""SO_LINGER value with which a close sends a reset."""
 
 
 class Way(Enum):
-    """Which bytes are meant."""
+    """The direction of bytes."""
 
     UP = "up"
-    """Those to the server."""
+    """To the server."""
     DOWN = "down"
-    """Those to the client."""
+    """To the client."""
 
 
 class Conditions:
-    """How one direction is, now."""
+    """The current conditions of one direction."""
 
     def __init__(self, rng: random.Random) -> None:
         self.latency_seconds = 0.0
         self.bytes_per_second = 0.0
-        """Zero: as fast as they come."""
+        """0 means unlimited."""
         self.flips = 0.0
-        """Chance that one bit of a piece is not what was sent."""
+        """Probability that one bit of a piece flips."""
         self.flipped = 0
         self._rng = rng
         self._lit = asyncio.Event()
         self._lit.set()
 
     def go_dark(self) -> None:
-        """Nothing gets through from now on."""
+        """Hold back all bytes from now on."""
         self._lit.clear()
 
     def go_on(self) -> None:
-        """What was held back gets through, and all that follows."""
+        """Let the held bytes through, and all that follow."""
         self._lit.set()
 
     def clear(self) -> None:
-        """As if nothing were wrong."""
         self.latency_seconds = self.bytes_per_second = self.flips = 0.0
         self.go_on()
 
     async def pass_through(self, piece: bytes, read_at: float) -> bytes:
-        """Holds a piece back for as long as it takes; returns it as it arrives."""
+        """Delay a piece as the conditions require; return it as it arrives."""
         now = asyncio.get_running_loop().time()
         late = read_at + self.latency_seconds - now
         if self.bytes_per_second:
@@ -81,19 +80,19 @@ class Conditions:
 
 @dataclass(eq=False)
 class Connection:
-    """One client's connection and the proxy's own to the server."""
+    """A client's connection, and the proxy's connection to the server for it."""
 
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter
     left: dict[Way, int | None] = field(default_factory=lambda: {Way.UP: None, Way.DOWN: None})
-    """Bytes that still get through before it is cut; None: all."""
+    """Bytes that still get through before the connection is cut. None means all."""
 
     def towards(self, way: Way) -> asyncio.StreamWriter:
-        """What bytes of a direction are written to."""
+        """The writer for the bytes of a direction."""
         return self.server if way is Way.UP else self.client
 
     def reset(self) -> None:
-        """Both peers see a reset."""
+        """Reset the connection, at both peers."""
         for writer in (self.client, self.server):
             found = writer.get_extra_info("socket")
             if found is not None and found.fileno() >= 0:
@@ -101,7 +100,7 @@ class Connection:
             writer.transport.abort()
 
     def half_close(self, way: Way) -> None:
-        """The receiver of a direction sees its end; the other direction goes on."""
+        """End one direction at its receiver. The other direction continues."""
         writer = self.towards(way)
         with contextlib.suppress(OSError, RuntimeError):
             if writer.can_write_eof():
@@ -109,58 +108,58 @@ class Connection:
 
 
 class Proxy:
-    """Listens on a free port of this machine; `proxying` makes one."""
+    """Listens on a free port of this machine. Made by `proxying`."""
 
     def __init__(self, port: int, rng: random.Random) -> None:
         self.conditions = {way: Conditions(rng) for way in Way}
         self.connections: set[Connection] = set()
         self.accepted = 0
         self.refusing = False
-        """Whether whoever connects is reset at once."""
+        """Whether new connections are reset at once."""
         self.address = ""
         self._port = port
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def up(self) -> Conditions:
-        """Of what goes to the server."""
+        """Conditions of the bytes to the server."""
         return self.conditions[Way.UP]
 
     @property
     def down(self) -> Conditions:
-        """Of what goes to the client."""
+        """Conditions of the bytes to the client."""
         return self.conditions[Way.DOWN]
 
     def go_dark(self) -> None:
-        """Nothing gets through in either direction."""
+        """Hold back all bytes in both directions."""
         for conditions in self.conditions.values():
             conditions.go_dark()
 
     def clear(self) -> None:
-        """As if nothing were wrong; what was cut stays cut."""
+        """Remove all conditions. Cut connections stay cut."""
         self.refusing = False
         for conditions in self.conditions.values():
             conditions.clear()
 
     def reset_all(self) -> int:
-        """Resets every connection; returns how many there were."""
+        """Reset every connection; return how many there were."""
         cut = list(self.connections)
         for connection in cut:
             connection.reset()
         return len(cut)
 
     def half_close_all(self, way: Way) -> None:
-        """Ends one direction of every connection."""
+        """End one direction of every connection."""
         for connection in self.connections:
             connection.half_close(way)
 
     def truncate_all(self, way: Way, length: int) -> None:
-        """Cuts every connection in mid-message: so many more bytes get through, then a reset."""
+        """Cut every connection mid-message, with a reset after this many more bytes."""
         for connection in self.connections:
             connection.left[way] = length
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, to its end."""
+        """Handle one connection until it ends."""
         self.accepted += 1
         task = asyncio.current_task()
         assert task is not None
@@ -177,7 +176,7 @@ class Proxy:
             return
         self.connections.add(connection)
         try:
-            # Cancelled by `close`; asyncio reports a handler that ends so as an error.
+            # Cancelled by `close`. asyncio would log a cancelled handler as an error.
             with contextlib.suppress(asyncio.CancelledError):
                 async with asyncio.TaskGroup() as pumps:
                     pumps.create_task(self._pump(connection, reader, Way.UP))
@@ -188,7 +187,9 @@ class Proxy:
                 end.transport.abort()
 
     async def _pump(self, connection: Connection, reader: asyncio.StreamReader, way: Way) -> None:
-        """Consumes one side's bytes; waits as the conditions say; produces them at the other side."""
+        """Read one side's bytes, and queue them for `_write`, which delays and sends them to the
+        other side.
+        """
         pieces: asyncio.Queue[tuple[bytes, float] | None] = asyncio.Queue(PIECES_UNDER_WAY)
         writing = asyncio.create_task(self._write(connection, pieces, way))
         clock = asyncio.get_running_loop().time
@@ -222,14 +223,13 @@ class Proxy:
                     return
             connection.half_close(way)
         except (OSError, RuntimeError):
-            # Its receiver has closed.
+            # The receiver has closed.
             connection.reset()
         finally:
             while not pieces.empty():
-                pieces.get_nowait()  # Whoever waits for room learns that this has ended.
+                pieces.get_nowait()  # Lets a reader that waits for room continue and end.
 
     async def close(self) -> None:
-        """Ends every connection."""
         self.reset_all()
         for task in list(self._tasks):
             task.cancel()

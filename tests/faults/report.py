@@ -1,13 +1,14 @@
-"""What the fault tests share: how often, from which seed, for how long, and a verdict for each.
+"""What the fault tests share: how often a fault happens, from which seed, for how long, and its
+verdict.
 
-A test asks for the fixture `report` and adds verdicts; they come out together when the run ends, and as
-JSON, each as it comes, where `--fault-results` names a file. Case number i of a run runs from `seed + i`,
-so any case runs again alone with `--fault-seed` and `--fault-count 1`.
+A test uses the fixture `report` and adds verdicts. They are printed together when the run ends.
+With `--fault-results FILE`, each is also written to FILE as JSON at once. Case number i of a run
+uses `seed + i`, so `--fault-seed` and `--fault-count 1` repeat any case alone.
 
-How often, by what was asked for:
+How often each fault happens:
 
-    nothing             a few times (`COUNT`), for `make test`
-    --fault-table       as often as `TABLE` says for the fault in the test's name (test_f7_...)
+    no option           a few times (`COUNT`), for `make test`
+    --fault-table       as often as `TABLE` has for the fault in the test's name (test_f7_...)
     --fault-count N     N times
 """
 
@@ -27,7 +28,7 @@ import psutil
 import pytest
 
 COUNT = 2
-"""Times each fault is made to happen where nobody says how often."""
+"""How often each fault happens if no option says."""
 UPDATES = 20
 SEEDS = 1_000_000_000
 TABLE = {
@@ -46,67 +47,69 @@ TABLE = {
     "F20": 5_000,
     "F21": 200,
     "F22": 100,
-    # Rounds of one kill of each role.
+    # Rounds that kill each role once.
     "F23": 10,
     "F25": 20,
 }
-"""How often each fault happens in a whole run."""
+"""How often each fault happens with `--fault-table`."""
 TABLE_COUNT = 20
-"""The same for the others."""
+"""The same for faults that are not in the table."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one fault, however often it was made to happen."""
+    """The result of one fault, over all the times it happened."""
 
     fault: str
-    """Such as F7."""
+    """For example F7."""
     where: str
-    """What it happened to."""
+    """The subject of the fault."""
     name: str
     count: int
-    """Times it happened."""
+    """How often it happened."""
     unit: str
-    """Of what."""
+    """The unit of `count`."""
     violations: int
     seed: int
     seconds: float
     figures: str = ""
-    """What was measured meanwhile."""
+    """Measurements made meanwhile."""
     skipped: str = ""
     """Why it did not happen at all."""
     again: str = ""
-    """The command that makes it happen again, where it was not survived."""
+    """The command that repeats the fault, if it was not survived."""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a later run of the same replaces."""
+        """The identity of a result. A later run with the same key replaces it."""
         return self.fault, self.where, self.name
 
 
 @dataclass
 class Report:
-    """The options, and what was found so far."""
+    """The options, and the results so far."""
 
     seed: int
     count: int | None
-    """None: nobody said."""
+    """None without an option."""
     updates: int
     lines: list[str] = field(default_factory=list[str])
     tally: dict[str, int] = field(default_factory=dict[str, int])
-    """Faults survived, by where they happened."""
+    """Number of survived faults, by where they happened."""
     verdicts: list[Verdict] = field(default_factory=list[Verdict])
     fault: str = ""
-    """Of the test that has this."""
+    """The fault of the test that uses this report."""
     said: bool = False
-    """Whether `count` is one for all faults, and not the table's."""
+    """Whether `count` is the same for all faults, instead of the table's."""
     results: Path | None = None
-    """Where each verdict is written as it comes: a run that is broken off keeps those it has."""
+    """File to which each verdict is written at once, so that an interrupted run keeps those it has."""
     since: float = field(default_factory=time.monotonic)
-    """When the test that has this, or the verdict before in it, began."""
+    """When the test that uses this report began, or its previous verdict was added."""
 
     def of_test(self, fault: str) -> Report:
-        """As the test of a fault sees it: how often is said in the table, where nobody else does."""
+        """The report for the test of one fault. The count comes from the table unless an option
+        sets it.
+        """
         count = self.count
         if count is not None and not self.said:
             count = TABLE.get(fault, TABLE_COUNT)
@@ -115,7 +118,9 @@ class Report:
     def survived(
         self, where: str, name: str, count: int, unit: str = "times", figures: str = ""
     ) -> None:
-        """A fault that was survived each time; its own line only where somebody asked for a count."""
+        """Add a fault that was survived every time. It gets its own line only if an option asked
+        for a count.
+        """
         self.tally[where] = self.tally.get(where, 0) + count
         self._add(where, name, count, unit=unit, figures=figures)
         if self.count is not None:
@@ -134,7 +139,7 @@ class Report:
         count: int,
         options: str = "--fault-count 1",
     ) -> str:
-        """A fault that was not survived; returns the command that makes it happen again."""
+        """Add a fault that was not survived; return the command that repeats it."""
         file, _, test_name = test.partition("::")
         again = f"pytest {file} -k '{test_name}' --fault-seed {seed} {options}"
         self._add(where, name, done + 1, violations=1, again=again)
@@ -144,7 +149,7 @@ class Report:
         return again
 
     def skipped(self, where: str, name: str, reason: str) -> None:
-        """A fault that cannot be made to happen here."""
+        """Add a fault that cannot be made to happen here."""
         self._add(where, name, 0, skipped=reason)
         self.lines.append(f"{where:<16}{name:<40} skipped: {reason}")
 
@@ -157,8 +162,10 @@ class Report:
         happen: Callable[[random.Random], Awaitable[None]],
         unit: str = "times",
     ) -> None:
-        """Makes a fault happen that often, each time from a seed of its own. Adds no verdict if it is
-        survived: that is the caller's, who knows what was measured."""
+        """Make a fault happen `count` times, each time from another seed.
+
+        Adds no verdict if it is survived. The caller does that, because it knows what was measured.
+        """
         for case in range(count):
             seed = self.seed + case
             try:
@@ -196,7 +203,7 @@ REPORT = pytest.StashKey[Report]()
 
 
 class Distributed:
-    """Brings what the processes of a distributed run found to the one that prints it."""
+    """Sends the results of a distributed run's processes to the one that prints them."""
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(session.config, "workeroutput", None)
@@ -246,11 +253,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def report_of(config: pytest.Config) -> Report:
-    """The run's report."""
     if REPORT not in config.stash:
         seed, said = config.getoption("fault_seed"), config.getoption("fault_count")
         if seed is None:
-            # One that the processes of a distributed run have in common: they must collect the same tests.
+            # The processes of a distributed run share the seed, because they must collect the same tests.
             run = getattr(config, "workerinput", {}).get("testrunuid")
             seed = random.SystemRandom().randrange(SEEDS) if run is None else int(run, 16) % SEEDS
         table = TABLE_COUNT if config.getoption("fault_table") else None
@@ -259,21 +265,21 @@ def report_of(config: pytest.Config) -> Report:
             table if said is None else said,
             config.getoption("updates"),
             said=said is not None,
-            # Of a distributed run one process writes, when all have told it.
+            # In a distributed run only one process writes, once all have reported.
             results=None if hasattr(config, "workerinput") else config.getoption("fault_results"),
         )
     return config.stash[REPORT]
 
 
 def fault_of(path: Path) -> str:
-    """The fault that a test's file is named for; empty where it is none."""
+    """The fault in the name of a test's file; "" without one."""
     match = re.match(r"test_f(\d+)", path.name)
     return f"F{match[1]}" if match else ""
 
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Report:
-    """Options of the fault tests, and where their verdicts go."""
+    """Options of the fault tests, and their verdicts."""
     return report_of(request.config).of_test(fault_of(request.path))
 
 
@@ -292,7 +298,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def write_results(path: Path, verdicts: Sequence[Verdict]) -> None:
-    """Adds verdicts to a file; each takes the place of an earlier one of the same."""
+    """Add verdicts to a file. Each replaces an earlier one with the same key."""
     kept = {verdict.key: verdict for verdict in read_results(path)} if path.exists() else {}
     kept |= {verdict.key: verdict for verdict in verdicts}
     machine = f"{psutil.cpu_count()} {platform.machine()} cores, Python {platform.python_version()}"
@@ -302,18 +308,19 @@ def write_results(path: Path, verdicts: Sequence[Verdict]) -> None:
 
 
 def read_results(path: Path) -> list[Verdict]:
-    """The verdicts in a file."""
     return [Verdict(**fields) for fields in json.loads(path.read_text())["verdicts"]]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that this share of them does not exceed."""
+    """The smallest value that at least this share of them does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, min(len(ordered) - 1, round(share * len(ordered) + 0.5) - 1))]
 
 
 def slope(values: Sequence[float]) -> float:
-    """Median growth from one value to the next, by Theil and Sen: a few outliers do not move it."""
+    """Median growth from one value to the next, by the Theil-Sen estimator, which is robust to
+    outliers.
+    """
     slopes = sorted(
         (values[b] - values[a]) / (b - a)
         for a in range(len(values))
@@ -323,11 +330,11 @@ def slope(values: Sequence[float]) -> float:
 
 
 def growth(values: Sequence[float]) -> float:
-    """How far the whole band of values moved up from one half of them to the other.
+    """How far both edges of the values' band moved up from the first half to the second.
 
-    Values that hop between levels (one spare file, or none) have the same band before and after, however
-    often they are at which level; warming up moves its lower edge alone, and what is held for a moment its
-    upper one. A leak moves both.
+    Values that hop between levels, such as one spare file or none, have the same band in both
+    halves, however often each level occurs. Warming up moves only the lower edge, and a momentary
+    peak only the upper edge. A leak moves both.
     """
     before, after = values[: len(values) // 2], values[len(values) // 2 :]
     return min(min(after) - min(before), max(after) - max(before)) if before else 0.0

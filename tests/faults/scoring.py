@@ -1,11 +1,14 @@
-"""Explains every token that vLLM sampled by the weights its label names, with Hugging Face's own forward.
+"""Explains every token that vLLM sampled by the weights that its label names, with Hugging Face's
+forward pass.
 
-A turn that a switch crosses may keep the key-value cache that older weights computed (KEEP), and so may
-a turn which was admitted before the switch and found its beginning in the cache: what its own trajectory
-sampled, or what an attempt computed that was stopped before its first token. Or it has been computed again.
-All that is replayed: at the start of each run of one version a token's cache is what it was, where no
-switch has dropped it, or all of that version's, and the log-probabilities say which. Weights that no
-label named, of another version or of a mixture, fit neither.
+A turn across a switch may keep key-value cache that older weights computed (KEEP). So may a turn
+that was admitted before the switch and found its beginning in the prefix cache. There it finds what
+its own trajectory sampled, or what an attempt computed that was stopped before its first token.
+Otherwise the cache has been computed again.
+
+The scorer replays all of these. At the start of each run of one version, a token's cache is either
+the old one, if no switch dropped it, or entirely that version's. The log-probabilities show which.
+Weights of another version, or of a mixture, fit neither.
 """
 
 from __future__ import annotations
@@ -25,20 +28,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from tests.faults.trajectories import Seen
 
 TOLERANCE = 1e-3
-"""Nats; the same as in tests/server/vllm/test_engine.py."""
+"""In nats; the same as in tests/server/vllm/test_engine.py."""
 BLOCK = 16
-"""Tokens; vLLM shares cache between requests in blocks of this, or of several times as many."""
+"""In tokens. vLLM shares cache between requests in blocks of this size, or of a multiple of it."""
 
 Tensors = Mapping[str, NDArray[np.float32]]
 
 
 @dataclass(eq=False)
 class _Candidate:
-    """One way in which a trajectory's cache may have come to be."""
+    """One possible origin of a trajectory's cache."""
 
     cache: DynamicCache
     computed_by: tuple[int, ...] = ()
-    """The version of each token's place in it."""
+    """The version that computed each token's entry."""
 
     @property
     def cached(self) -> int:
@@ -46,7 +49,7 @@ class _Candidate:
 
 
 class Scorer:
-    """A model as Hugging Face computes it, under any version's weights."""
+    """A model as Hugging Face computes it, with the weights of any version."""
 
     def __init__(self, folder: Path, tensors: Callable[[int], Tensors]) -> None:
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
@@ -57,14 +60,16 @@ class Scorer:
 
         self._weights = weights
         self.dropped_cache: set[int] = set()
-        """Versions whose switch dropped every turn's cache."""
+        """Versions whose switch dropped the cache of every turn."""
 
     @torch.no_grad()
     def logprobs(
         self, version: int, tokens: list[int], candidate: _Candidate
     ) -> NDArray[np.float32]:
-        """Runs `tokens` from where the candidate's cache ends, all but the last; returns the
-        log-probability of each that follows one that was run. The cache grows by what was run.
+        """Run `tokens` from the end of the candidate's cache, except the last one, and extend the
+        cache.
+
+        Returns the log-probability of each token that follows one that was run.
         """
         begin = candidate.cached
         logits = torch.func.functional_call(
@@ -82,11 +87,10 @@ class Scorer:
         return torch.log_softmax(logits.float(), -1).gather(1, wanted)[:, 0].numpy()
 
     def fresh(self) -> _Candidate:
-        """A cache with nothing in it."""
         return _Candidate(DynamicCache(config=self._model.config))
 
     def check(self, seen: Seen) -> None:
-        """That every token has the log-probability which its version's weights give it."""
+        """Check that every token has the log-probability that its version's weights give it."""
         with one_thread():
             self._check(seen)
 
@@ -110,7 +114,7 @@ class Scorer:
                 if not len(wrong):
                     survivors[kept.computed_by] = kept
                 elif off_renewed[wrong[0] :].max() <= TOLERANCE:
-                    # A switch that failed dropped the cache in the middle of the run.
+                    # A failed switch dropped the cache in the middle of the run.
                     survivors[renewed.computed_by] = renewed
             if not survivors:
                 raise AssertionError(
@@ -122,17 +126,17 @@ class Scorer:
             before = version
 
     def _keeps(self, before: int, version: int) -> bool:
-        """Whether no switch from one version to the other dropped the cache."""
+        """Whether no switch between these versions dropped the cache."""
         return not any(between in self.dropped_cache for between in range(before + 1, version + 1))
 
     def _found(
         self, candidates: list[_Candidate], tokens: list[int], before: int, version: int
     ) -> Iterator[_Candidate]:
-        """Copies of the caches that a request may have had for `tokens` when `version` came."""
+        """Copies of the caches that a request may have had for `tokens` when `version` became active."""
         if not self._keeps(before, version):
             candidates = []
         yield from self._kept(candidates)
-        # What was given since may have been computed already, by an attempt that sampled nothing.
+        # An attempt that sampled nothing may already have computed the context added since.
         for other in range(before, version) if before else ():
             if not self._keeps(other, version):
                 continue
@@ -143,7 +147,7 @@ class Scorer:
                         yield copy.deepcopy(kept)
 
     def _kept(self, candidates: list[_Candidate]) -> Iterator[_Candidate]:
-        """Copies of the caches there may be: whole, or the blocks that another request found again."""
+        """Copies of the possible caches: whole, or the blocks that another request found again."""
         for candidate in candidates:
             yield copy.deepcopy(candidate)
         shorter: set[tuple[int, ...]] = set()
@@ -164,7 +168,7 @@ class Scorer:
         sampled: NDArray[np.float32],
         version: int,
     ) -> list[tuple[int, int]]:
-        """Versions nearby that explain the first tokens of a run, and how many of them."""
+        """Nearby versions that explain the first tokens of a run, and how many of them."""
         found: list[tuple[int, int]] = []
         for other in range(max(0, version - 5), version + 3):
             for candidate in (self.fresh(), *self._kept(candidates)):
@@ -176,7 +180,7 @@ class Scorer:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """More only wait for each other where a model is this small."""
+    """Use one thread, because with a model this small more threads only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

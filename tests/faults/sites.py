@@ -1,4 +1,4 @@
-"""The servers that faults happen to: one around the fake engine, one around real vLLM in fp32."""
+"""The servers that faults are applied to: one around the fake engine, one around real vLLM in fp32."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tensors = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 
 
 class Loads:
-    """Stands in front of an engine's `load` and `prepare`, to hold a load up or have one break half-way."""
+    """Wraps an engine's `load` and `prepare`, to delay a load or make one fail half-way."""
 
     def __init__(self, engine: Any, spoil: Callable[[StagedWeights], StagedWeights]) -> None:
         self._load = engine.load
@@ -48,15 +48,15 @@ class Loads:
         engine.prepare = self._pass_ahead
 
     def break_next(self, count: int = 1) -> None:
-        """So many of the next loads; the second one is of the version before."""
+        """Make the next `count` loads fail. The second is the reload of the previous version."""
         self._breaking = count
 
     def break_next_ahead(self) -> None:
-        """The next version breaks already while it is made ready."""
+        """Make the next version fail in `prepare`."""
         self._breaking_ahead = True
 
     def hold(self) -> None:
-        """Loads wait from now on."""
+        """Make loads wait from now on."""
         self.begun.clear()
         self._gate.clear()
 
@@ -86,7 +86,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class State:
-    """What a refused upload leaves as it was."""
+    """The state that a refused upload must leave unchanged."""
 
     active: int
     staged: tuple[int, ...]
@@ -96,7 +96,7 @@ class State:
 
 
 class Site:
-    """A running server, and how to look at it."""
+    """A running server, and ways to inspect it."""
 
     def __init__(
         self,
@@ -123,10 +123,10 @@ class Site:
         self.explain = explain
         self.engine_pid = engine_pid
         self.dropped_cache = dropped_cache
-        """Versions whose switch dropped every turn's cache."""
+        """Versions whose switch dropped the cache of every turn."""
         self.trajectories = Trajectories(wire)
         self.uploaded = 0
-        """Newest version that any upload had."""
+        """The newest version of any upload."""
 
     @property
     def active(self) -> int:
@@ -141,13 +141,13 @@ class Site:
         return self.uploaded
 
     async def idle(self) -> None:
-        """No upload is under way, nor a switch."""
+        """Wait until no upload and no switch is in progress."""
         async with asyncio.timeout(20):
             await self.serving.uploads._slot.wait_free()
             await self.serving.weights._switches.wait()
 
     async def state(self) -> State:
-        """As it is now; nothing else is in flight."""
+        """The current state. Nothing else may be in flight."""
         info = await self.wire.GetServerInfo(GetServerInfoRequest())
         return State(
             info.active_weight_version,
@@ -160,7 +160,7 @@ class Site:
     async def outputs(self, version: int) -> tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]:
         """Tokens and log-probabilities of some prompts, greedy and from a seed, one after another."""
         found: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
-        # Too short for vLLM's cache, so that each is computed anew.
+        # Too short for vLLM's prefix cache, so that each is computed from scratch.
         for prompt, fields in (
             ([1, 2, 3], {"temperature": 0.0}),
             (list(b"a fixed seed"), {"temperature": 1.0, "seed": 7}),
@@ -175,7 +175,7 @@ class Site:
         return tuple(found)
 
     def check_held(self, version: int) -> None:
-        """The server holds this version, bit for bit, and no more memory than that."""
+        """Check that the server holds this version, bit for bit, and no more memory than that."""
         held = self.serving.weights._held.get(version)
         assert held is not None
         wanted = self.tensors(version)
@@ -186,7 +186,7 @@ class Site:
         assert self.held_bytes <= held.buffer.length_bytes
 
     def forget(self) -> None:
-        """Of what the fake engine notes down nobody asks any more."""
+        """Clear the fake engine's notes, which no test reads afterwards."""
         if isinstance(self.engine, FakeEngine):
             for notes in (self.engine.loaded, self.engine.payloads, self.engine.salts):
                 notes.clear()
@@ -194,7 +194,7 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def fake_site(folder: Path, step_seconds: float = 0.001) -> AsyncGenerator[Site]:
-    """A server around the fake engine, which computes with whatever version it was given."""
+    """A server around the fake engine, which computes with the version it was given."""
 
     def explain(seen: Seen) -> None:
         for begin, end, version in runs(seen):
@@ -227,13 +227,13 @@ async def fake_site(folder: Path, step_seconds: float = 0.001) -> AsyncGenerator
 
 
 OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "64")
-# A cache so small that all of it is in use after a few hundred turns, and grows no more.
+# A cache so small that it is full after a few hundred turns, and grows no more.
 OPTIONS += ("--max-num-batched-tokens", "16384", "--kv-cache-memory-bytes", str(20 << 20))
 
 
 @contextlib.asynccontextmanager
 async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
-    """A server around real vLLM, with a tied model; every version has weights of its own."""
+    """A server around real vLLM, with a tied model. Every version has different weights."""
     pytest.importorskip("vllm")
     from penstock.server.text.renderer import TokenizerRenderer
     from penstock.server.vllm.engine import VllmEngine, engine_arguments
@@ -281,7 +281,7 @@ async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
 
 
 def versions_of(path: Path) -> Callable[[int], Tensors]:
-    """The model's weights, with one element in a hundred its own in each version."""
+    """The model's weights, with about one element in a hundred specific to each version."""
     from safetensors.numpy import load_file
 
     base = {

@@ -1,4 +1,4 @@
-"""A caller that goes on with an aborted turn at once does not hold up what aborted it."""
+"""A caller that continues an aborted turn at once does not hold up the call that aborted it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ABORTED = trajectory_pb2.FINISH_REASON_ABORTED
 
 
 def answer_late(harness: Harness) -> None:
-    """As vLLM does: requests end at once, but the engine says that it has obeyed only later."""
+    """Acts like vLLM: requests end at once, but the abort call returns only later."""
     abort = harness.engine.abort
 
     async def late(request_ids: Sequence[str]) -> None:
@@ -46,6 +46,6 @@ async def test_an_abort_does_not_wait_for_the_attempt_after_it(slow: Harness) ->
     assert (await call).finished.finish_reason == ABORTED
     rest = asyncio.ensure_future(slow.resume("t"))
     await abort
-    # It takes two seconds.
+    # The rest takes two seconds.
     assert not rest.done()
     assert len((await rest).tokens) > 200

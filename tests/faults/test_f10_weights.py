@@ -1,15 +1,15 @@
-"""F10: whatever is wrong with an upload, the refusal is precise and nothing that serves has changed.
+"""F10: whatever is wrong with an upload, the refusal is precise and the serving state is unchanged.
 
     make faults FAULTS=20
 
-Each fault happens at random moments and places, with turns in flight under random policies, to a server
-around the fake engine and to one around real vLLM in fp32. Afterwards every turn is whole, the version
-in use is the one that was, a fixed set of prompts gives the same tokens and log-probabilities bit for bit,
-the memory of the upload is given back, and the next upload is taken.
+Each fault happens at random moments and places, with turns in flight under random policies. One
+server is around the fake engine, the other around real vLLM in fp32. Afterwards every turn is
+whole, and the active version is the same as before. A fixed set of prompts gives the same tokens
+and log-probabilities bit for bit. The upload's memory is released, and the next upload is accepted.
 
-And the engine process is killed in the middle of a load. That takes the server with it, so it is one of its
-own, started again each time: what it serves after the next upload is bit for bit what one serves to which
-nothing has happened.
+The engine process is also killed in the middle of a load. That ends the server too, so this fault
+has a separate server, which is restarted each time. After the next upload, its output is bit for
+bit that of an undisturbed server.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ UNAVAILABLE = rollout_service_pb2.REPLICA_STATE_UNAVAILABLE
 TURNS = 4
 LIMIT_SECONDS = 60
 DESCRIPTORS = 6
-"""So many more may be open after a fault than before: connections that are being closed."""
+"""How many more files may be open after a fault than before, for connections that are being closed."""
 
 MOMENTS = (
     "while it makes it ready",
@@ -76,8 +76,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     pairs = [(name, source) for name, (_, sources) in FAULTS.items() for source in sources]
     if report.count is None:
-        # Each fault a few times, from as many sources; over many runs, from all. With vLLM, where each
-        # takes seconds, every second fault once.
+        # Each fault a few times, with as many sources. Over many runs, all sources are used. With
+        # vLLM, where each takes seconds, every second fault once.
         vllm = metafunc.function is test_vllm
         pairs = [
             (name, sources[(report.seed // 2 + place + index) % len(sources)])
@@ -119,12 +119,12 @@ async def test_who_cannot_go_back_serves_nothing_until_a_full_upload(
         assert {replica.state for replica in info.replicas} == {UNAVAILABLE}
         assert info.delta_base_weight_version == 0
         await good_upload(site, rng)
-        # Explained by the uploaded weights, token by token.
+        # The uploaded weights must explain them, token by token.
         await site.outputs(site.active)
 
 
 async def survive(site: Site, name: str, source: Source, report: Report, test: str) -> None:
-    """Makes one fault happen as often as was asked for."""
+    """Make one fault happen as often as requested."""
     count = report.count or 1
     where, what = f"F10 {site.name}", f"{name}, {source.value}"
     await good_upload(site, random.Random(report.seed))
@@ -143,7 +143,7 @@ async def survive(site: Site, name: str, source: Source, report: Report, test: s
 
 
 async def happen(site: Site, name: str, source: Source, rng: random.Random) -> None:
-    """Makes one fault happen once, with turns in flight, and looks at what it left."""
+    """Make one fault happen once, with turns in flight, and check the state it leaves."""
     before = await site.state()
     turns = [
         asyncio.ensure_future(site.trajectories.run(random.Random(rng.random()), 24))
@@ -155,7 +155,7 @@ async def happen(site: Site, name: str, source: Source, rng: random.Random) -> N
             await FAULTS[name][0](attempt)
             await site.idle()
         for seen in await asyncio.gather(*turns):
-            # None of them can have been sampled by what was refused.
+            # A refused version cannot have sampled any of them.
             allowed = {before.active} | ({attempt.version} if attempt.takes_effect else set())
             assert set(seen.sampled) <= allowed
             site.explain(seen)
@@ -173,7 +173,7 @@ async def happen(site: Site, name: str, source: Source, rng: random.Random) -> N
 
 
 async def good_upload(site: Site, rng: random.Random) -> None:
-    """The next version is taken, whatever it travels as."""
+    """Check that the next version is accepted, whichever way it travels."""
     base = site.serving.weights.delta_base_version == site.active > 0
     source = rng.choice(list(Source) if base else [s for s in Source if not s.is_delta])
     with contextlib.closing(Attempt(site, source, rng)) as attempt:
@@ -203,7 +203,7 @@ class Doomed:
         self.address = ""
 
     async def start(self, case: int) -> None:
-        """Starts it, or starts it again, to be killed where this case of the fault has it."""
+        """Start or restart it, with the point at which this case kills the engine."""
         at = 2
         if self._point == "weights.tensor":
             # The first load meets each tensor once.
@@ -215,7 +215,7 @@ class Doomed:
         self.address = self._server.address
 
     async def ended(self) -> None:
-        """It ends by itself, with its engine."""
+        """Check that the server ends with its engine, without being killed."""
         assert await self._server.wait() == 1
         assert self._server.log.count("penstock serve: the engine is lost") == len(
             self._server.processes
@@ -242,7 +242,7 @@ async def test_an_engine_that_is_killed_in_a_load_has_served_none_of_it(
         await server.start(case)
         async with grpc.aio.insecure_channel(server.address, options=client_options()) as channel:
             outputs.append(await upload_and_sample(Wire(channel), server.tensors(1)))
-        # The first is of a server to which nothing had happened.
+        # The first output is that of an undisturbed server.
         assert outputs[-1] == outputs[0]
 
     async def happen(rng: random.Random) -> None:
@@ -260,7 +260,9 @@ async def test_an_engine_that_is_killed_in_a_load_has_served_none_of_it(
 
 
 async def upload_and_sample(wire: Any, tensors: Tensors) -> list[tuple[list[int], list[float]]]:
-    """Makes these version 1 of a server that has just begun; returns tokens and log-probabilities."""
+    """Upload these as version 1 to a server that has just started; return tokens and
+    log-probabilities.
+    """
     states = [response async for response in wire.UpdateWeights(dense(1, tensors))]
     assert states[-1].active_weight_version == 1
     trajectories = Trajectories(wire)
@@ -277,7 +279,7 @@ async def upload_and_sample(wire: Any, tensors: Tensors) -> list[tuple[list[int]
 
 
 async def killed_in_load(server: Doomed, rng: random.Random) -> None:
-    """Uploads version 2, in whose load the engine dies, with turns in flight."""
+    """Upload version 2, during whose load the engine dies, with turns in flight."""
     turns: list[Turn] = []
     policy = rng.choice(list(POLICIES))
     async with grpc.aio.insecure_channel(server.address, options=client_options()) as channel:
@@ -309,7 +311,7 @@ def dense(version: int, tensors: Tensors, **fields: Any) -> Any:
 
 
 async def sample(wire: Any, turns: list[Turn], name: str) -> str:
-    """Takes one long turn after another, until one fails; returns why it did."""
+    """Take long turns until one fails; return its reason."""
     for count in range(1_000):
         turns.append(turn := Turn())
         request = GenerateRequest(
@@ -326,7 +328,7 @@ async def sample(wire: Any, turns: list[Turn], name: str) -> str:
 
 
 async def health_of(channel: grpc.aio.Channel) -> list[int]:
-    """What a server says of its health, until it is gone."""
+    """The health states that a server reports until it is gone."""
     said: list[int] = []
     watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
     with contextlib.suppress(grpc.aio.AioRpcError):

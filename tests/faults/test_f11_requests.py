@@ -1,6 +1,6 @@
-"""F11: requests that make no sense are refused for what is wrong with them, and nobody else notices.
+"""F11: a nonsensical request is refused with the right reason, and other callers notice nothing.
 
-While each is answered another caller asks for something small, again and again: it must not have to wait.
+While each request is answered, another caller makes small requests, which must not have to wait.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 MISSING = grpc.StatusCode.NOT_FOUND
 OK = grpc.StatusCode.OK
 PATIENCE_SECONDS = 5.0
-"""Longest time that another caller may have to wait: two cores that parse sixty megabytes need some."""
+"""The longest wait allowed for another caller. Parsing sixty megabytes on two cores takes some of it."""
 NUMBERS = itertools.count()
 BROKEN = b"\xff\xfe"
 EPOCH = 1 << 40
@@ -65,11 +65,11 @@ EPOCH = 1 << 40
 
 @dataclass(frozen=True)
 class Absurd:
-    """A request, and how it is answered."""
+    """A request and its expected answer."""
 
     rpc: str
     requests: tuple[Any, ...]
-    """Messages, or bytes as they are."""
+    """Messages, or raw bytes."""
     code: grpc.StatusCode
     reason: str = ""
 
@@ -92,7 +92,7 @@ def exchange(*later: Any) -> tuple[Any, ...]:
 
 
 def broken(field: int, data: bytes = BROKEN) -> bytes:
-    """A message with one string field that is no UTF-8."""
+    """A message in which one string field is not UTF-8."""
     return bytes((field << 3 | 2, len(data))) + data
 
 
@@ -101,12 +101,12 @@ def ids(count: int) -> list[str]:
 
 
 def small_requests() -> dict[str, Absurd]:
-    """Each by name."""
+    """The requests, by name."""
     task = Task(task_id="a", group_size=1, tokens=sequence([1]))
     reward = Outcome(reward=1.0)
     nan, infinite = float("nan"), float("inf")
     return {
-        # Empty.
+        # Empty
         "generate nothing": Absurd("Generate", (b"",), INVALID, "FIELD_INVALID"),
         "generate without a prompt": Absurd(
             "Generate", (GenerateRequest(trajectory_id="t"),), INVALID, "FIELD_INVALID"
@@ -125,7 +125,7 @@ def small_requests() -> dict[str, Absurd]:
         "submit nothing": Absurd("SubmitTasks", (b"",), OK),
         "upload nothing": Absurd("UpdateWeights", (), INVALID, "FIELD_INVALID"),
         "exchange nothing": Absurd("Exchange", (), INVALID, "HELLO_EXPECTED"),
-        # Outside the vocabulary.
+        # Outside the vocabulary
         "a token above": Absurd(
             "Generate", (generate(tokens=sequence([VOCAB_SIZE])),), INVALID, "TOKEN_OUT_OF_RANGE"
         ),
@@ -160,7 +160,7 @@ def small_requests() -> dict[str, Absurd]:
             INVALID,
             "MALFORMED_MESSAGE",
         ),
-        # Negative, not a number, too large.
+        # Negative, not a number, too large
         "tokens below zero": negative(max_tokens=-1),
         "top_k below zero": negative(top_k=-1),
         "top_p below zero": negative(top_p=-0.5),
@@ -226,7 +226,7 @@ def small_requests() -> dict[str, Absurd]:
             "FIELD_INVALID",
         ),
         "a second Hello": Absurd("Exchange", (*exchange(), *exchange()), INVALID, "FIELD_INVALID"),
-        # UTF-8.
+        # UTF-8
         "an id that is no text": Absurd("Generate", (broken(1),), INVALID, "MALFORMED_MESSAGE"),
         "a prompt that is no text": Absurd(
             "Generate", (broken(1, b"t") + broken(6),), INVALID, "MALFORMED_MESSAGE"
@@ -240,7 +240,7 @@ def small_requests() -> dict[str, Absurd]:
         "a header of no text": Absurd(
             "UpdateWeights", (b"\x0a\x06\x1a\x04" + broken(1),), INVALID, "MALFORMED_MESSAGE"
         ),
-        # Unknown enums.
+        # Unknown enums
         "an unknown role": Absurd(
             "Generate",
             (generate(conversation=Conversation(messages=[hi(role=99)])),),
@@ -275,7 +275,7 @@ def small_requests() -> dict[str, Absurd]:
             INVALID,
             "FIELD_INVALID",
         ),
-        # Ids.
+        # Ids
         "an id of a megabyte": Absurd(
             "Generate", (generate(trajectory_id="a" * MILLION),), INVALID, "FIELD_INVALID"
         ),
@@ -295,7 +295,7 @@ def small_requests() -> dict[str, Absurd]:
 
 
 def large_requests() -> dict[str, Callable[[], Absurd]]:
-    """Each is made when it is sent: together they take seconds and gigabytes."""
+    """Each is made only when it is sent, because together they take seconds and gigabytes."""
     return {
         "abort a million": lambda: Absurd(
             "Abort",
@@ -379,7 +379,7 @@ def type_of_tokens() -> Any:
 
 
 def tasks(count: int) -> list[Any]:
-    """As small as they can be."""
+    """The smallest possible tasks."""
     return [Task(task_id=str(number), group_size=1) for number in range(count)]
 
 
@@ -409,7 +409,7 @@ def huge_header(count: int) -> Any:
 
 LARGE = large_requests()
 QUICK = ("a million tokens", "a million characters", "a million stops", "abort a million")
-"""Those of them that are made in every run of the tests."""
+"""The large requests that every test run makes."""
 REQUESTS: dict[str, Callable[[], Absurd]] = {
     name: lambda found=found: found for name, found in small_requests().items()
 } | LARGE
@@ -451,7 +451,7 @@ async def test_refused(
         stopping.set()
         assert (code, reason) == (absurd.code, absurd.reason)
         waited = await other
-        # A machine that runs other tests beside this one is no measure.
+        # The wait means nothing on a machine that runs other tests at the same time.
         assert report.count is None or waited < PATIENCE_SECONDS, "another caller had to wait"
         turn = await harness.generate(f"after {name}")
         assert turn.tokens == expected_tokens([1, 2, 3], [0] * 16)[0]
@@ -469,7 +469,7 @@ async def test_refused(
 
 
 async def send(harness: Harness, absurd: Absurd) -> tuple[grpc.StatusCode, str]:
-    """Makes the call; returns its status and reason."""
+    """Make the call; return its status and reason."""
     call = getattr(harness.wire, absurd.rpc)
     bodies = [r if isinstance(r, bytes) else r.SerializeToString() for r in absurd.requests]
     path = call._method.decode()
@@ -492,8 +492,10 @@ async def send(harness: Harness, absurd: Absurd) -> tuple[grpc.StatusCode, str]:
 async def longest_wait(
     server: ServerProcess, asking: asyncio.Event, stopping: asyncio.Event
 ) -> float:
-    """Asks for something small again and again, by a connection of its own; the longest wait, less what
-    this process was late by itself."""
+    """Make small requests repeatedly, on a separate connection.
+
+    Returns the longest wait, without the lateness of this process.
+    """
     longest = 0.0
     options = client_options(own_connection=True)
     async with (

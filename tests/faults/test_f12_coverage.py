@@ -1,4 +1,4 @@
-"""F12: bytes led by the lines of the server that they reach; see `coverage_fuzz`.
+"""F12: inputs guided by the server lines that they reach; see `coverage_fuzz`.
 
 make fuzz FUZZ_SECONDS=3600
 """
@@ -19,7 +19,7 @@ from tests.server.rpc.test_wire_errors import RPCS
 ROOT = Path(__file__).resolve().parents[2]
 QUICK_SECONDS = 5
 START_SECONDS = 300.0
-"""Most that is spent before and after."""
+"""The most time spent before and after the fuzzing."""
 DONE = re.compile(r"^Done (\d+) runs in", re.MULTILINE)
 COVERED = re.compile(r"cov: (\d+)")
 

@@ -1,11 +1,11 @@
-"""F12: whatever any rpc is sent, its answer is one of the table, and the server goes on.
+"""F12: whatever any rpc is sent, its answer is in the table, and the server keeps running.
 
     make fuzz EXAMPLES=10000
 
-Requests are made by hypothesis from the descriptors (`grammar`) and sent over real gRPC to a server
-process around the fake engine. An answer is OK or a reason with its code; never UNKNOWN, never
-INTERNAL, and, but for a stream that waits for work, never none. Afterwards the server has logged
-nothing that it did not foresee, and holds no more memory and no more files than after the first fifth.
+hypothesis makes requests from the descriptors (`grammar`). They are sent over real gRPC to a server
+process around the fake engine. An answer is OK or a reason with its status code; never UNKNOWN or
+INTERNAL. Only a stream that waits for work may have no answer. Afterwards the server has logged no
+unexpected error. It holds no more memory and no more files than after the first fifth.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from tests.support.harness import (
 )
 
 QUICK = 18
-"""Examples of each rpc where nobody says how many."""
+"""Examples of each rpc without an option."""
 SWEEP = 250
-"""Examples after which what they left behind is thrown away."""
+"""Number of examples after which their remains are cleared."""
 SECONDS = 20.0
-"""After which it hangs: long for two cores that are busy with something else."""
+"""After this an rpc hangs. Long enough for two cores that are busy with something else."""
 LEASE_SECONDS = 0.01
 TRIES = 3
 GROWTH_BYTES = 32 << 20
 FILES = 4
 GROWN = 2_000
-"""So few examples say nothing about growth."""
+"""With fewer examples than this, growth is not judged."""
 WAITING = ("LeaseTasks",)
-"""Rpcs that may go on without an answer for as long as there is none."""
+"""Rpcs that may wait without an answer."""
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +82,11 @@ def runner() -> Generator[asyncio.Runner]:
 
 
 class Fuzzed:
-    """One server, as a fuzzer sees it."""
+    """A server under fuzzing."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
-        # More of them would each be a connection.
+        # One connection for all calls, because every channel would be a connection.
         self.channel = grpc.aio.insecure_channel(server.address, options=client_options())
         wire = Wire(self.channel)
         self.harness = Harness(
@@ -98,7 +98,7 @@ class Fuzzed:
         self.own_errors = 0
 
     async def example(self, rpc: Any, case: Bodies) -> None:
-        """Sends one, and judges the answer."""
+        """Send one example and check the answer."""
         async with asyncio.timeout(2 * SECONDS):
             await self._example(rpc, case)
 
@@ -118,7 +118,7 @@ class Fuzzed:
             )
             if code is not grpc.StatusCode.INTERNAL or reason or len(bodies) == 1:
                 break
-            # grpcio's client says so itself where the answer comes in the middle of its next write.
+            # grpcio's client raises this itself if the answer arrives during its next write.
             self.own_errors += 1
         self.answers[f"{code.name} {reason}"] += 1
         hung = code is grpc.StatusCode.DEADLINE_EXCEEDED and not waits
@@ -127,7 +127,7 @@ class Fuzzed:
             await self.close(own_name(case.seed))
 
     async def prepare(self, method: MethodDescriptor, seed: int) -> None:
-        """What the valid request of this number needs to get past the looking up."""
+        """Make what the valid request with this number refers to."""
         wire = self.harness.wire
         if method.name == "LeaseTasks":
             task = Task(task_id=f"lease{seed}", group_size=1, tokens=sequence([1]))
@@ -144,7 +144,7 @@ class Fuzzed:
             await self.harness.wire.CompleteTrajectory(request)
 
     async def sweep(self) -> None:
-        """Another run takes over, so that tasks and groups are gone."""
+        """Start another run, so that the server drops its tasks and groups."""
         seed = next(SEEDS)
         with contextlib.suppress(grpc.aio.AioRpcError, AssertionError):
             exchange = await hello(self.harness.wire, seed + 1, run_id=f"sweep{seed}")
@@ -156,7 +156,7 @@ class Fuzzed:
         self.footprints.append(self.server.footprint())
 
     async def finish(self) -> None:
-        """It still serves, and has not grown."""
+        """Check that the server still serves, and has not grown."""
         await still_serving(self.harness)
         await self.channel.close()
         self.server.check_alive()
@@ -168,7 +168,7 @@ class Fuzzed:
 
 
 async def still_serving(harness: Harness) -> None:
-    """A turn is what the version on its label writes."""
+    """Check that a turn's tokens are those of the version on its label."""
     name = f"after-{next(SEEDS)}"
     turn = await harness.generate(name)
     assert turn.tokens == expected_tokens([1, 2, 3], turn.versions)[0]
@@ -185,7 +185,7 @@ def fuzz(
     test: str,
     examples: int,
 ) -> None:
-    """Sends that many examples of one rpc."""
+    """Send `examples` requests of one rpc."""
 
     async def begin() -> Fuzzed:
         return Fuzzed(server)
@@ -214,7 +214,7 @@ def fuzz(
     refused = sum(n for answer, n in fuzzed.answers.items() if not answer.startswith("OK"))
     figures = f"{len(fuzzed.answers)} different answers, {refused} refusals"
     if fuzzed.examples < examples:
-        # Hypothesis makes none twice.
+        # hypothesis repeats none, so fewer ran.
         figures += f"; {fuzzed.examples} are all the different requests there are"
     report.survived("F12 fake", name, fuzzed.examples, "examples", figures)
 
@@ -250,7 +250,7 @@ SETTINGS_FRAME = b"\0\0\0\4\0\0\0\0\0"
 
 
 def frames(rng: random.Random) -> bytes:
-    """What no HTTP/2 peer would send, after as much of a right beginning as chance has it."""
+    """Bytes that no HTTP/2 peer would send, after a random part of a valid beginning."""
     data = rng.choice((b"", PREFACE[: rng.randrange(24)], PREFACE, PREFACE + SETTINGS_FRAME))
     for _ in range(rng.randint(1, 6)):
         length = rng.choice((0, 1, 5, 100, 16_384, 0xFFFFFF))

@@ -1,7 +1,8 @@
-"""F12: whatever body any HTTP endpoint is sent, its answer is no 5xx, and an error is the endpoint's own.
+"""F12: whatever body an HTTP endpoint is sent, it answers without a 5xx, and errors have its own
+form.
 
-Bodies are made by hypothesis: right requests in which values, at any depth, were replaced, added and
-removed, other JSON, and bytes. They are sent over HTTP to a server around the fake engine.
+hypothesis makes the bodies: valid requests with values replaced, added and removed at any depth,
+other JSON, and bytes. They are sent over HTTP to a server around the fake engine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.faults.report import Report
 from tests.support.harness import serve
 
 QUICK = 60
-"""Examples of each endpoint where nobody says how many."""
+"""Examples of each endpoint without an option."""
 SECONDS = 20.0
 
 FUNCTION: dict[str, Any] = {
@@ -92,7 +93,7 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
 
 
 def words(value: Any) -> set[str]:
-    """Every name and text in a body."""
+    """Every key and text in a body."""
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
         return {key for key, _ in items}.union(*(words(item) for _, item in items))
@@ -127,7 +128,7 @@ VALUES = st.recursive(
 
 
 def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where everything in a body is."""
+    """The paths to all values in a body."""
     if isinstance(value, dict):
         items = list(cast("dict[str, Any]", value).items())
     elif isinstance(value, list):
@@ -139,7 +140,7 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @st.composite
 def changed(draw: st.DrawFn, right: dict[str, Any]) -> bytes:
-    """A right request with up to three changes; hypothesis may give the same object out twice."""
+    """A valid request with up to three changes. Copies first, because hypothesis may reuse an object."""
     body = copy.deepcopy(right)
     for _ in range(draw(st.integers(1, 3))):
         where = draw(st.sampled_from(paths(body)))
@@ -158,7 +159,7 @@ def changed(draw: st.DrawFn, right: dict[str, Any]) -> bytes:
 
 
 def deep(right: dict[str, Any], name: str, depth: int) -> bytes:
-    """With a value that is nested so deep."""
+    """The request with one value nested `depth` levels deep."""
     rest = json.dumps({key: value for key, value in right.items() if key != name})
     return f'{rest[:-1]}, "{name}": {"[" * depth}{"]" * depth}}}'.encode()
 
@@ -193,7 +194,7 @@ def own_form(endpoint: str, error: Any) -> bool:
 def post(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Generator[Callable[[str, bytes], httpx.Response]]:
-    """Sends a body to an endpoint."""
+    """A function that sends a body to an endpoint."""
 
     async def opened(folder: Path, stack: AsyncExitStack) -> tuple[str, httpx.AsyncClient]:
         server = await stack.enter_async_context(serve(folder, "http.listen=127.0.0.1:0"))

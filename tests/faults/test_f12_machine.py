@@ -1,12 +1,14 @@
-"""F12: a model of tasks, leases, outcomes, deliveries, receipts and checkpoints, against the server.
+"""F12: a model of tasks, leases, outcomes, deliveries, receipts and checkpoints, against the
+server.
 
     make fuzz MACHINES=2000
 
-hypothesis chooses what the trainer and the agents do: submit, lease, take turns, complete, fail, be
-lost, ask for groups, use them, write checkpoints, be restarted from the last one or merely lose the
-stream. The model says what each answer must be. In the end everything is finished and delivered, and
-`history` decides from the agents' answers and the trainer's steps alone that each group was trained
-once.
+hypothesis chooses the actions of trainer and agents. Agents lease, take turns, complete, fail, or
+are lost. The trainer submits tasks, asks for groups, uses them and writes checkpoints. It restarts
+from the last checkpoint, or only loses its stream. The model determines what each answer must be.
+
+In the end everything is finished and delivered. `history` then checks, from the agents' answers and
+the trainer's steps alone, that each group was trained once.
 """
 
 from __future__ import annotations
@@ -70,15 +72,15 @@ from tests.support.harness import (
 QUICK = 6
 STEPS = 40
 SECONDS = 20.0
-"""In which what must come has come, on a busy machine too."""
+"""Time limit for an expected event, even on a busy machine."""
 MAX_ATTEMPTS = 3
 PLACES = {"max_lag": 1_000, "groups_per_step": 64}
-"""So that the gate, which has tests of its own, lets everything through."""
+"""Lets everything through the staleness gate, which has its own tests."""
 
 
 @dataclass
 class Place:
-    """One attempt of a group, as the model has it."""
+    """One sample of a group, as the model tracks it."""
 
     group: ModelGroup
     index: int
@@ -92,7 +94,7 @@ class Place:
 
 @dataclass
 class ModelGroup:
-    """A task and what became of it."""
+    """A task and its state."""
 
     task_id: str
     size: int
@@ -101,7 +103,7 @@ class ModelGroup:
     places: list[Place] = field(default_factory=list)
     deliveries: int = 0
     step: int = 0
-    """That used it."""
+    """The step that used it; 0 before."""
 
     @property
     def complete(self) -> bool:
@@ -109,7 +111,7 @@ class ModelGroup:
 
 
 class Walk(RuleBasedStateMachine):
-    """The server, and what it must be like."""
+    """Drives the server and checks it against the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +122,7 @@ class Walk(RuleBasedStateMachine):
         self.starts = 0
         self.harness: Harness
         self.groups: dict[str, ModelGroup] = {}
-        """By task."""
+        """By task id."""
         self.leases: asyncio.Queue[Any] = asyncio.Queue()
         self.stream: asyncio.Task[None] | None = None
         self.exchange: Exchange | None = None
@@ -142,7 +144,7 @@ class Walk(RuleBasedStateMachine):
 
         return self.runner.run(bounded())
 
-    # What there is, in the model's words.
+    # The model's view
 
     @property
     def leased(self) -> list[Place]:
@@ -171,7 +173,7 @@ class Walk(RuleBasedStateMachine):
             if group.complete and not group.step and id(group) not in held
         ]
 
-    # The agents' side.
+    # The agents' side
 
     @initialize()
     def start(self) -> None:
@@ -201,7 +203,7 @@ class Walk(RuleBasedStateMachine):
             self.leases.put_nowait(lease)
 
     async def _take_leases(self) -> None:
-        """Every attempt that waits comes, each once, and as what the model has it for."""
+        """Check that every waiting attempt is leased once, as the model expects."""
         while self.waiting:
             lease = await self.leases.get()
             group = self.groups[lease.task.task_id]
@@ -316,7 +318,7 @@ class Walk(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.leased)
     def lose_the_agent(self) -> None:
-        """Its attempts are made again by another, until they have been made too often."""
+        """Other agents make its attempts again, until their retries run out."""
         self.do(self._lose_agent())
 
     async def _lose_agent(self) -> None:
@@ -331,10 +333,10 @@ class Walk(RuleBasedStateMachine):
         await self._refuses(lost)
 
     async def _expire(self, lost: list[tuple[Place, str]], before: int) -> None:
-        """Waits until the leases of these have run out, of which `before` had already."""
+        """Wait until these leases have expired, in addition to the `before` that had already."""
         failures = self.harness.serving.closing.failures
         while failures["LEASE_EXPIRED"] < before + len(lost):
-            await asyncio.sleep(0.002)  # A call that asks would renew it.
+            await asyncio.sleep(0.002)  # A call about it would renew the lease.
         for place, name in lost:
             self._again(place)
             if place.retries == MAX_ATTEMPTS:
@@ -346,8 +348,9 @@ class Walk(RuleBasedStateMachine):
 
     @rule(forgetful=st.booleans())
     def kill_the_server(self, forgetful: bool) -> None:
-        """Another starts from the bytes that the journal has at this moment. Nobody calls within the
-        grace, so that whatever was leased is made again."""
+        """Another server starts from the journal's bytes at this moment. No agent calls within the
+        grace, so every leased attempt is retried.
+        """
         self.do(self._kill_server(forgetful))
 
     async def _kill_server(self, forgetful: bool) -> None:
@@ -363,7 +366,7 @@ class Walk(RuleBasedStateMachine):
         lost = [(place, place.trajectory_id) for place in self.leased]
         for group in self.groups.values():
             group.deliveries = (
-                0  # That they were delivered is in no journal, only that they were used.
+                0  # The journal records that groups were used, but not that they were delivered.
             )
         self.server = AsyncExitStack()
         await self._serve()
@@ -378,7 +381,7 @@ class Walk(RuleBasedStateMachine):
         await self._refuses(lost)
 
     async def _settle(self) -> None:
-        """What the last event brings about has happened, and nothing else."""
+        """Wait until the effects of the last event have happened, and check that there are no others."""
         await self._take_leases()
         await self._take_deliveries()
         await self._offered()
@@ -391,7 +394,7 @@ class Walk(RuleBasedStateMachine):
         info = await self.harness.wire.GetServerInfo(GetServerInfoRequest())
         return int(info.load.buffered_group_count)
 
-    # The trainer's side.
+    # The trainer's side
 
     async def _hello(self, resume_step: int) -> None:
         self.epoch += 1
@@ -419,7 +422,9 @@ class Walk(RuleBasedStateMachine):
         await self._take_deliveries()
 
     async def _take_deliveries(self) -> None:
-        """As many groups come as were asked for and are there, whole and as they were closed."""
+        """Check that as many groups arrive as are demanded and available, whole and as they were
+        closed.
+        """
         assert self.exchange is not None
         while self.credit and self.deliverable:
             delivery = await self.exchange.receive("delivery")
@@ -459,7 +464,9 @@ class Walk(RuleBasedStateMachine):
         await self._heard()
 
     async def _heard(self) -> None:
-        """What was sent on the stream has been acted on: the answer to a switch says so."""
+        """Wait until the server has handled everything sent on the stream. The answer to a switch
+        shows it.
+        """
         assert self.exchange is not None
         self.exchange.send(switch_weights={"weight_version": 999})
         receipt = await self.exchange.receive("weight_receipt")
@@ -478,7 +485,9 @@ class Walk(RuleBasedStateMachine):
 
     @rule(forgetful=st.booleans(), polite=st.booleans())
     def restart_the_trainer(self, forgetful: bool, polite: bool) -> None:
-        """With the state of its last checkpoint, or with all it had: then only the stream was lost."""
+        """Restart with the state of the last checkpoint. Unless `forgetful`, keep all: only the
+        stream was lost.
+        """
         self.do(self._restart(forgetful, polite))
 
     async def _restart(self, forgetful: bool, polite: bool) -> None:
@@ -489,7 +498,7 @@ class Walk(RuleBasedStateMachine):
         self._lose_session(forgetful)
         await self._hello(self.trained_step)
         if not polite:
-            # The one before is told that another took over.
+            # The replaced session ends with the reason that another took over.
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await old.receive("nothing")
             assert read_failure(caught.value).reason == "SESSION_REPLACED"
@@ -516,7 +525,7 @@ class Walk(RuleBasedStateMachine):
             self.runner.close()
 
     async def _finish(self) -> None:
-        """Everything is finished and trained; then the history is read."""
+        """Finish and train everything, then check the history."""
         while self.leased:
             await self._close(self.leased[0], Outcome(reward=1.0))
         await self._demand(1 + len(self.deliverable))

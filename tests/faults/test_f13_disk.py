@@ -1,5 +1,7 @@
-"""F13: the disk of the journal is full, fails, or is read-only. What was there stays; after a failed fsync
-the server stops."""
+"""F13: the journal's disk is full, fails, or is read-only.
+
+The existing records stay intact, and after a failed fsync the server stops.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,20 @@ from tests.support.harness import SubmitTasksRequest, Task, Wire, sequence
 from tests.support.processes import Server, server_process
 
 ENDED = ("JOURNAL_FAILED", "UNAVAILABLE", "CANCELLED")
-"""What a caller hears of a server whose journal failed: why, or, where it ends meanwhile or has ended,
-that the connection is broken (docs/clients.md). CANCELLED is no answer of the server's: grpc drops so the
-calls that have come and that nobody has taken yet when a server stops, whatever its grace."""
+"""Reasons that a caller can get from a server whose journal failed.
+
+Either the failure itself or, if the server is ending or has ended, a broken connection
+(docs/clients.md). CANCELLED is not the server's answer: when a server stops, gRPC drops calls that
+arrived but were not yet accepted, whatever the grace period.
+"""
 
 
 async def submit_until_refused(
     server: Server, size: int = 50_000, most: int = 500, name: str = "task"
 ) -> tuple[list[str], str]:
-    """Tasks that were accepted, one by one, and why the next one was not."""
+    """Submit tasks one by one until one is refused. Returns the accepted ids, and the reason of the
+    refusal.
+    """
     accepted: list[str] = []
     async with grpc.aio.insecure_channel(server.address, options=client_options()) as channel:
         wire = Wire(channel)
@@ -46,12 +53,12 @@ async def submit_until_refused(
 
 
 def run(*command: str) -> int:
-    """The exit status of a command that says nothing."""
+    """The exit status of a command, with its error output suppressed."""
     return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode
 
 
 def kept(folder: Path) -> list[str]:
-    """Tasks in the journal, every record of which is whole."""
+    """The tasks in the journal. Raises if a record is not whole."""
     records = [record for record, _ in read_records(find_files(folder / "journal"), Reading())]
     return [r.task_accepted.task.task_id for r in records if r.HasField("task_accepted")]
 
@@ -59,7 +66,7 @@ def kept(folder: Path) -> list[str]:
 async def test_a_failed_write_or_fsync_ends_the_server_and_loses_nothing(
     tmp_path: Path, report: Report, request: pytest.FixtureRequest
 ) -> None:
-    # EROFS is what a file system answers that the kernel has made read-only because its disk fails.
+    # A file system returns EROFS if the kernel has made it read-only because its disk fails.
     faults = (
         "journal.before_write=raise:EIO",
         "journal.before_write=raise:EROFS",
@@ -75,11 +82,11 @@ async def test_a_failed_write_or_fsync_ends_the_server_and_loses_nothing(
             server.environment[VARIABLE] = f"{fault}@{rng.randint(3, 30)}"
             await server.start()
             accepted, reason = await submit_until_refused(server)
-            # Where the write that failed was compaction's, the next call finds nobody.
+            # If the failed write was a compaction's, the next call finds no server.
             assert reason in ENDED
             assert await server.wait() == 1
             assert "the journal cannot be written: " in server.log
-            # Of the last, which nobody was told of, either is right.
+            # The last task was not acknowledged, so it may be present or absent.
             assert kept(folder)[: len(accepted)] == accepted
             del server.environment[VARIABLE]
             await server.start()
@@ -127,7 +134,7 @@ async def test_a_read_only_file_system_refuses_to_start_and_keeps_what_it_has(
     if os.geteuid() != 0 or run("mount", "-t", "tmpfs", "tmpfs", str(mounted)):
         report.skipped("journal", "read-only", "mounting a file system needs root")
         pytest.skip("mounting a file system needs root")
-    # Its log is elsewhere.
+    # The server's log is on another disk.
     options = ("--set", f"journal.folder={mounted / 'journal'}")
     try:
         async with server_process(tmp_path, *options) as server:
@@ -150,7 +157,7 @@ async def test_a_read_only_file_system_refuses_to_start_and_keeps_what_it_has(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of the journal."""
+    """The contents of every journal file, by name."""
     return {path.name: path.read_bytes() for path in sorted((folder / "journal").iterdir())}
 
 

@@ -1,8 +1,8 @@
 """F14: power is lost. The log of writes and syncs is cut anywhere; what was acknowledged survives.
 
-What a disk may have kept when power went: of each file everything before its last sync, and of what was
-written since any part, sector by sector; of each folder every name up to its last sync, and of later
-names that were given or removed any.
+A disk may have kept the following when power failed. Of each file: everything before its last sync,
+and any sectors of what was written since. Of each folder: every name up to its last sync, and any
+of the names that were added or removed later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEGMENT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened to the disk, or that a caller was told."""
+    """One operation on the disk, or one acknowledgement to a caller."""
 
     kind: str
     file: int = 0
@@ -42,12 +42,12 @@ class Event:
 
 @dataclass
 class Tape:
-    """Everything that a journal did to its disk, in order."""
+    """All operations of a journal on its disk, in order."""
 
     events: list[Event] = field(default_factory=list[Event])
 
     def record(self, patch: pytest.MonkeyPatch) -> None:
-        """From here on."""
+        """Record all operations from now on."""
         files = itertools.count(1)
         numbers: dict[int, int] = {}
         names: dict[str, int] = {}
@@ -98,16 +98,18 @@ class Tape:
         patch.setattr(journal_segment, "sync_folder", recorded_sync_folder)
 
     def told(self, name: str) -> None:
-        """A caller was told that this is durable."""
+        """Note that this was acknowledged to a caller as durable."""
         self.events.append(Event("told", name=name))
 
     def gone(self, name: str) -> None:
-        """From here on nobody needs it."""
+        """Note that no caller needs this any more."""
         self.events.append(Event("gone", name=name))
 
     def disk(self, cut: int, rng: random.Random, folder: Path) -> set[str]:
-        """What a disk may hold where power went after so many events; returns what callers were told, and
-        what is not gone since."""
+        """Write what a disk may hold if power fails after `cut` events.
+
+        Returns the acknowledged records that are still needed.
+        """
         happened = self.events[:cut]
         synced = {event.file: index for index, event in enumerate(happened) if event.kind == "sync"}
         names_synced = max(
@@ -146,7 +148,7 @@ class Tape:
 
 
 async def write_some(folder: Path, tape: Tape, rng: random.Random) -> None:
-    """A journal's life: appends of all sizes, one by one and many at a time, over several segments."""
+    """Write a journal: appends of all sizes, one by one and many at a time, over several segments."""
     journal = LogJournal(folder, durability="fsync", max_bytes=1 << 30, segment_bytes=SEGMENT_BYTES)
     async for _ in journal.replay():
         pass
@@ -165,9 +167,9 @@ async def write_some(folder: Path, tape: Tape, rng: random.Random) -> None:
 
 
 async def write_and_compact(folder: Path, tape: Tape, rng: random.Random) -> None:
-    """Another life: what is appended is of use for a while, and what is not is compacted, twice."""
+    """Write a journal until it was compacted twice. Records are live for a while and then released."""
     live: dict[str, Stored | None] = {}
-    """Where records lie that are held; None of those that only the state says."""
+    """Live records, with their place if held; None for those that only the snapshot contains."""
 
     def snapshot() -> list[Record | Stored]:
         return [
@@ -196,13 +198,13 @@ async def write_and_compact(folder: Path, tape: Tape, rng: random.Random) -> Non
                 journal.release(found)
         if journal.compactions >= 2:
             break
-        # What compaction does goes on beside it.
+        # Let the compaction make progress in between.
         await asyncio.sleep(rng.choice([0, 0, 0.002]))
     await journal.close()
 
 
 def read_lost(folder: Path, told: set[str]) -> list[str]:
-    """What a server finds, which is what callers were told."""
+    """Read the records that a server would find. They must include every acknowledged one."""
     try:
         found = [
             record.tasks_known.task_ids[0]
@@ -223,7 +225,7 @@ async def test_what_was_acknowledged_survives_the_loss_of_power(
         with pytest.MonkeyPatch.context() as patch:
             tape.record(patch)
             await write_some(folder, tape, rng)
-        # Several cuts of one tape: to make it costs more than to cut it.
+        # Cut one tape several times, because recording costs more than cutting.
         for _ in range(CUTS):
             lost = tmp_path / f"lost-{rng.random()}"
             lost.mkdir()
@@ -246,7 +248,7 @@ async def test_what_was_acknowledged_survives_the_loss_of_power_while_it_is_comp
         with pytest.MonkeyPatch.context() as patch:
             tape.record(patch)
             await write_and_compact(folder, tape, rng)
-        # Between the rotation that begins a compaction and the removal of the last file before it.
+        # Between the rotation that begins a compaction and the removal of the last old file.
         kinds = [event.kind for event in tape.events]
         first = next(i for i, e in enumerate(tape.events) if e.name.endswith(".unfinished"))
         last = len(kinds) - kinds[::-1].index("unlink")
@@ -270,7 +272,7 @@ CUTS = 10
 
 
 async def go_on(folder: Path, found: list[str]) -> None:
-    """Another server takes it up, and what it adds is there as well."""
+    """Another server continues from these files, and its new record is found as well."""
     journal = LogJournal(folder, durability="fsync", max_bytes=1 << 30, segment_bytes=SEGMENT_BYTES)
     replayed = [stored async for _, stored in journal.replay()]
     assert len(replayed) == len(found)

@@ -20,7 +20,7 @@ from tests.support.processes import Server, server_process, worker_process
 FILE = "tests/faults/test_f16_start_and_stop.py::"
 GROUPS, GROUP_SIZE = 12, 2
 SHORT_GRACE = ("--set", "leases.grace_seconds=1")
-"""For what was leased to a worker in the very moment in which it stopped."""
+"""For attempts leased to a worker at the moment it stopped."""
 WORK = ("--concurrency", "4", "--generate", "tests.faults.agents:generate")
 
 
@@ -34,7 +34,7 @@ async def test_a_port_in_use_fails_loudly(tmp_path: Path, report: Report) -> Non
         printed, errors = await asyncio.wait_for(second.communicate(), 30)
         assert (second.returncode, printed) == (1, b"")
         assert f"cannot listen on {server.address}".encode() in errors
-        # And the first goes on as if nothing had been.
+        # The first server continues undisturbed.
         async with connect(server.address) as client:
             await client.server_info()
     report.survived("F16 fake", "port in use", 1)
@@ -82,7 +82,7 @@ async def _stop_under_load(server: Server, folder: Path, rng: random.Random) -> 
             assert sorted(t.sample_index for t in group.trajectories) == list(range(GROUP_SIZE))
             assert not any(t.outcome.HasField("failure") for t in group.trajectories), group
         await trainer.nothing()
-        # The worker is stopped under no load, and says that it ended as it should.
+        # Without load, a stopped worker ends with status 0.
         worker.signal(signal.SIGTERM)
         assert await asyncio.wait_for(worker.wait(), 20) == 0
 
@@ -112,7 +112,7 @@ async def test_a_worker_is_stopped_under_load_and_gives_back_what_it_held(
         worker.signal(signal.SIGTERM)
         assert await asyncio.wait_for(worker.wait(), 20) == 0
         async with worker_process(tmp_path, server.address, *WORK, name="another"):
-            # Nothing waits for a lease to run out, which takes a minute here.
+            # A lease takes a minute to expire here, so none of these groups waited for that.
             for _ in range(GROUPS - 1):
                 await trainer.receive("delivery", 30)
     report.survived("F16 fake", "worker, SIGTERM under load", 1)

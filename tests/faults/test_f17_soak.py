@@ -1,21 +1,23 @@
-"""F17: soak. Many groups through a server that is killed and started again, and that never grows.
+"""F17: soak. Many groups pass through a server that is killed and restarted, and that must never
+grow.
 
     make soak GROUPS=1000000
 
-Real processes' worth of everything but the model: `penstock serve` around the fake engine with its journal
-on the disk, in a process of its own; agents and the trainer's own end of `Exchange`, over the wire, in this
-one. The server is killed (-9) every `--soak-restart-seconds`, and at least once; nobody else notices more
-than a pause. A soak of its own, of three tenths of the groups, goes by in one life.
+Everything but the model is real. `penstock serve` runs around the fake engine in a separate
+process, with its journal on disk. Agents, and the trainer's end of `Exchange`, talk to it over the
+wire from this process. The server is killed with SIGKILL every `--soak-restart-seconds`, and at
+least once. The others notice no more than a pause. A separate soak of three tenths of the groups
+runs in one life.
 
-What it remembers of the past is bounded and full before it starts: the journal it begins with was left by a
-server that had served more than it remembers. But the tables of it come from the journal as small as they
-can be, and double once as many entries were put in as fit without the ones that left, which is before all
-of them were. So memory within a life is asked of what comes after: what grows then, grows with every group.
-Lives that are too short for that are compared with each other.
+What the server remembers of the past is bounded, and full from the start: its first journal was
+left by a server that had served more than it remembers. Its tables are as small as possible after
+recovery. They double once, before all of their entries have been replaced. So memory within a life
+is judged only after that. What still grows then grows with every group. Lives too short for this
+are compared with each other.
 
-Afterwards: each task was trained once, from an array with a byte for each; the journal holds nothing that
-waits; and the server's resident memory, its files and the journal's folder stayed where they were. Memory
-is judged along the median slope (`report.slope`).
+Afterwards each task was trained once, counted in an array with a byte for each. The journal holds
+nothing that waits. The server's resident memory, its files and the journal's folder stayed the
+same. Memory is judged by its median slope (`report.slope`).
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from tests.support.processes import Server, server_process
 
 T = TypeVar("T")
 
-# What takes longer than this is stuck: the run itself may take hours.
+# Each wait has its own limit (`STUCK_SECONDS`), because the whole run may take hours.
 pytestmark = pytest.mark.timeout(0)
 STUCK_SECONDS = 120.0
 
@@ -69,48 +71,46 @@ CONCURRENCY = 96
 TOKENS = 32
 SEGMENT_BYTES = 8 << 20
 PAST_BYTES = 64 << 20
-"""Segments in which the past fits without being compacted: it is nobody's state."""
+"""Segment size with which the past fits without compaction. None of it is live state."""
 SAMPLES_OF_A_LIFE = 120
 REMEMBERED = max(known_tasks.MAX_PAST, task_queue.MAX_REMEMBERED_GROUPS)
-"""Groups after which everything that a server remembers was put in by itself."""
+"""After this many groups, the server itself has put in everything that it remembers."""
 
 SLOPE_BYTES_PER_HOUR = 1 << 20
 NOISE_BYTES = 4 << 20
-"""What an allocator has not given back at one moment, and has at the next."""
+"""Memory that an allocator has not yet returned at a given moment."""
 JOURNAL_BYTES = 192 << 20
-"""What is remembered, four times, and eight segments: see docs/journal.md, "Compaction"."""
+"""Four times the remembered state, plus eight segments: see docs/journal.md, "Compaction"."""
 MORE_FILES = 4 + AGENTS + 2
-"""Segments while they are compacted; a connection of each agent and two of the trainer's."""
+"""Segments during a compaction, one connection for each agent, and two for the trainer."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What the server took at one time."""
+    """The server's resources at one time."""
 
     seconds: float
     """Since the run began."""
     groups: int
-    """Trained by then."""
+    """Groups trained by then."""
     process: Footprint
     journal_bytes: int
 
 
 @dataclass
 class Soak:
-    """One run."""
-
     server: Server
     groups: int
     restart_seconds: float
     rng: random.Random
     kill: bool = True
     half: asyncio.Event = field(default_factory=asyncio.Event)
-    """Half of the tasks are trained: by then the server is killed for the first time."""
+    """Set when half of the tasks are trained. Until then the first kill waits at most."""
     killed: asyncio.Event = field(default_factory=asyncio.Event)
     trained: np.ndarray = field(init=False)
-    """How often each task was; a byte for each."""
+    """How often each task was trained, in a byte for each."""
     used: int = 0
-    """Groups trained."""
+    """Number of trained groups."""
     lives: list[list[Moment]] = field(default_factory=lambda: [[]])
     lost_attempts: int = 0
     deliveries: int = 0
@@ -125,7 +125,7 @@ class Soak:
         return len(self.lives) - 1
 
     async def run(self) -> None:
-        """Until every task is trained."""
+        """Run until every task is trained."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             others = [tasks.create_task(self._agent(number)) for number in range(AGENTS)]
@@ -139,7 +139,7 @@ class Soak:
     # The server
 
     async def _fell(self, began: float) -> None:
-        """Looks at the server, and kills it when its time has come."""
+        """Measure the server regularly, and kill it when its time has come."""
         while True:
             since = time.monotonic()
             while not self._due(since):
@@ -248,8 +248,11 @@ class Soak:
         await exchange.close(timeout_seconds=10.0)
 
     async def _receive_again(self, exchange: Exchange, client: Client) -> None:
-        """What had come before the server was killed, and was used after, has no receipt at the server that
-        came back: it waits for demand, is known when it comes again, and gets its receipt then."""
+        """Receive used groups whose receipt the killed server did not record.
+
+        The restarted server delivers them again on demand. The trainer recognises them and sends
+        the receipt again.
+        """
         while waiting := (await _patiently(client.server_info)).load.buffered_group_count:
             wanted = exchange.delivery_count + waiting
             exchange.demand(waiting)
@@ -258,12 +261,12 @@ class Soak:
 
 
 async def _submit(client: Client, numbers: range) -> None:
-    """What a server that was killed had taken is known to the next."""
+    """Submit tasks. A restarted server recognises those that were already accepted."""
     await _patiently(lambda: client.submit_tasks([_task(number) for number in numbers]))
 
 
 async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
-    """As often as it takes: these calls of a client do not wait for a server that is gone."""
+    """Retry until it succeeds. These client calls do not wait for a server that is gone."""
     while True:
         try:
             return await ask()
@@ -282,11 +285,11 @@ def _task(number: int) -> Task:
 
 
 async def _nothing_to_restore(_: trainer_service_pb2.Welcome) -> None:
-    """The fake engine's weights never change here."""
+    """The fake engine's weights never change here, so there is nothing to restore."""
 
 
 async def leave_past(folder: Path, count: int) -> None:
-    """A journal whose server had served so many groups, all of which are final."""
+    """Write the journal of a server that had served `count` groups, all of which are final."""
     journal = LogJournal(folder, durability="process", max_bytes=1 << 30, segment_bytes=PAST_BYTES)
     await journal.start(list)
     await journal.append([tasks_known(f"p{number:08d}" for number in range(count))])
@@ -301,14 +304,14 @@ async def leave_past(folder: Path, count: int) -> None:
 
 
 def check_journal(folder: Path) -> None:
-    """Nothing that it holds is left to do."""
+    """Check that the journal holds no unfinished work."""
     found = recover(read_records(find_files(folder), Reading()))
     left = (found.pending, found.groups, found.finished, found.trajectories)
     assert not any(left), left
 
 
 def settled(life: Sequence[Moment]) -> list[Moment]:
-    """What comes after all that the server remembers was put in by itself."""
+    """The moments after the server itself has put in everything it remembers."""
     return [moment for moment in life if moment.groups - life[0].groups >= REMEMBERED]
 
 
@@ -319,12 +322,12 @@ def by_hour(moments: Sequence[Moment]) -> float:
 
 
 def beyond_noise(moments: Sequence[Moment]) -> float:
-    """The same, less what noise may amount to over so short or so long a time."""
+    """The same, without the slope that noise alone may cause over this time."""
     return by_hour(moments) - NOISE_BYTES / ((moments[-1].seconds - moments[0].seconds) / 3600)
 
 
 def over_lives(lives: Sequence[Sequence[Moment]]) -> float:
-    """Median slope of what a life takes, from life to life, in bytes per hour."""
+    """Median growth of resident memory from life to life, in bytes per hour."""
     if len(lives) < 2:
         return 0.0
     taken = [
@@ -356,7 +359,7 @@ async def test_groups_without_end_do_not_make_the_server_grow(
 
 
 def judge(report: Report, soak: Soak, asked: int, test: str) -> None:
-    """Kills, memory, files and the journal's folder."""
+    """Judge kills, memory, files and the journal's folder."""
     whole = [life for life in soak.lives if len(life) >= SAMPLES_OF_A_LIFE // 2]
     long = [life for life in map(settled, whole) if len(life) >= SAMPLES_OF_A_LIFE // 2]
     across = over_lives(whole)

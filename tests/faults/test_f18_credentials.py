@@ -1,7 +1,7 @@
-"""F18: no, expired, wrong-role credentials, and plaintext on a TLS port, for every rpc there is.
+"""F18: missing, expired and wrong-role credentials, and plaintext on a TLS port, for every rpc.
 
-Each refusal has the status and the reason of the table, no word of what was sent, and leaves the server as
-it was.
+Each refusal has the status and the reason of the table, repeats nothing that was sent, and leaves
+the server unchanged.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.support.rpcs import Rpc, call, every_rpc
 
 RPCS = every_rpc()
 WHERE = "F18 server"
-# Some that pass for a message of some kind, some that do not.
+# Some parse as a message of some kind, some do not.
 BODIES = (b"", b"\x0a\x01x", b"\xff", b"x" * 5000)
 
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> AsyncGenerator[tuple[Harness, Authorities]]:
-    """A server that wants TLS and a token; the harness is an admin's."""
+    """A server that requires TLS and a token. The harness has an admin's."""
     made = make_authorities(tmp_path / "secrets")
     async with serve(tmp_path, *made.settings(), security=made.security("admin")) as running:
         yield running, made
@@ -66,7 +66,7 @@ WRONG_ROLE = (grpc.StatusCode.PERMISSION_DENIED, "ROLE_NOT_ALLOWED")
 def unknown_metadata(
     made: Authorities, chooser: random.Random
 ) -> list[tuple[tuple[str, str], ...]]:
-    """What stands in the place of a token, and is none."""
+    """Headers in place of a token, none of them valid."""
     good = made.tokens[chooser.choice(["agent", "trainer", "admin"])]
     return [
         bearer(new_token()),
@@ -169,7 +169,7 @@ async def test_f18_nobody_calls_what_its_role_may_not(
 async def refuses_the_connection(
     harness: Harness, credentials: grpc.ChannelCredentials | None, token: str, rpcs: list[Rpc]
 ) -> int:
-    # Each call once: gRPC would try again what is idempotent.
+    # Without retries: gRPC would repeat idempotent calls.
     options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
     if credentials is None:
         channel = grpc.aio.insecure_channel(harness.address, options=options)
@@ -185,7 +185,7 @@ async def refuses_the_connection(
 
 
 def certified(made: Authorities, name: str | None) -> grpc.ChannelCredentials:
-    """TLS by the common authority, with the certificate of this name."""
+    """TLS with the common authority, and the certificate of this name."""
     own = [(made.folder / f"{name}{end}").read_bytes() for end in ("-key.pem", ".pem") if name]
     return grpc.ssl_channel_credentials(made.ca.read_bytes(), *own)
 

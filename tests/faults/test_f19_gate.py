@@ -1,10 +1,10 @@
-"""F19: the staleness gate under random lengths, failures and restarts, for very long.
+"""F19: long runs of the staleness gate under random lengths, failures and restarts.
 
     make faults ARGS="-k f19"
 
-200 seeds of 10,000 steps each take some twenty minutes of one core. The simulation and the referee are
-those of tests/server/groups/test_staleness_gate.py: every decision is judged, no token is trained too old, and every step
-is made.
+200 seeds of 10,000 steps each take about twenty minutes of one core. The simulation and the referee
+come from tests/server/groups/test_staleness_gate.py. They judge every decision. No token may be
+trained too old, and every step must be made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ POLICIES = tuple(LatePolicy)
 
 
 def run(seed: int, steps: int) -> tuple[int, int]:
-    """One run; how much older than allowed the oldest trained token was, and how many decisions."""
+    """Simulate one run. Returns how far the oldest trained token exceeded `max_lag`, and the number
+    of decisions.
+    """
     simulation, _, referee, tally = random_run(POLICIES[seed % len(POLICIES)], seed, steps)
     assert tally.steps == steps
     return tally.oldest_trained - simulation.contract.max_lag, referee.decisions

@@ -1,10 +1,11 @@
-"""F1, at every hundredth of a run: with `max_lag = 0` the curve is that of a run nobody interrupted.
+"""F1, at every hundredth of a run: with `max_lag = 0` the curve equals that of an uninterrupted
+run.
 
     make faults FAULTS=100 ARGS="-k every_hundredth"
 
-A trainer lives for one step of a hundred, and the next goes on. It is told to stop in the middle of its
-step, or killed at one of the points of the step after. What the run's folder has in the end, the figures
-of each step and the final model, is compared digit for digit, bit for bit.
+Each trainer makes one step of a hundred, and the next one resumes. It is stopped mid-step, or
+killed at a failpoint of the following step. The figures of each step and the final model are
+compared exactly with those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ POINTS = (
     "checkpoint.after_rename@1",
     "checkpoint.before_notice@1",
 )
-"""Up to each of them one step more is saved."""
+"""A trainer killed at any of these points has saved exactly one more step."""
 
 
 async def test_interrupted_at_every_hundredth(
@@ -82,7 +83,7 @@ async def test_interrupted_at_every_hundredth(
     request: pytest.FixtureRequest,
 ) -> None:
     wanted = min(report.count or FEW, HUNDREDTHS)
-    # The last step has nothing after it to go on with.
+    # The last step has none after it with which the run could resume.
     steps = wanted + 1
     where, what = "F1 trainer", "interrupted at every hundredth, max_lag 0"
     rng = random.Random(report.seed)
@@ -100,7 +101,7 @@ async def test_interrupted_at_every_hundredth(
                     await live(nursery, stand, rng, resume=lives > 0)
                     lives += 1
                 assert lives >= wanted
-                # The last may have been killed between its last checkpoint and its last upload.
+                # The last one may have been killed between its last checkpoint and its last upload.
                 await nursery.begin(stand.config, stand.log, resume=True)
                 assert await nursery.end() == 0, stand.said
                 check_lineage(stand)
@@ -123,16 +124,16 @@ def a_run(folder: Path, model: Path, steps: int) -> Any:
 
 
 async def live(nursery: Nursery, stand: Stand, rng: random.Random, *, resume: bool) -> None:
-    """One trainer, which leaves one step more than it found."""
+    """Run one trainer, which saves one more step."""
     if rng.random() < 0.5:
         name, _, hit = rng.choice(POINTS).partition("@")
         point = f"{name}=kill@{hit}"
         await nursery.begin(stand.config, stand.log, resume=resume, failpoints=point)
-        # Where no step is left after its own, it comes to the end.
+        # If no step follows its own, it runs to the end.
         assert await nursery.end() in (KILLED, 0), stand.said
         return
     await nursery.begin(stand.config, stand.log, resume=resume, failpoints="train.gathered=stop")
-    # Where no step is left it only writes down what the one before could not, and never stops.
+    # If no step is left, the trainer only writes what the previous one could not, and never stops.
     while not nursery.ended and not is_stopped(nursery.pid):
         await asyncio.sleep(0.005)
     if not nursery.ended:
@@ -157,7 +158,7 @@ def step_of(stand: Stand) -> int:
 
 
 def curve_of(stand: Stand) -> list[dict[str, Any]]:
-    """The figures of each step that do not tell of time."""
+    """The figures of each step that do not depend on time."""
     rows = rows_of(stand)
     assert [row["step"] for row in rows] == list(range(1, stand.steps + 1))
     return [{name: row[name] for name in FIGURES} for row in rows]

@@ -1,11 +1,12 @@
-"""F1: whenever the trainer is killed, what survives was trained on what was accepted, each group once.
+"""F1: whenever the trainer is killed, the surviving model was trained on accepted groups, each
+once.
 
     make faults FAULTS=200 ARGS="-k killed_trainer"
 
-A run of a tiny model against a real server around the fake engine. Its trainer is killed with SIGKILL
-again and again, at random moments or at a named point, and resumed each time, until the run comes to
-its end. Then the ledger is read from disk, and compared with what the server accepted; and once nobody runs
-any more, with the journal and with what the agents wrote down.
+A run of a tiny model with a real server around the fake engine. Its trainer is killed with SIGKILL
+repeatedly, at random moments or at a failpoint, and resumed each time, until the run ends. Then the
+ledger is read from disk and compared with what the server accepted. Once all processes have ended,
+it is also compared with the journal and the agents' logs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STEPS = 16
 KILLS = 8
-"""Most kills of one run."""
+"""The most kills in one run."""
 LIMIT_SECONDS = 300
 LONGEST_LIFE_SECONDS = 0.6
 POLICIES = ("mask", "mask", "wait")
@@ -70,7 +71,7 @@ POINTS = (
 async def undisturbed(
     model: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, bytes]:
-    """What a synchronous run leaves that nobody kills."""
+    """The model of a synchronous run without kills."""
     folder = tmp_path_factory.mktemp("undisturbed")
     async with standing(folder, model, steps=STEPS, max_lag=0, every_steps=STEPS) as stand:
         assert not await survive(nursery, stand, random.Random(), kills=0)
@@ -112,7 +113,7 @@ async def test_a_killed_trainer(
                 check_lineage(stand)
                 check_weights(stand)
                 if not max_lag:
-                    # No version was ever made twice, and each is that of a run nobody killed.
+                    # No version was made twice, and each equals that of an uninterrupted run.
                     assert stand.server.engine.versions == list(range(1, STEPS + 1))
                     assert model_of(stand) == undisturbed
             check_history(stand)
@@ -126,7 +127,7 @@ async def test_a_killed_trainer(
 
 
 async def survive(nursery: Nursery, stand: Stand, rng: random.Random, kills: int) -> int:
-    """Goes through a run, killing its trainer as often as that; returns how often it was."""
+    """Complete a run, killing its trainer up to `kills` times; return the number of kills."""
     killed = 0
     while True:
         point = ""

@@ -1,6 +1,7 @@
-"""F20: kill -9 a worker while all of its attempts wait for their tools. Each is leased again and ends once.
+"""F20: a worker is killed with SIGKILL while all its attempts wait for tools. Each is leased again
+and ends once.
 
-`--fault-count N` is how many wait, in groups of two.
+`--fault-count N` is the number of waiting attempts, in groups of two.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.support.harness import serve
 from tests.support.processes import start_worker
 
 WAITING = 400
-# Of what must be done again, by a server and a worker that share this machine.
+# For work that is repeated by a server and a worker on the same machine.
 SECONDS_EACH = 0.1
 
 
@@ -48,7 +49,7 @@ async def test_no_attempt_is_lost_with_the_worker_that_waits(
         await first.wait()
         second = start(site, "second", count)
         try:
-            # While the second one's wait, too, nothing of the first one's is left.
+            # Once the second worker's attempts wait too, no lease of the first one's is left.
             async with asyncio.timeout(30 + SECONDS_EACH * count):
                 while len(site.held_by("second")) < count or waiting(site) < count:
                     await asyncio.sleep(0.02)
@@ -58,13 +59,13 @@ async def test_no_attempt_is_lost_with_the_worker_that_waits(
         finally:
             second.kill()
             await second.wait()
-        # Each group once, each of its places once, none failed.
+        # Each group once, with each of its samples once, and none failed.
         await site.check()
     report.survived("F20 fake", "worker killed while all wait", count, "attempts")
 
 
 def start(site: Crew, agent_id: str, count: int):
-    """A worker that takes everything at once."""
+    """A worker that takes all attempts at once."""
     return start_worker(
         site.folder,
         site.harness.address,
@@ -75,7 +76,7 @@ def start(site: Crew, agent_id: str, count: int):
 
 
 def waiting(site: Crew) -> int:
-    """Attempts that have had their first turn, and no other is in flight."""
+    """Number of attempts that have ended their first turn; 0 while any turn is in flight."""
     serving = site.harness.serving
     if serving.turns.in_flight:
         return 0

@@ -1,16 +1,16 @@
-"""F21: kill -9 of the engine servers of a pool, at random, while a real trainer trains a tiny model.
+"""F21: engine servers of a pool are killed with SIGKILL at random, while a real trainer trains a
+tiny model.
 
-The hub and its worker are in this process; each engine server is a process of its own, which is killed in
-the middle of whatever it does, uploads of weights among it, and started again on the same port. At least
-one is left alive. Afterwards, or meanwhile:
+The hub and its worker are in this process. Each engine server is a separate process, which is
+killed during whatever it does, including uploads of weights, and restarted on the same port. At
+least one stays alive. During or after the run:
 
-- every token the hub holds is what its version samples there, by the fake engine's own rule or, with vLLM,
-  by Hugging Face's forward under the weights that the hub was given;
-- no attempt failed for want of an engine;
-- each accepted group is trained once, by its ledger, and no token with a lag above `max_lag`: by the
-  versions that the hub recorded, each that is older is among those that the step says it masked;
-- turns are finished all the time: no pause between two is longer than STUCK_SECONDS, and the longest is
-  told.
+- Every token that the hub holds is what its version samples there. The fake engine's own rule shows
+  that or, with vLLM, Hugging Face's forward pass with the weights that the hub received.
+- No attempt failed for lack of an engine.
+- Each accepted group is trained once, according to the ledger, and no token with a lag above
+  `max_lag`. The step must have masked every token that is older by the hub's recorded versions.
+- Turns keep finishing: no pause between two is longer than STUCK_SECONDS. The longest is reported.
 """
 
 from __future__ import annotations
@@ -59,48 +59,54 @@ from tests.trainer.test_end_to_end import configure
 MAX_LAG = 2
 STEP_SECONDS = "0.004"
 STUCK_SECONDS = 60.0
-"""Longest time without a finished turn while an engine lives, whatever it is spent on: turns that are
-placed again, starts, switches, the trainer's steps. 4.2 s was the longest in 400 kills on two cores. A busy
-machine may take many times as long; what stands still for good takes longer than this."""
+"""Longest allowed time without a finished turn while an engine lives.
+
+It may be spent on turns that are placed again, starts, switches or the trainer's steps. The longest
+in 400 kills on two cores was 4.2 s. A busy machine may take many times as long, but a deadlock
+takes longer than this.
+"""
 VLLM_COUNTS = {2: 50, 4: 150}
-"""Kills at most, by the engines of the pool. Each start of vLLM takes a core for 20 to 45 s; of two engines
-only one may be away at a time, of four three."""
+"""The most kills, by the number of engines in the pool. Each start of vLLM takes a core for 20 to
+45 s. Of two engines only one may be away at a time, of four up to three.
+"""
 TEST = "tests/faults/test_f21_killed_engines.py::"
 RULES = PoolRules(look_seconds=0.2, flush_seconds=0.02, whole_flush_seconds=0.02)
 
 
 class Explains(Protocol):
-    """What says whether the tokens of a trajectory are what its versions sample."""
+    """Checks whether the tokens of a trajectory are what their versions sample."""
 
     def begin(self, hub: Harness, pool: PoolEngine) -> None:
-        """From now on."""
+        """Observe this hub from now on."""
         ...
 
     def check(self, record: Any) -> int:
-        """Returns how many tokens it looked at. Raises AssertionError, KeyError."""
+        """Check a closed trajectory; return its number of sampled tokens. Raises AssertionError,
+        KeyError.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Which engine servers a pool is of."""
+    """A kind of engine server, and how to check its tokens."""
 
     name: str
     command: tuple[str, ...]
     options: tuple[str, ...]
     explains: Callable[[Path], Explains]
     in_flight: str
-    """What a switch does to the turns that are there."""
+    """What a switch does with turns in flight."""
     seconds: float
-    """That one kill may take."""
+    """The time that one kill may take."""
     test: str
     niceness: int = 0
-    """Of engine servers that serve: what starts goes before them, or it would take minutes."""
+    """Niceness of running engine servers. Starting ones get priority, or a start would take minutes."""
 
 
 @dataclass
 class Engines:
-    """Engine servers, killed and started again."""
+    """Engine servers that are killed and restarted."""
 
     rng: random.Random
     niceness: int = 0
@@ -109,7 +115,7 @@ class Engines:
     kills: int = 0
 
     async def fell(self, count: int) -> None:
-        """Kills so many times; each comes back after a while, and one always lives."""
+        """Kill `count` times. Each server is restarted after a while, and one is always alive."""
         self.alive = set(range(len(self.servers)))
         for number in self.alive:
             self.give_way(number)
@@ -131,16 +137,16 @@ class Engines:
         self.alive.add(number)
 
     def give_way(self, number: int) -> None:
-        """One that serves, and the engine's process that is its child."""
+        """Lower the priority of a running server and of its engine process."""
         pid = self.servers[number].process.pid
         for process in (psutil.Process(pid), *engines_of(pid)):
-            # Only root may take back what it was started with.
+            # Only root may go below the niceness that a process was started with.
             process.nice(max(process.nice(), self.niceness))
 
 
 @dataclass
 class Watch:
-    """What the hub closes, looked at as it does."""
+    """Checks each trajectory as the hub closes it."""
 
     explains: Explains
     closed: int = 0
@@ -148,11 +154,11 @@ class Watch:
     problems: list[str] = field(default_factory=list[str])
     pauses: list[float] = field(default_factory=list[float])
     versions: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
-    """Of each trajectory with a reward: how many tokens each version sampled, as the hub recorded it."""
+    """For each trajectory with a reward: the number of tokens of each version, as the hub recorded it."""
     _last: float | None = None
 
     def over(self, hub: Harness, pool: PoolEngine) -> None:
-        """From now on."""
+        """Watch this hub from now on."""
         self.explains.begin(hub, pool)
         store = hub.serving.store
         close = store.close
@@ -165,7 +171,7 @@ class Watch:
                 self.tokens += self.explains.check(record)
                 self.closed += 1
             except (AssertionError, KeyError) as error:
-                # The hub goes on, and the test ends.
+                # The hub continues, and the test fails at the end.
                 self.problems.append(f"{record.trajectory_id}: {error!r}")
             if not outcome.HasField("failure"):
                 counts: Counter[int] = Counter()
@@ -179,21 +185,24 @@ class Watch:
 
 
 Content = tuple[int, ...]
-"""Of a version: the checksum of each of its tensors; none for the model as it was loaded."""
+"""A version's contents: the checksum of each tensor. Empty for the model as loaded."""
 
 
 @dataclass
 class ByRule:
-    """The fake engine's tokens follow from what came before and the version."""
+    """Checks the fake engine's tokens, which follow from their prefix and version."""
 
     sampled_by: dict[int, tuple[int, Content]] = field(
         default_factory=dict[int, "tuple[int, Content]"]
     )
-    """What the engine server called the version that sampled the token after a prefix, by its hash, and
-    what it was given under that number: the fake engine samples by it, and it differs from the hub's where
-    it had to be given one version twice."""
+    """Hash of a prefix -> the engine server's version of the next token, and the contents it had
+    received under that number.
+
+    The fake engine samples by its own number. It differs from the hub's if the hub had to send a
+    version twice.
+    """
     versions: dict[int, Content] = field(default_factory=lambda: {0: ()})
-    """What the hub was given under each."""
+    """The contents that the hub received under each version."""
 
     def begin(self, hub: Harness, pool: PoolEngine) -> None:
         for member in pool.members:
@@ -213,7 +222,9 @@ class ByRule:
         versions.on_accepted = note
 
     def _listen(self, server: EngineServer) -> None:
-        """Notes what the engine server is given, and what it says of each token."""
+        """Record the versions that the engine server receives, and the version it reports for each
+        token.
+        """
         generate, stage = server.generate, server.stage
         given: dict[int, Content] = {0: ()}
 
@@ -244,7 +255,7 @@ class ByRule:
                     number, content = self.sampled_by[hash(prefix)]
                     wanted = sampled(prefix, number)
                     assert (int(token), float(logprobs[place])) == pytest.approx(wanted)
-                    # What the hub calls it is what that engine server had.
+                    # The hub's version must have the same contents as the engine server's.
                     assert content == self.versions[segment.weight_version]
                     count += 1
                 prefix += token.tobytes()
@@ -252,7 +263,7 @@ class ByRule:
 
 
 class ByForward:
-    """vLLM's tokens have the log-probabilities that their version's weights give them."""
+    """Checks that vLLM's tokens have the log-probabilities that their version's weights give them."""
 
     def __init__(self, model: Path) -> None:
         from safetensors.numpy import load_file
@@ -286,7 +297,7 @@ class ByForward:
 
 
 def _tensors(staged: Staged) -> dict[str, Any]:
-    # torch warns of arrays that cannot be written to, and a warning is an error here.
+    # torch warns about read-only arrays, and warnings are errors here.
     data = bytearray(staged.weights.path.read_bytes())
     return {
         tensor.name: np.frombuffer(
@@ -314,7 +325,7 @@ VLLM = Kind(
         *("--kv-cache-memory-bytes", str(20 << 20)),
     ),
     ByForward,
-    # What computed a turn's cache is then what its tokens say.
+    # The version on a token is then also the version that computed its cache.
     in_flight="recompute",
     seconds=120.0,
     test="test_killed_vllm_engines_cost_a_pool_nothing_but_time",
@@ -326,7 +337,7 @@ VLLM = Kind(
 async def engine_processes(
     folder: Path, model: Path, kind: Kind, count: int
 ) -> AsyncGenerator[list[Server]]:
-    """So many engine servers, each a process."""
+    """Start `count` engine servers, each as a process."""
     options = ("--model", str(model), *kind.options)
     servers: list[Server] = []
     try:
@@ -346,7 +357,7 @@ async def engine_processes(
 async def test_killed_engines_cost_a_pool_nothing_but_time(
     model: Path, nursery: Nursery, tmp_path: Path, report: Report
 ) -> None:
-    # Where nobody says how often, a pool of two is enough to see whether it works at all.
+    # By default, a pool of two is enough to see whether it works at all.
     for engines in (2,) if report.count is None else (2, 4):
         await kill_some(FAKE, engines, report.count or COUNT, model, nursery, tmp_path, report)
 
@@ -373,7 +384,7 @@ async def kill_some(
     folder: Path,
     report: Report,
 ) -> None:
-    """One pool that survives so many kills, as the report then says."""
+    """Run one pool through `count` kills, and add the verdict."""
     name = f"one of {engines} engines killed while it trains"
     run = Engines(random.Random(f"{report.seed} {name}"), kind.niceness)
     try:
@@ -398,7 +409,7 @@ async def kill_and_train(
     engines: int,
     count: int,
 ) -> str:
-    """One pool, from its first engine to the last look at what it did; returns what was measured."""
+    """Run one pool from its first engine to the final checks; return the measurements."""
     watch, accepted = Watch(kind.explains(model)), Accepted()
     async with engine_processes(folder, model, kind, engines) as servers:
         run.servers = servers
@@ -431,7 +442,7 @@ async def train(
     run: Engines,
     count: int,
 ) -> Stand:
-    """One trainer, for as long as engines are killed and a little longer."""
+    """Run one trainer for as long as engines are killed, and a little longer."""
     config = configure(
         folder,
         model,
@@ -461,8 +472,11 @@ async def train(
 
 
 def check_lag(stand: Stand, watch: Watch) -> int:
-    """That of what the ledger has as trained no token is older than the contract allows: by the versions
-    that the hub recorded, each too old one is among those that its step masked. Returns how many."""
+    """Check that no token trained according to the ledger is older than the contract allows.
+
+    Every token that is too old by the hub's recorded versions must be among those that its step
+    masked. Returns their number.
+    """
     entries = read_ledger(stand.folder / "out" / "ledger.jsonl")
     steps = [entry for entry in entries if isinstance(entry, StepEntry)]
     masked = {row["step"]: row["tokens_masked"] for row in stand.rows()}
@@ -475,7 +489,7 @@ def check_lag(stand: Stand, watch: Watch) -> int:
         assert sampled.total(), f"step {entry.step} trained nothing that the hub has closed"
         too_old = sum(n for version, n in sampled.items() if held - version > MAX_LAG)
         assert too_old <= masked[entry.step], f"step {entry.step}: {sampled} with {held}"
-        # From the future nobody samples.
+        # No token can come from a future version.
         assert max(sampled) <= held, f"step {entry.step}: {sampled} with {held}"
         held, found = entry.weight_version, found + too_old
     return found

@@ -1,5 +1,8 @@
-"""F22: the journal on NATS JetStream. kill -9 of NATS, of the server, and of both, at random moments and at
-named points; NATS that stays away or is full; a server that is taken over from. What was answered stays."""
+"""F22: the journal on NATS JetStream. What was answered survives.
+
+NATS, the server, or both are killed with SIGKILL at random moments and at failpoints. NATS also
+stays away or is full, and another server takes over.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tests.support.processes import Server, server_process
 WHERE = "JetStream"
 GROUPS = 16
 STREAMS = itertools.count()
-# Those that a journal without files has, too.
+# The failpoints that a journal without files has, too.
 HERE = tuple(
     point for point in POINTS if point not in ("journal.before_fsync", "journal.before_rotate")
 )
@@ -43,14 +46,14 @@ OPTIONS = tuple(
 
 @pytest.fixture(scope="module")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Generator[NatsServer]:
-    """One for all tests of this file."""
+    """One NATS server for all tests of this file."""
     with nats_server(tmp_path_factory.mktemp("nats")) as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
 def said_where_there_is_none(report: Report) -> None:
-    """The report says why nothing was tried."""
+    """Add a verdict that explains a skip, if NATS is not installed."""
     try:
         find_program()
     except pytest.skip.Exception as error:
@@ -59,7 +62,7 @@ def said_where_there_is_none(report: Report) -> None:
 
 
 def new_stream() -> str:
-    """One that nobody has used."""
+    """An unused stream name."""
     return f"F22_{next(STREAMS)}"
 
 
@@ -68,7 +71,7 @@ def new_stream() -> str:
 
 @dataclass
 class Killer:
-    """Kills what a run relies on, until so many kills or its end."""
+    """Kills the processes that a run needs, until `left` is used up or the run ends."""
 
     server: Server
     nats: NatsServer
@@ -93,14 +96,14 @@ class Killer:
             await self.server.kill()
         async with asyncio.TaskGroup() as starting:
             if which == "both":
-                # It waits for NATS, which comes before it or after it.
+                # It waits for NATS, which may start before it or after it.
                 starting.create_task(self.server.start())
             await asyncio.sleep(back)
             await asyncio.to_thread(self.nats.start)
 
 
 async def kill_at_random(folder: Path, nats: NatsServer, rng: random.Random, most: int) -> Killer:
-    """One run, from its first task to its last step, with kills until it is done."""
+    """One run from its first task to its last step, with kills until it is done."""
     folder.mkdir()
     stream = new_stream()
     step = ("--step-seconds", "0.005")
@@ -131,9 +134,9 @@ async def kill_at_random(folder: Path, nats: NatsServer, rng: random.Random, mos
 
 
 async def check_stream(nats: NatsServer, stream: str, trained: set[str]) -> None:
-    """What is in the stream is whole; every task is known, and no group waits that was not trained.
+    """Check that the stream is whole, that every task is known, and that no untrained group waits.
 
-    One that was may still be there: that it was used nobody was told who lived.
+    A trained one may still be there: no surviving server learned that it was used.
     """
     from penstock.server.journal.jetstream.journal import JetStreamJournal
 
@@ -189,7 +192,7 @@ async def test_a_server_killed_at_named_points_loses_nothing(
         report.survived(WHERE, point, count)
 
 
-# NATS that does not come back, refuses, or is another server's
+# NATS that stays away or refuses, and a stream taken over by another server
 
 
 async def test_nats_that_stays_away_ends_the_server_and_loses_nothing(
@@ -228,7 +231,7 @@ async def test_a_full_stream_refuses_and_keeps_what_it_has(
         accepted, reason = await submit_until_refused(server)
         assert reason == "DISK_FULL"
         assert len(accepted) > 10
-        # With more room it goes on.
+        # With more room the server continues.
         await server.restart()
         assert await submit_known(server, accepted) == (0, len(accepted))
         assert (await submit_known(server, ["later"]))[0] == 1
@@ -238,7 +241,7 @@ async def test_a_full_stream_refuses_and_keeps_what_it_has(
 async def test_a_server_that_was_taken_over_from_writes_nothing_more(
     tmp_path: Path, nats: NatsServer, report: Report
 ) -> None:
-    # As when its machine was dark for so long that nobody waited for it.
+    # As if the first server's machine had been dark for so long that another one took over.
     settings = nats.settings(new_stream())
     for name in ("first", "second"):
         (tmp_path / name).mkdir()

@@ -1,10 +1,11 @@
-"""F22: the machine of a NATS server loses power. What was acknowledged survives where each write is synced.
+"""F22: the machine of a NATS server loses power. With every write synced, what was acknowledged
+survives.
 
-What its disk may have kept: all messages but the last that was written, because NATS syncs each before it
-acknowledges it and before it writes the next; and of the last one any part, sector by sector, unless it was
-acknowledged. Its index of a stream is not synced with each message: it may be any that there was, cut
-short, or none. That a file has a name is taken for granted, as a file system with a journal sees to when
-the file is synced.
+NATS syncs each message before it acknowledges it and before it writes the next. So its disk has
+kept all messages but the last one written. Of the last one it may have any sectors, unless it was
+acknowledged. The index of a stream is not synced with each message. It may be any earlier one,
+truncated, or missing. File names are assumed to survive, as a journaling file system ensures when
+it syncs a file.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ NAME = "power of NATS lost"
 SECTOR = 512
 CALLERS = 8
 SIZES = (0, 1_000, 90_000, 600_000)
-"""Of records, in bytes: several in a message, and one in several messages."""
+"""Record sizes in bytes: several records in a message, and one record in several messages."""
 MAX_BYTES = 512 * MEBIBYTE
-"""More than any disk takes in the second that is written."""
+"""More than any disk accepts in the second of writing."""
 MESSAGE = struct.Struct("<IQ")
-"""What a stored message begins with: its bytes in all, and its place in the stream."""
+"""The beginning of a stored message: its total bytes, and its sequence in the stream."""
 HAS_HEADERS = 1 << 31
 NO_MESSAGE = 3 << 62
-"""In the place of what is no message any more, or says that one is gone."""
+"""Sequence bits of an entry that is no longer a message, or that marks one as deleted."""
 
 
 @pytest.fixture(scope="module")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Generator[NatsServer]:
-    """One for all tests of this file, which syncs each write."""
+    """One NATS server for all tests of this file, which syncs each write."""
     with nats_server(tmp_path_factory.mktemp("nats")) as server:
         if server.durability != "fsync":
             pytest.skip(f"{find_program()} cannot be told to sync each write")
@@ -64,7 +65,7 @@ class Disk:
     nats: NatsServer
     stream: str
     indexes: list[bytes] = field(default_factory=list[bytes])
-    """Each that there was at a moment that was looked at."""
+    """Every index that was seen."""
 
     @property
     def folder(self) -> Path:
@@ -75,12 +76,12 @@ class Disk:
         return self.folder / "index.db"
 
     def look(self) -> None:
-        """Keeps the index as it is now."""
+        """Keep a copy of the current index."""
         with contextlib.suppress(FileNotFoundError):
             self.indexes.append(self.index.read_bytes())
 
     def lose(self, acknowledged: int, rng: random.Random) -> int:
-        """Leaves what may be left of it; returns how many bytes of messages went, or changed."""
+        """Leave what may survive a power loss; return the number of lost or changed bytes of messages."""
         self.look()
         found = rng.choice([*self.indexes, None, None])
         if found is None:
@@ -94,7 +95,9 @@ class Disk:
 
 
 def end_of_synced(data: bytes, acknowledged: int) -> int:
-    """Up to where a file of messages is certain: to its last one, or beyond where that was acknowledged."""
+    """The offset up to which a message file is certain: its last message, or its end if that was
+    acknowledged.
+    """
     begin = place = 0
     sequence = NO_MESSAGE
     while place + MESSAGE.size <= len(data):
@@ -106,7 +109,7 @@ def end_of_synced(data: bytes, acknowledged: int) -> int:
 
 
 def lose_tail(path: Path, kept: int, rng: random.Random) -> int:
-    """Of what a file has after so many bytes some sectors were written, and its length may be shorter."""
+    """Lose some sectors after the first `kept` bytes of a file, and possibly shorten it."""
     data = bytearray(path.read_bytes())
     length = rng.randint(kept, len(data))
     changed = len(data) - length
@@ -120,18 +123,18 @@ def lose_tail(path: Path, kept: int, rng: random.Random) -> int:
     return changed
 
 
-# What is written to it
+# The writers
 
 
 @dataclass
 class Writing:
-    """Callers that append one record after the other, each when the one before was acknowledged."""
+    """Callers that each append one record after another, waiting for the acknowledgement."""
 
     journal: Any
     rng: random.Random
     told: list[str] = field(default_factory=list[str])
     last: int = 0
-    """The place of the last message that was acknowledged."""
+    """The sequence of the last acknowledged message."""
 
     async def go(self) -> None:
         numbers = itertools.count()
@@ -146,14 +149,14 @@ class Writing:
 
 
 def last_message(stored: Stored) -> int:
-    """Of those that a record is in."""
+    """The last message that contains a part of this record."""
     if isinstance(stored, StoredOutside):
         return max(stored.segment, stored.reference.first + stored.reference.count - 1)
     return stored.segment
 
 
 async def lose_power(nats: NatsServer, rng: random.Random) -> tuple[int, int]:
-    """Once. Returns how many records were acknowledged, and how many bytes were lost."""
+    """Lose power once. Returns the number of acknowledged records, and of lost bytes."""
     store = JetStreamStore(nats)
     disk = Disk(nats, store.stream)
     journal = await store.make(max_bytes=MAX_BYTES)
@@ -163,7 +166,7 @@ async def lose_power(nats: NatsServer, rng: random.Random) -> tuple[int, int]:
     working = asyncio.create_task(writing.go())
     if rng.random() < 0.7:
         await asyncio.sleep(rng.uniform(0.0, 0.3))
-        # It writes its index when it is stopped.
+        # NATS writes its index when it is stopped.
         await asyncio.to_thread(nats.stop)
         disk.look()
         await asyncio.to_thread(nats.start)

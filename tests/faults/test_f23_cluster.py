@@ -1,9 +1,10 @@
-"""F23: kill -9 of each actor of a run that `penstock up` has placed on a Ray cluster of this machine.
+"""F23: SIGKILL for each actor of a run that `penstock up` has placed on a local Ray cluster.
 
-Real training of a tiny model, a real hub and worker, two engine servers around the fake engine. In each
-round every role's actor is killed once, in random order, at a random moment after the one before came back;
-of the two engines one lives at any time. Afterwards the run has gone on to its end, what became of every
-group is decided from the journal and the ledger, and no process is left, of Ray's neither.
+Real training of a tiny model, with a real hub and worker, and two engine servers around the fake
+engine. In each round every role's actor is killed once, in random order, at a random moment after
+the previous one has restarted. One of the two engines is always alive. Afterwards the run has
+completed, the journal and the ledger show what happened to every group, and no process is left,
+including Ray's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.support.clusters import ROLES, all_gone, cluster
 TEST = "tests/faults/test_f23_cluster.py::test_a_run_on_ray_ends_whatever_actor_is_killed"
 WHERE, NAME = "F23 ray", "each actor killed, in random order"
 STEPS_PER_ROUND = 600
-"""More than are made while five processes come back, on quick cores."""
+"""More steps than fast cores make while five processes restart."""
 
 
 @pytest.mark.timeout(7200)

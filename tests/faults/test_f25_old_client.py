@@ -1,8 +1,8 @@
-"""F25: who speaks the protocol of an earlier release works with this server.
+"""F25: a client that speaks the protocol of an earlier release works with this server.
 
-`recorded/protocol-RELEASE.binpb` is what `buf build` made of proto/ at that release. Nothing that was there
-may be taken away or changed (`buf breaking`), and a whole walk by the messages of that release alone, as
-trainer and as agent, gets what it got then. A release adds its own:
+`recorded/protocol-RELEASE.binpb` is what `buf build` made of proto/ at that release. Nothing in it
+may be removed or changed (`buf breaking`). A whole walk as trainer and agent, with only the
+messages of that release, must get the same answers as then. Each release adds its own file:
 
     buf build --exclude-source-info -o tests/faults/recorded/protocol-RELEASE.binpb
 """
@@ -37,7 +37,7 @@ ROLLOUTS, TASKS, TRAINERS = "RolloutService", "TaskService", "TrainerService"
 
 
 class OldClient:
-    """Calls by the messages of a release: what it does not know, it neither sends nor sees."""
+    """Calls with the messages of a release. It neither sends nor sees anything newer."""
 
     def __init__(self, release: str, channel: grpc.aio.Channel) -> None:
         found = descriptor_pb2.FileDescriptorSet()
@@ -48,11 +48,11 @@ class OldClient:
         self._channel = channel
 
     def message(self, name: str, **fields: Any) -> Any:
-        """A message of penstock.v1."""
+        """A message of penstock.v1 as that release defines it."""
         return GetMessageClass(self._pool.FindMessageTypeByName(f"penstock.v1.{name}"))(**fields)
 
     def again(self, message: Any, name: str) -> Any:
-        """One of today's, as the release has it."""
+        """Convert one of today's messages to the release's definition."""
         made = self.message(name)
         made.ParseFromString(message.SerializeToString())
         return made
@@ -91,7 +91,7 @@ class OldClient:
 
 
 async def walk(old: OldClient, name: str, prompt: list[int], step: int) -> None:
-    """Tasks, leases, turns, outcomes, a delivery, a receipt, weights and a refusal."""
+    """Use tasks, leases, turns, outcomes, a delivery, a receipt, weights and a refusal."""
     epoch, version = step, step
     outgoing: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -165,7 +165,7 @@ async def walk(old: OldClient, name: str, prompt: list[int], step: int) -> None:
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
-    """As any client of gRPC reads it."""
+    """Read the reason as any gRPC client can."""
     trailers = dict(error.trailing_metadata() or ())
     status, info = status_pb2.Status(), error_details_pb2.ErrorInfo()
     status.ParseFromString(trailers["grpc-status-details-bin"])

@@ -1,6 +1,8 @@
-"""F2: kill -9 of the server at named points. Nothing that it acknowledged is missing afterwards.
+"""F2: the server is killed with SIGKILL at failpoints. Nothing that it acknowledged is missing
+afterwards.
 
-Asked of the server that comes after it, and at last of what all three sides left, when none of them runs.
+The restarted server is asked first. After all processes have ended, the files of all three sides
+are checked too.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from tests.support.harness import (
 )
 from tests.support.processes import Server, server_process
 
-# The name, and the most hits before the one that kills: not all of them are hit often.
+# Name -> the most hits before the one that kills. Some points are not hit often.
 POINTS = {
     "journal.before_write": 40,
     "journal.before_fsync": 40,
@@ -59,12 +61,12 @@ FIRST = dict.fromkeys([point for point in POINTS if point.startswith("journal.be
     "journal.before_snapshot_fsync": 1,
     "journal.before_snapshot_clean_up": 1,
 }
-"""Where the first hit comes before anybody is served."""
+"""Points whose first hit comes before the server serves any call."""
 GROUPS = 16
 GROUP_SIZE = 2
 GROUPS_PER_STEP = 2
 LEASE_SECONDS = 0.4
-# So that segments fill, and are compacted.
+# Large enough that segments fill and are compacted.
 METADATA_BYTES = 60_000
 
 
@@ -74,27 +76,27 @@ class Told:
 
     tasks: list[str] = field(default_factory=list[str])
     outcomes: dict[str, Any] = field(default_factory=dict[str, Any])
-    """By trajectory."""
+    """By trajectory id."""
     turns: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    """Tokens of the turns whose end was told, by trajectory."""
+    """Tokens of the turns whose end was received, by trajectory id."""
     trained: Counter[str] = field(default_factory=Counter[str])
-    """Tasks, each time that they were trained."""
+    """How often each task was trained."""
     answers: list[Answer] = field(default_factory=list[Answer])
     ledger: list[Step] = field(default_factory=list[Step])
     delivered: dict[str, Group] = field(default_factory=dict[str, Group])
-    """What was trained, as it came."""
+    """Trained groups as they were delivered."""
     step: int = 0
     saved: int = 0
     """The last step in a checkpoint."""
 
     def write_down(self, groups: list[Group]) -> None:
-        """As a trainer does in its ledger."""
+        """Add a step to the ledger, as a trainer does."""
         self.delivered |= {group.group_id: group for group in groups}
         self.ledger.append(step_with(self.step, groups))
 
 
 class Run:
-    """Agents and a trainer, until the server is gone, and again."""
+    """Agents and a trainer that run until the server is gone, and again after its restart."""
 
     def __init__(self, server: Server, rng: random.Random) -> None:
         self._server = server
@@ -110,7 +112,7 @@ class Run:
             yield Wire(channel)
 
     async def submit(self, wire: Any) -> int:
-        """How many were not known yet."""
+        """Submit all tasks; return how many were new."""
         tasks = [
             Task(
                 task_id=f"task{i}",
@@ -126,7 +128,7 @@ class Run:
         return int(answer.accepted_count)
 
     async def agent(self, wire: Any) -> None:
-        """Works on whatever it is leased, for as long as the server lives."""
+        """Work on leased attempts for as long as the server lives."""
         call = wire.LeaseTasks(LeaseTasksRequest(agent_id="agent", concurrency=3))
         async with asyncio.TaskGroup() as working:
             while (given := await call.read()) is not grpc.aio.EOF:
@@ -157,12 +159,12 @@ class Run:
                 )
             )
         except grpc.aio.AioRpcError as error:
-            # A lease that ran out while the machine was busy is somebody else's.
+            # If the lease expired on a busy machine, another agent has the attempt.
             if read_failure(error).reason != "LEASE_EXPIRED":
                 raise
 
     async def train(self, wire: Any, *, until_done: bool = False) -> None:
-        """Takes batches and trains them, saving every other step."""
+        """Take batches and train them, saving every other step."""
         told = self.told
         told.step = told.saved
         self._epoch += 1
@@ -174,7 +176,7 @@ class Run:
         while not (until_done and len(told.trained) == GROUPS):
             delivery = await exchange.receive("delivery", 20)
             if told.trained[delivery.group.task_id]:
-                # A checkpoint contains it, and its receipt was never heard.
+                # A checkpoint contains it, but the server never received its receipt.
                 exchange.send(receipt={"delivery_ids": [delivery.delivery_id], "step": told.step})
                 exchange.send(demand={"group_count": 1})
                 continue
@@ -195,18 +197,18 @@ class Run:
             batch = []
 
     def lose_what_was_not_saved(self) -> None:
-        """The trainer goes on from its checkpoint too."""
+        """Let the trainer resume from its checkpoint too."""
         self.told.trained = Counter(
             {task: count for task, count in self.told.trained.items() if task in self._saved_tasks}
         )
 
     @property
     def _saved_tasks(self) -> set[str]:
-        # Steps are of one size, so those in a checkpoint are the first ones.
+        # All steps have the same size, so a checkpoint contains the first tasks.
         return set(list(self.told.trained)[: self.told.saved * GROUPS_PER_STEP])
 
     def _check(self, group: Any) -> None:
-        """Every sibling is there, with the outcome and the tokens that were told."""
+        """Check that every sibling is there, with the acknowledged outcome and tokens."""
         assert len(group.trajectories) == GROUP_SIZE
         for trajectory in group.trajectories:
             told = self.told.outcomes.get(trajectory.trajectory_id)
@@ -220,7 +222,7 @@ class Run:
                 assert [int(t) for t in codec.token_ids(found)] == tokens
 
     async def check_told(self, wire: Any) -> None:
-        """What was acknowledged is known."""
+        """Check that the server knows everything it acknowledged."""
         if self.told.tasks:
             assert await self.submit(wire) == 0
         for trajectory_id, outcome in self.told.outcomes.items():
@@ -233,7 +235,7 @@ class Run:
             try:
                 found = await wire.GetTrajectory(GetTrajectoryRequest(trajectory_id=trajectory_id))
             except grpc.aio.AioRpcError as error:
-                # Its outcome was durable, though nobody was told, and it is trained or made again.
+                # Its outcome was durable but not acknowledged, and it has since been trained or retried.
                 assert read_failure(error).reason in ("TRAJECTORY_CLOSED", "LEASE_EXPIRED"), error
                 continue
             segment = found.trajectory.segments[-1]
@@ -242,11 +244,11 @@ class Run:
 
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 BROKE_WHILE_WRITING = "Internal error from Core"
-"""What grpc makes, on the caller's side, of a connection that ends while it hands over a message."""
+"""grpc's error on the caller's side for a connection that ends while it sends a message."""
 
 
 async def until_lost(work: list[Any]) -> None:
-    """Runs everything until the server is gone, which each of them notices in its way."""
+    """Run all of these until the server is gone. Each notices in a different way."""
     tasks = [asyncio.ensure_future(item) for item in work]
     await asyncio.gather(*tasks, return_exceptions=True)
     for task in tasks:
@@ -264,7 +266,7 @@ async def until_lost(work: list[Any]) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Every record that a killed server left is whole."""
+    """Check that every record left by a killed server is whole."""
     for _ in read_records(find_files(folder / "journal"), Reading()):
         pass
 
@@ -272,7 +274,7 @@ def check_files(folder: Path) -> None:
 async def kill_at(
     folder: Path, point: str, rng: random.Random, journal: tuple[str, ...] | None = None
 ) -> None:
-    """One life that ends there, and the next; `journal` names one that is not in the folder."""
+    """One life that ends at this point, and the next. `journal` names one outside the folder."""
     folder.mkdir()
     settings = (
         f"leases.seconds={LEASE_SECONDS}",

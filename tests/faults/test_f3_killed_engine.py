@@ -1,7 +1,8 @@
-"""F3: kill -9 an engine in mid-turn. The continued turns are those of a run in which nothing happened.
+"""F3: an engine is killed with SIGKILL mid-turn. The continued turns equal those of an undisturbed
+run.
 
-The server ends with its engine and is started again over its journal, as a supervisor does it; the callers
-are `penstock.client`, which goes on by itself.
+The server ends with its engine and is restarted with its journal, as a supervisor would. The
+callers use `penstock.client`, which continues turns without their help.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from tests.support.processes import ENVIRONMENT, Server, engines_of, server_proc
 TRAJECTORIES = 6
 VLLM_COUNT = 3
 PATIENCE = Patience(reconnect_seconds=300.0)
-"""vLLM's start takes a minute and more of a busy machine."""
+"""Starting vLLM takes a minute or more on a busy machine."""
 TEST = "tests/faults/test_f3_killed_engine.py::"
 
 
 @dataclass(frozen=True)
 class Script:
-    """What one caller says and asks for."""
+    """The prompts and turn lengths of one caller."""
 
     trajectory_id: str
     prompt: list[int]
@@ -54,7 +55,7 @@ class Script:
         return cls(trajectory_id, some(), observations, lengths, rng.random() < 0.5)
 
     def expected(self) -> list[list[int]]:
-        """The turns of the fake engine, never interrupted."""
+        """The turns of an undisturbed fake engine."""
         context, turns = list(self.prompt), []
         for index, length in enumerate(self.lengths):
             context += self.observations[index - 1] if index else []
@@ -64,7 +65,7 @@ class Script:
         return turns
 
     async def run(self, client: Client) -> list[list[int]]:
-        """Takes the turns, and closes; returns what the caller got."""
+        """Take the turns and close; return the tokens that the caller received."""
         trajectory = client.trajectory(self.trajectory_id, resume_aborted=True)
         turns: list[list[int]] = []
         for index, length in enumerate(self.lengths):
@@ -93,7 +94,7 @@ class Script:
 
 @contextlib.asynccontextmanager
 async def kept_running(server: Server) -> AsyncGenerator[None]:
-    """Starts a server again whenever it has ended with its engine."""
+    """Restart a server whenever it has ended with its engine."""
 
     async def keep() -> None:
         while True:
@@ -145,7 +146,7 @@ async def test_a_killed_engine_costs_no_token(tmp_path: Path, report: Report) ->
 async def vllm_process(
     folder: Path, model: Path, port: HeldPort
 ) -> AsyncGenerator[tuple[Process, str]]:
-    """`penstock serve`, greedy enough for a comparison."""
+    """`penstock serve` with options that make its output comparable."""
     serves = FirstMatch(SERVING)
     command = Command(
         "server",
@@ -166,7 +167,7 @@ async def vllm_process(
 
 
 def engine_of(server_pid: int) -> int:
-    """The process id of vLLM's engine: the child that says so in its name."""
+    """The process id of vLLM's engine, found by its process name."""
     (engine,) = engines_of(server_pid)
     return engine.pid
 

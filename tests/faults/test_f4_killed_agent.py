@@ -1,4 +1,4 @@
-"""F4: kill -9 an agent. What it worked on is leased again, and no place is held past its lease."""
+"""F4: an agent is killed with SIGKILL. Its attempts are leased again, and none is held past its lease."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_what_a_killed_agent_held_is_leased_again(tmp_path: Path, report: 
             held = site.held_by(victim)
             process.kill()
             held_in_all += len(held)
-            # The kernel closes its connections, so that only the grace of its leases is left.
+            # The kernel closes its connections, so only the grace of its leases remains.
             await site.lets_go(held, GRACE_SECONDS + MARGIN_SECONDS)
             await process.wait()
             site.start()

@@ -1,6 +1,8 @@
-"""F5: SIGSTOP each role for a while. Nothing is lost, and what a replaced trainer says late is refused.
+"""F5: each role is stopped with SIGSTOP for a while. Nothing is lost, and late messages of a
+replaced trainer are refused.
 
-Several are stopped at a time, each for a while of its own: whoever stands still costs nothing but time.
+Several are stopped at the same time, each for a different while. A stopped role must cost nothing
+but time.
 """
 
 from __future__ import annotations
@@ -41,17 +43,17 @@ from tests.support.processes import Server, server_process, stopped
 FILE = "tests/faults/test_f5_stopped.py::"
 ROOMY = {"max_lag": 1_000, "groups_per_step": 1_000}
 ROLES = 3
-"""Of the faults of the table each role has its part."""
+"""The roles share the count of the table."""
 AT_ONCE = 6
 KEEPALIVE_SECONDS = 10.0
-"""A connection that is silent for longer may be closed by its other end."""
+"""Either end may close a connection that is silent for longer."""
 
 Pause = Callable[[random.Random], float]
 
 
 @pytest.fixture
 def pause(report: Report, pytestconfig: pytest.Config) -> Pause:
-    """How long a process stands still."""
+    """How long a process is stopped."""
     longest = min(60.0, pytestconfig.getoption("fault_seconds"))
 
     def seconds(rng: random.Random) -> float:
@@ -61,7 +63,7 @@ def pause(report: Report, pytestconfig: pytest.Config) -> Pause:
 
 
 class Stops:
-    """How often, and how many at a time."""
+    """How many stops there are, and how many at a time."""
 
     def __init__(self, report: Report, role: str, test: str) -> None:
         self._report, self._role, self._test = report, role, test
@@ -70,7 +72,7 @@ class Stops:
         self._batches = -(-wanted // self.at_once)
 
     async def make(self, one: Callable[[int, random.Random], Awaitable[None]]) -> None:
-        """Calls `one` with the number of its place and a randomness of its own."""
+        """Call `one` with the number of each stop and a separate random generator."""
 
         async def batch(rng: random.Random) -> None:
             seeds = [rng.random() for _ in range(self.at_once)]
@@ -139,7 +141,7 @@ async def test_what_was_renewed_while_the_server_stood_still_is_kept(tmp_path: P
         closed = await wire.CompleteTrajectory(
             CompleteTrajectoryRequest(trajectory_id=held, outcome=outcome)
         )
-        # Made again as any failed attempt is, and not by a lease that had run out.
+        # Retried like any failed attempt, and not because its lease expired.
         assert closed.retried
         leases.cancel()
 
@@ -157,7 +159,7 @@ async def test_what_a_stopped_agent_held_is_leased_again_and_counts_once(
             await asyncio.sleep(rng.uniform(0.0, 0.4))
             with stopped(victims[place].pid):
                 await asyncio.sleep(pause(rng))
-            # What it says late of leases that were given to another is refused.
+            # Its late messages about leases that moved to another agent are refused.
             await site.all_done()
 
         await stops.make(stop)
@@ -193,7 +195,7 @@ async def test_what_a_replaced_trainer_says_late_is_refused(
 
 
 async def _accepted(harness: Harness, epoch: int, count: int) -> list[Answer]:
-    """So many groups, closed; as their agent writes it down."""
+    """Make `count` accepted groups; return their agent's log."""
     found: list[Answer] = []
     for name in (f"{epoch}-{index}" for index in range(count)):
         turn = await harness.generate(name, group_id=name, group_size=1)
@@ -204,8 +206,11 @@ async def _accepted(harness: Harness, epoch: int, count: int) -> list[Answer]:
 
 
 async def _replace(harness: Harness, epoch: int, groups: int, seconds: float) -> Step:
-    """One trainer takes groups and stands still; another takes over; the first goes on to speak. Returns
-    the step of the one that comes after them."""
+    """One trainer takes groups and stops; another takes over; then the first one continues and
+    sends.
+
+    Returns the step of the trainer that follows them.
+    """
     late = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.faults.late_trainer"),
         *(harness.address, str(epoch), str(groups)),
@@ -222,8 +227,8 @@ async def _replace(harness: Harness, epoch: int, groups: int, seconds: float) ->
             assert len(await _delivered(newer, groups)) == groups
             await asyncio.sleep(seconds)
         said = (await late.stdout.read()).decode().splitlines()
-        # Of a connection that was closed meanwhile the stream's status may be lost with it. What the
-        # trainer says by a new one is refused all the same.
+        # If the connection was closed meanwhile, the stream's status may be lost with it. Messages
+        # on a new connection are still refused.
         assert said[0] == "SESSION_REPLACED" or (seconds > KEEPALIVE_SECONDS and not said[0])
         assert said[1:] == ["STALE_EPOCH"]
     finally:
@@ -231,20 +236,21 @@ async def _replace(harness: Harness, epoch: int, groups: int, seconds: float) ->
             late.kill()
         await late.wait()
     newer.half_close()
-    # Its receipts made nothing final: whoever comes next is given the same groups, and uses them up.
+    # Its receipts made nothing final: the next trainer gets the same groups and uses them.
     newest = await hello(harness.wire, epoch + 2, **ROOMY)
     used = await _delivered(newest, groups, step=epoch)
     assert len(used) == groups
     info = await harness.wire.GetServerInfo(GetServerInfoRequest())
     assert (info.active_weight_version, list(info.staged_weight_versions)) == (0, [])
     newest.half_close()
-    # What was sent is acted upon before the stream ends, not before another call is answered.
+    # The server handles the stream's messages before the stream ends, but not before other calls
+    # are answered.
     assert await newest.call.read() is grpc.aio.EOF
     return Step(epoch, tuple(sorted(used)))
 
 
 async def _delivered(trainer: Any, count: int, step: int = 0) -> set[str]:
-    """Takes so many groups, and returns their ids; with a step they are used by it, for good."""
+    """Take `count` groups; return their ids. With a step, use them for it and make them final."""
     trainer.send(demand={"group_count": count})
     deliveries = [await trainer.receive("delivery") for _ in range(count)]
     if step:

@@ -1,8 +1,8 @@
 """F6: the network goes dark in the middle of a run, for seconds, and comes back.
 
-The server is in a network namespace, behind a link that is set down: packets are lost without a word.
-Nothing is closed, so that only the keepalive can tell. Agents and trainer are at the other end, with a
-stream that is idle. Afterwards the run has ended, and every group was trained once.
+The server is in a network namespace, behind a link that is set down, so that packets are lost
+silently. No connection is closed, so only the keepalive can detect it. Agents and trainer are at
+the other end, with one idle stream. Afterwards the run has ended, and every group was trained once.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ async def test_darkness(tmp_path: Path, report: Report, request: pytest.FixtureR
 async def happen(
     server: ServerProcess, inside: Namespace, rng: random.Random, seconds: float, groups: int
 ) -> float:
-    """One run with one darkness; how long the idle stream took to notice it, zero where it did not."""
+    """One run with one darkness. Returns how long the idle stream took to notice it; 0 if it did not."""
     workload = Workload(server.address, groups)
     connected = asyncio.Event()
     idle = asyncio.create_task(wait_for_nothing(server.address, connected))
@@ -120,7 +120,7 @@ async def happen(
 
 
 async def wait_for_nothing(address: str, connected: asyncio.Event) -> None:
-    """Returns when a stream on which nothing happens is known to be lost."""
+    """Return when an idle stream is detected as lost."""
     options = client_options(own_connection=True)
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         await Wire(channel).GetServerInfo(GetServerInfoRequest(), wait_for_ready=True)

@@ -1,9 +1,8 @@
 """F7: a network that delays, throttles, resets, closes, cuts, goes dark and flips bits.
 
-Real clients talk to a server process through a TCP proxy that spoils what goes through (`proxy`). Where
-bytes are late, or connections end, in whatever way: the run ends, every group is trained once, and
-every token is the one that was sampled. Where bits flip, plaintext gRPC cannot know: see
-`test_flipped_bits`.
+Real clients talk to a server process through a TCP proxy (`proxy`). If bytes are late, or
+connections end in any way, the run still ends, every group is trained once, and every token is the
+one that was sampled. Plaintext gRPC cannot detect flipped bits: see `test_flipped_bits`.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ GROUPS = 6
 LEASES = ("leases.grace_seconds=1", "leases.seconds=5", "leases.max_attempts=1000")
 SPOILED_SECONDS = 5.0
 ASTRAY_SECONDS = 5.0
-"""After which an upload is given up here: the server is idle, and each takes a millisecond."""
+"""Time after which an upload is given up here. The server is idle, and an upload takes a millisecond."""
 LIMIT_SECONDS = 90
 FILES = 6
 NOTICED_SECONDS = (KEEPALIVE_INTERVAL_MS + KEEPALIVE_TIMEOUT_MS) / 1000
 SLACK_SECONDS = 1.0
-"""A timer that is due while two cores are busy is late."""
+"""Tolerance for timers on two busy cores."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[ServerProcess]
         yield process
 
 
-# What goes wrong, again and again, while the run lasts.
+# Disturbances, repeated for as long as the run lasts
 
 Trouble = Callable[[Proxy, random.Random], Awaitable[None]]
 
@@ -97,7 +96,7 @@ async def cuts(proxy: Proxy, rng: random.Random) -> None:
 
 
 async def dark(proxy: Proxy, rng: random.Random) -> None:
-    """Both ways, or one; then what was held back arrives after all."""
+    """Go dark in one or both directions. Afterwards the held bytes still arrive."""
     await asyncio.sleep(rng.uniform(0.02, 0.3))
     for way in rng.choice(([Way.UP], [Way.DOWN], list(Way))):
         proxy.conditions[way].go_dark()
@@ -135,7 +134,7 @@ TROUBLES: tuple[Trouble, ...] = (
 
 @contextlib.asynccontextmanager
 async def troubled(proxy: Proxy, rng: random.Random, trouble: Trouble) -> AsyncGenerator[None]:
-    """Trouble for as long as this lasts."""
+    """Repeat the disturbance until the end of the block."""
 
     async def go_on() -> None:
         while True:
@@ -158,7 +157,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     report = report_of(metafunc.config)
     chosen = TROUBLES
     if report.count is None:
-        # Two in each run of the tests, all over many.
+        # Two in each test run, so that over many runs all are used.
         chosen = (random.Random(report.seed).choice(TROUBLES[:-1]), everything)
     metafunc.parametrize("trouble", chosen, ids=[trouble.__name__ for trouble in chosen])
 
@@ -191,23 +190,23 @@ async def test_a_run(
 
 
 async def files_closed(server: ServerProcess, files: int) -> None:
-    """The server has as few open as before."""
+    """Wait until the server has as few open files as before."""
     async with asyncio.timeout(20):
         while server.footprint().files > files + FILES:
             await asyncio.sleep(0.1)
 
 
 async def test_flipped_bits(tmp_path: Path, report: Report, request: pytest.FixtureRequest) -> None:
-    """What a flipped bit can do in plaintext: never crash, never hang, never change weights.
+    """A flipped bit in plaintext never causes a crash, a hang, or changed weights.
 
-    TCP's own checksum is what finds it on a real network, and TLS where that is not enough. Tokens have no
-    checksum of their own: one that changed on the way is another token.
+    On a real network TCP's checksum detects it, and otherwise TLS. Tokens have no separate
+    checksum, so a bit that flips in transit can turn one token into another.
     """
     flipped, refused = 0, 0
 
     async def happen(rng: random.Random) -> None:
         nonlocal flipped, refused
-        # A server for each: a flipped epoch or version is one that nobody can surpass.
+        # A server for each case, because a flipped epoch or version can be one that no later one exceeds.
         async with harness.serve(tmp_path) as running, proxying(running.port, rng) as proxy:
             for version in range(1, 4):
                 refused += not await upload_spoiled(proxy, version)
@@ -217,7 +216,7 @@ async def test_flipped_bits(tmp_path: Path, report: Report, request: pytest.Fixt
                 b"".join(tensor.tobytes() for tensor in weights_of(version).values())
                 for version in range(4)
             }
-            # A version is what its number says, or a flipped bit changed that number; its bytes are right.
+            # A flipped bit may change a version's number, but the bytes are those of some version.
             assert {bytes(payload) for payload in running.engine.payloads} <= wanted
             turn = await running.generate("after")
             assert set(turn.versions) == {running.serving.switch.active_version}
@@ -250,7 +249,7 @@ async def test_flipped_bits(tmp_path: Path, report: Report, request: pytest.Fixt
 async def test_flipped_bits_under_tls(
     tmp_path: Path, report: Report, request: pytest.FixtureRequest
 ) -> None:
-    """There every one of them is a lost connection, and those lose nothing."""
+    """With TLS, every flipped bit is a lost connection, which loses nothing."""
     certificate, key = write_certificate(tmp_path, "server", server_certificate())
     ca = tmp_path / "ca.pem"
     authority().cert_pem.write_to_path(str(ca))
@@ -281,7 +280,7 @@ async def test_flipped_bits_under_tls(
 async def test_darkness_is_noticed(
     server: ServerProcess, report: Report, request: pytest.FixtureRequest
 ) -> None:
-    """By callers that wait for nothing in particular, and by the server, within the keepalive's time."""
+    """Idle callers and the server both notice a dark network within the keepalive's time."""
     if report.count is None:
         pytest.skip("takes as long as the keepalive: make faults")
     count = min(report.count, 100)
@@ -300,12 +299,12 @@ async def test_darkness_is_noticed(
 async def notice(
     server: ServerProcess, proxy: Proxy, count: int, rng: random.Random
 ) -> tuple[float, float]:
-    """Opens lease streams at different moments, then darkness; how long callers and server took."""
+    """Open lease streams at different moments, then go dark. Returns how long callers and server took."""
     clock = asyncio.get_running_loop().time
     leased, noticed = asyncio.Event(), list[float]()
     async with grpc.aio.insecure_channel(server.address, options=client_options()) as direct:
         wire = Wire(direct)
-        # Another run: what others left is gone.
+        # A new run, so that the server drops what other tests left.
         await hello(wire, 1 << 61, run_id=f"dark-{rng.random()}", max_lag=100, groups_per_step=100)
         task = Task(task_id="dark", group_size=1, tokens=sequence([1]))
         await wire.SubmitTasks(SubmitTasksRequest(tasks=[task]))
@@ -327,7 +326,8 @@ async def notice(
         async with watched_lateness() as lateness:
             proxy.go_dark()
             begun = clock()
-            # Who is not in the dark gets the attempt, as soon as the server knows and the grace is over.
+            # A caller outside the darkness gets the attempt, once the server has noticed and the
+            # grace is over.
             async for lease in wire.LeaseTasks(LeaseTasksRequest(agent_id="lit", concurrency=1)):
                 assert lease.task.task_id == "dark"
                 break
@@ -343,7 +343,7 @@ async def notice(
 
 
 def test_a_proxy_that_spoils_nothing_is_not_noticed(request: Any) -> None:
-    """Kept with the tests that rely on it: see test_a_run for one that spoils."""
+    """Checks the proxy without disturbances; test_a_run uses it with them."""
 
     async def talk() -> bytes:
         async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

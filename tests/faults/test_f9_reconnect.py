@@ -1,7 +1,7 @@
-"""F9: a thousand clients lose their connections at the same moment, and are back in seconds.
+"""F9: a thousand clients lose their connections at the same moment, and reconnect within seconds.
 
-Each has a connection of its own through a proxy that resets all of them at once, an open stream of
-leases, and asks again as soon as it is cut off.
+Each has its own connection through a proxy that resets all of them at once, and an open stream of
+leases. Each asks again as soon as it is cut off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BACK_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0
 FILES = 6
 STARTING = 50
-"""Clients that connect at a time at the beginning, which is not what is measured."""
+"""How many clients connect at a time at the start, which is not measured."""
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +36,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[ServerProcess]
 
 
 class Crowd:
-    """Clients with a stream each, and when each was last told something."""
+    """Clients with a stream each, and the set of those that are connected."""
 
     def __init__(self, address: str, count: int) -> None:
         self._address = address
         self._starting = asyncio.Semaphore(STARTING)
         self.count = count
         self.there: set[int] = set()
-        """Those that have an answer and an open stream since the last reset."""
+        """Clients that have an answer and an open stream since the last reset."""
         self.all_there = asyncio.Event()
         self.lost = 0
 
     async def client(self, number: int) -> None:
-        """One of them, for as long as it is let."""
+        """Run one client until it is cancelled."""
         options = client_options(own_connection=True)
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
             wire = Wire(channel)
@@ -69,7 +69,9 @@ class Crowd:
                     self.lost += 1
 
     async def cut(self, proxy: Proxy) -> float:
-        """Resets everybody; seconds until the last is back, less what this process was late by itself."""
+        """Reset all connections. Returns the seconds until the last is back, without this process's
+        lateness.
+        """
         self.there.clear()
         self.all_there.clear()
         clock = asyncio.get_running_loop().time
@@ -114,7 +116,7 @@ async def test_reconnect(
 
 
 async def files_at_most(server: ServerProcess, files: int) -> None:
-    """Connections that are being closed are soon closed."""
+    """Wait for closing connections to be closed."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while server.footprint().files > files:
             await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What counts as growth over a soak: a leak does, and levels that come and go do not."""
+"""What counts as growth over a soak: leaks do, and levels that come and go do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 def hopping(count: int, seed: int, every: int | None = None) -> Sequence[int]:
-    """One file or two at a time, by chance, and one more for good after each `every` updates."""
+    """One file or two at random, and one more permanently after each `every` updates."""
     rng = random.Random(seed)
     share = LEVELS[seed % len(LEVELS)]
     begun = rng.randrange(every) if every else 0
@@ -38,7 +38,7 @@ def test_a_leak_is_growth_whatever_comes_and_goes(count: int, every: int) -> Non
 
 
 def test_two_files_lost_in_a_short_soak_mostly_show() -> None:
-    """As many as one that comes and goes can hide, where it happens to be there at the wrong times."""
+    """Two, because a file that comes and goes can by chance hide a single lost file."""
     found = sum(growth(hopping(20, seed, 10)) > NOISE for seed in range(SEEDS))
     assert found > 0.7 * SEEDS
 

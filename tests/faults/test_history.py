@@ -1,4 +1,4 @@
-"""The history checker finds what was planted, and nothing in what is right."""
+"""The history checker finds every planted violation, and reports none in a correct history."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_trajectory(rng: random.Random, group_id: str, index: int, retry: int) -
 
 
 def make_history(rng: random.Random) -> History:
-    """A run in which nothing went wrong: retries, restarts of the trainer, groups left over."""
+    """A run without violations, with retries, trainer restarts and leftover groups."""
     groups: dict[str, Group] = {}
     answers: list[Answer] = []
     for number in range(rng.randint(4, 10)):
@@ -67,7 +67,7 @@ def make_history(rng: random.Random) -> History:
                     runs=tuple(run for run in trajectory.runs if run.version is not None),
                 )
             )
-    # Trained two by two; now and then the trainer falls back to its checkpoint.
+    # Groups are trained two at a time. Sometimes the trainer falls back to its checkpoint.
     ledger: list[Step] = []
     used: dict[str, int] = {}
     waiting, step, final = list(groups), 0, 0
@@ -99,7 +99,7 @@ def make_step(step: int, groups: list[Group]) -> Step:
 
 
 def trained(history: History, rng: random.Random) -> tuple[int, Step, str]:
-    """A step that survives, where it is in the ledger, and a group of it."""
+    """A surviving step with its index in the ledger, and one of its groups."""
     step = rng.choice(lineage(history.ledger))
     at = max(index for index, found in enumerate(history.ledger) if found == step)
     return at, step, rng.choice(step.group_ids)
@@ -113,7 +113,7 @@ def without(history: History, at: int, step: Step, group_id: str) -> History:
 
 
 def used_up(history: History, rng: random.Random) -> tuple[int, Step, str]:
-    """As `trained`, of steps whose groups do not wait again, as they do where the trainer fell back."""
+    """As `trained`, but only steps whose groups do not wait again after a fallback of the trainer."""
     known = [step for step in lineage(history.ledger) if set(step.group_ids) <= set(history.used)]
     assume(known)
     step = rng.choice(known)
@@ -172,7 +172,7 @@ def change_an_outcome(history: History, rng: random.Random) -> History:
 
 
 def keep_a_failure(history: History, rng: random.Random) -> History:
-    """An attempt that was made again is in its group after all."""
+    """Plant a retried attempt that is in its group after all."""
     group = rng.choice(list(history.groups.values()))
     extra = Trajectory("failed", 99, "failure")
     changed = replace(group, trajectories=(*group.trajectories, extra))

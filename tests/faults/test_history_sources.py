@@ -1,4 +1,4 @@
-"""The history of a real run, read from what it leaves on the disk."""
+"""The history of a real run, read from the files that it leaves."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ async def test_the_history_of_a_run_is_in_its_journal(tmp_path: Path) -> None:
     history = history_of(journal, workload.ledger, workload.answers)
     assert len(history.used) == GROUPS
     assert violations(history, explain_fake) == []
-    # A trainer that lost its last step without telling: nobody would deliver those groups again.
+    # A trainer that silently lost its last step: the server would not deliver those groups again.
     lost = history_of(journal, [*workload.ledger[:-1], Step(GROUPS, ())], workload.answers)
     assert {found.kind for found in violations(lost)} == {Kind.LOST}
-    # One that fell back to its last checkpoint and was not given them yet.
+    # A trainer that fell back to its last checkpoint and has not received them again yet.
     earlier = history_of(journal, workload.ledger[:-1], workload.answers)
     assert set(workload.ledger[-1].group_ids) == {v.subject for v in violations(earlier)}
 

@@ -1,4 +1,4 @@
-"""The page of the fault suite is what its files say, and its results keep what other runs found."""
+"""The page of the fault suite matches its files, and new results keep those of other runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_was_skipped_is_said() -> None:
     skipped = replace(SURVIVED, fault="F6", count=0, skipped="needs root")
     page = render([skipped], "here", [])
     assert "- F6, resets: needs root" in page
-    # And what nothing is known of.
+    # Faults without any result are listed too.
     assert "- F23, kill -9 of the actors of a run on Ray: no result is kept here" in page
     assert "- F6, the network" not in page
 

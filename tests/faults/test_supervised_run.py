@@ -1,7 +1,7 @@
 """A whole run under `penstock up`, whose processes are killed at random all the time.
 
-Real training of a tiny model, real workers, the fake engine's server over its journal. What became of every
-group is decided afterwards, from the journal and the trainer's ledger alone.
+Real training of a tiny model, real workers, and the fake engine's server with its journal. What
+happened to every group is decided afterwards, from the journal and the trainer's ledger alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.faults.report import Report
 TEST = "tests/faults/test_supervised_run.py::test_a_run_ends_whatever_is_killed"
 STEPS_PER_KILL = 12
 QUIET_SECONDS = 120.0
-"""Without a step for so long, it hangs."""
+"""A run without a new step for this long is considered stuck."""
 
 FILE = """
 [up]
@@ -74,14 +74,14 @@ VICTIMS = {"server": "tests.support.fake_serve", "worker": "rollout", "trainer":
 
 @dataclass
 class Watched:
-    """A run, and the steps it has made."""
+    """A run, and the number of its steps."""
 
     folder: Path
     process: Process
     stepped: asyncio.Event = field(default_factory=asyncio.Event)
 
     def pids(self, command: str) -> list[int]:
-        """Those of its processes that have this on their command line."""
+        """Its processes with this command on their command line."""
         found: list[int] = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -93,7 +93,7 @@ class Watched:
         return found
 
     def kill(self, rng: random.Random) -> bool:
-        """Kills one role, if it runs just now."""
+        """Kill one random role, if it is running at the moment."""
         killed = False
         for pid in self.pids(VICTIMS[rng.choice(list(VICTIMS))]):
             with contextlib.suppress(ProcessLookupError):
@@ -135,7 +135,7 @@ async def test_a_run_ends_whatever_is_killed(tmp_path: Path, report: Report, way
             await asyncio.wait_for(run.stepped.wait(), QUIET_SECONDS)
             await asyncio.sleep(rng.uniform(0.0, 1.0))
             killed += run.kill(rng)
-            # Now and then another before the first one is back.
+            # Sometimes kill another role before the first one is back.
             if rng.random() < 0.3:
                 await asyncio.sleep(rng.uniform(0.0, 3.0))
                 killed += run.kill(rng)

@@ -1,12 +1,12 @@
-"""Weight updates under load: no token mislabelled, no turn lost, no memory that grows.
+"""Weight updates under load: no mislabelled token, no lost turn, no growing memory.
 
     make soak UPDATES=200
 
-Trajectories of one to three turns run all the while, some of them stopped by their callers and gone on
-with. Meanwhile versions come as whole payloads, files and differences, are switched to at once or when the
-trainer's stream asks for them, under every in-flight policy; and now and then an upload is one of F10's
-faults. Afterwards each token is explained by the version on its label: computed again where the engine is
-the fake, scored by Hugging Face's own forward where it is vLLM.
+Trajectories of one to three turns run continuously, and callers stop and continue some of them.
+Meanwhile versions arrive as whole payloads, files and deltas. They are switched to at once or on
+request of the trainer's stream, under every in-flight policy. Some uploads are F10's faults.
+Afterwards each token is explained by the version on its label. With the fake engine it is
+recomputed; with vLLM it is scored by Hugging Face's own forward pass.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ LENGTHS = 320
 RESIDENT_GROWTH = 8 << 20
 SHARED_GROWTH = 64 << 10
 FILES_GROWTH = 2
-"""What each process may grow by from one half of the updates to the other, as `growth` has it. Noise, that
-is: pages that the allocator has not given back yet, a connection that is being closed."""
+"""The most that each process may grow from one half of the updates to the other, by `growth`. It
+covers noise: memory that the allocator has not returned yet, and connections that are being closed.
+"""
 
 
 @dataclass
 class Soaked:
-    """What a soak brought."""
+    """The results of a soak."""
 
     sources: Counter[str] = field(default_factory=lambda: Counter[str]())
     pauses: dict[str, list[float]] = field(
@@ -95,9 +96,9 @@ async def check_soak(site: Site, report: Report, path: Path, test: str) -> None:
 
 
 async def survive(site: Site, report: Report, path: Path, soaked: Soaked) -> int:
-    """The soak, and everything that has to be so afterwards; returns how many tokens were explained."""
+    """Run the soak and check everything afterwards; return the number of explained tokens."""
     rng = random.Random(report.seed)
-    # What the libraries hold would be looked through at each update, and take longer than the update.
+    # Without this, each update would traverse the libraries' objects, which takes longer than the update.
     gc.collect()
     gc.freeze()
     try:
@@ -110,7 +111,7 @@ async def survive(site: Site, report: Report, path: Path, soaked: Soaked) -> int
     site.check_held(site.active)
     table = [f"soak {site.name}, seed {report.seed}", *pause_table(soaked)]
     try:
-        # Not while it runs: it would take the time of what is measured.
+        # Only after the soak, because this takes CPU time from what is measured.
         counts = explain_all(site, path)
         found = "; ".join(f"{count} {name}" for name, count in counts.items())
         table.append(f"{found}; mislabelled: 0")
@@ -122,7 +123,7 @@ async def survive(site: Site, report: Report, path: Path, soaked: Soaked) -> int
 
 
 def figures_of(site: Site, soaked: Soaked, tokens: int) -> str:
-    """What the report says of a soak that was survived."""
+    """The figures for the report of a survived soak."""
     pauses = [1e3 * pause for found in soaked.pauses.values() for pause in found]
     p50, p99 = percentile(pauses, 0.5), percentile(pauses, 0.99)
     lost = site.trajectories.started - site.trajectories.ended
@@ -140,14 +141,14 @@ def figures_of(site: Site, soaked: Soaked, tokens: int) -> str:
 async def soak(
     site: Site, rng: random.Random, updates: int, file: BinaryIO, soaked: Soaked
 ) -> None:
-    """That many updates that succeed, and some uploads that do not."""
+    """Make `updates` successful updates, and some uploads that fail."""
     await warm(site, rng, updates)
     over = asyncio.Event()
 
     async def run(worker: random.Random) -> None:
         while not over.is_set():
             seen = await site.trajectories.run(worker, 24)
-            # To the disk: what is kept here would look like memory that grows.
+            # Write to disk, because data kept here would look like growing memory.
             pickle.dump(seen, file)
 
     async with asyncio.TaskGroup() as group:
@@ -169,8 +170,10 @@ async def soak(
 
 
 async def warm(site: Site, rng: random.Random, updates: int) -> None:
-    """Fills what grows only up to a bound: trajectories kept when they are over, the engine's cache, and
-    what its kernels keep for each number of tokens in a step, and its loaders for each source.
+    """Fill everything that grows only up to a bound.
+
+    These are the closed trajectories that are kept, the engine's cache, what its kernels keep for
+    each number of tokens in a step, and its loaders for each source.
     """
 
     async def turn(length: int) -> None:
@@ -186,7 +189,7 @@ async def warm(site: Site, rng: random.Random, updates: int) -> None:
 
 
 async def upload(site: Site, rng: random.Random, soaked: Soaked) -> bool:
-    """One upload at random; whether a version that it brought is active."""
+    """Make one random upload. Returns whether its version is active."""
     source = rng.choice(list(Source))
     name = rng.choice([name for name, (_, sources) in FAULTS.items() if source in sources])
     faulty = rng.random() < FAULTY
@@ -206,7 +209,7 @@ async def upload(site: Site, rng: random.Random, soaked: Soaked) -> bool:
 
 
 def explain_all(site: Site, path: Path) -> Counter[str]:
-    """Explains every token; returns what there was."""
+    """Explain every token; return counts of what there was."""
     counts: Counter[str] = Counter()
     for seen in read(path):
         assert seen.sampled == sorted(seen.sampled)
@@ -220,13 +223,13 @@ def explain_all(site: Site, path: Path) -> Counter[str]:
         if versions > 1 and counts["of several versions"] % 10 == 0:
             counts["false labels tried"] += 1
             counts["found out"] += is_found_out(site, falsely_labelled(seen))
-    # By chance two versions may give one token nearly the same log-probability.
+    # Two versions can happen to give a token nearly the same log-probability.
     assert counts["found out"] >= 0.9 * counts["false labels tried"]
     return counts
 
 
 def falsely_labelled(seen: Seen) -> Seen:
-    """The same with one wrong label: the last token of a version carries the one after it."""
+    """A copy with one wrong label: the last token of a version gets the next version."""
     other = copy.deepcopy(seen)
     found = runs(seen)
     at = next(i for i, (first, second) in enumerate(pairwise(found)) if first[2] != second[2])

@@ -1,4 +1,4 @@
-"""What processes begin with that trainers are forked from: `trainer_processes`, `rank_nursery`."""
+"""The imports of the processes from which trainers are forked: `trainer_processes`, `rank_nursery`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def load(model: str) -> None:
-    """Everything that takes long, and nothing that begins a thread or reads the environment."""
+    """Import everything slow that starts no thread and reads no environment."""
     import grpc.aio
     import peft
     import tensorboard.summary
@@ -24,7 +24,7 @@ def load(model: str) -> None:
     import penstock.trainer.weights.payload
 
     assert grpc.aio and peft and tensorboard.summary and penstock.trainer.weights.payload
-    # Failpoints are read as the module is loaded.
+    # Failpoints are read when their module is imported.
     assert "penstock.common.failpoints" not in sys.modules
 
 

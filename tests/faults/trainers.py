@@ -1,8 +1,8 @@
-"""Trainers that live to be killed, the server they talk to, and what is true of any run however it went.
+"""Trainers that tests kill, their server, and checks that hold for any run, however it went.
 
-The server and its worker are in this process, around the fake engine; each trainer is a process of its
-own, which trains a tiny model (see `trainer_processes`). What a run trained on is read from its ledger
-alone, and compared with what the server accepted.
+The server and its worker are in this process, around the fake engine. Each trainer is a separate
+process that trains a tiny model (see `trainer_processes`). The ledger alone shows what a run
+trained on. It is compared with what the server accepted.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from tests.trainer.test_end_to_end import Server, configure, letters, sampled, s
 
 GROUPS_PER_STEP = 2
 JOURNAL, AGENTS = "journal", "agents.jsonl"
-"""What the server and its worker leave in a run's folder."""
-# Of so many tasks one has no attempt that succeeds.
+"""Files of the server and its worker in a run's folder."""
+# One task in this many has no successful attempt.
 FAILING = 9
 KILLED = -signal.SIGKILL
 
 
 class Nursery:
-    """Starts trainers, one at a time, each by a fork."""
+    """Starts trainers by forking, one at a time."""
 
     def __init__(self) -> None:
         self._process: TrainerProcess | None = None
 
     @property
     def pid(self) -> int:
-        """Of the one that runs."""
+        """The process id of the running trainer."""
         assert self._process is not None
         return self._process.pid
 
@@ -58,29 +58,29 @@ class Nursery:
         return self._process.returncode is not None
 
     async def begin(self, config: Path, log: Path, *, resume: bool, failpoints: str = "") -> None:
-        """Starts one; `end` returns what became of it."""
+        """Start a trainer. `end` returns its exit code."""
         environment = {**os.environ, "PENSTOCK_FAILPOINTS": failpoints}
         self._process = await start_trainer_process(config, resume=resume, env=environment, log=log)
 
     def kill(self) -> None:
-        """As kill -9 does."""
+        """Kill it with SIGKILL."""
         if self._process is not None:
             self._process.kill()
 
     def terminate(self) -> None:
-        """Asks it to stop after the step under way."""
+        """Ask it to stop after the current step."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
     async def end(self) -> int:
-        """Waits for its exit code, negative where a signal ended it."""
+        """Wait for its exit code, negative if a signal ended it."""
         assert self._process is not None
         return await self._process.wait()
 
 
 @contextlib.contextmanager
 def nursing() -> Iterator[Nursery]:
-    """Trainers for as long as this is open."""
+    """Provide trainers until the end of the block."""
     nursery = Nursery()
     try:
         yield nursery
@@ -90,14 +90,14 @@ def nursing() -> Iterator[Nursery]:
 
 @dataclass
 class Accepted:
-    """The groups that the server said yes to."""
+    """The groups that the server accepted."""
 
     trajectories: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    """Of each group."""
+    """Trajectory ids of each group."""
     tasks: dict[str, str] = field(default_factory=dict[str, str])
 
     def watch(self, server: Server) -> None:
-        """Notes what this server accepts from now on."""
+        """Record the groups that this server accepts from now on."""
         buffer = server.serving.buffer
         add = buffer.add
 
@@ -111,7 +111,7 @@ class Accepted:
 
 
 async def ask(task: Task, trajectory: Trajectory) -> None:
-    """Siblings ask different things: the fake engine would answer them all alike."""
+    """Each sibling asks something different, because the fake engine answers equal prompts alike."""
     await trajectory.turn(f"Task {task.index}, sample {trajectory.sample_index}.")
 
 
@@ -136,13 +136,13 @@ class Stand:
         return self.folder / "trainer.log"
 
     def rows(self) -> list[dict[str, Any]]:
-        """What it measured of each step."""
+        """The records of its steps."""
         path = self.folder / "out" / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     @property
     def said(self) -> str:
-        """What all its trainers wrote."""
+        """The output of all its trainers."""
         return self.log.read_text() if self.log.exists() else ""
 
 
@@ -182,7 +182,7 @@ async def standing(
 
 @contextlib.asynccontextmanager
 async def at_work(address: str, log: Path | None = None) -> AsyncGenerator[None]:
-    """A worker, which writes down in `log` what it is answered."""
+    """A worker that logs its answers to `log`."""
 
     async def asking(task: Task, trajectory: Trajectory) -> None:
         if log is not None:
@@ -201,7 +201,7 @@ async def at_work(address: str, log: Path | None = None) -> AsyncGenerator[None]
 
 
 def model_of(stand: Stand) -> dict[str, bytes]:
-    """The model that a run left, bit for bit."""
+    """The tensors of the model that a run saved, as bytes."""
     (path,) = (stand.folder / "out" / "model").glob("*.safetensors")
     with safe_open(path, "np") as file:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
@@ -214,7 +214,7 @@ def moments_of(stand: Stand) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def check_lineage(stand: Stand) -> None:
-    """That each accepted group was trained once, in the lineage that survived, or is still there to be."""
+    """Check that each accepted group was trained once in the surviving lineage, or is still waiting."""
     entries = read_ledger(stand.folder / "out" / "ledger.jsonl")
     steps = [entry for entry in entries if isinstance(entry, StepEntry)]
     refused = {entry.group_id for entry in entries if isinstance(entry, RefusedEntry)}
@@ -235,14 +235,16 @@ def check_lineage(stand: Stand) -> None:
     assert not trained & refused
     buffer = stand.server.serving.buffer
     left = {name for name in accepted.tasks if buffer.find(name) is not None}
-    # What the last checkpoint contains the server has let go of; what it still has nobody trained.
+    # The server has released every group in the last checkpoint. The groups it still has are untrained.
     assert not left & trained
     assert trained | refused | left == set(accepted.tasks)
     check_data(stand, {group.task_id for group in groups}, refused)
 
 
 def check_history(stand: Stand) -> None:
-    """The same, once nobody runs any more, by the journal, the ledger and the agents' log alone."""
+    """Check the same after all processes have ended, from the journal, the ledger and the agents'
+    log alone.
+    """
     folder = stand.folder
     history = check_what_is_left(folder / JOURNAL, folder / "out" / "ledger.jsonl", folder / AGENTS)
     assert {answer.group_id for answer in history.answers} >= {
@@ -251,7 +253,9 @@ def check_history(stand: Stand) -> None:
 
 
 def check_data(stand: Stand, trained: set[str], refused: set[str]) -> None:
-    """That no prompt was skipped: what comes before one that was trained was so too, or is under way."""
+    """Check that no prompt was skipped: every prompt before a trained one was trained too, or is in
+    progress.
+    """
     ends = {int(stand.accepted.tasks[name].rpartition("/")[2]) for name in refused}
     assert all(index % FAILING == FAILING - 1 for index in ends)
     done = {int(task.rpartition("/")[2]) for task in trained} | ends
@@ -269,5 +273,5 @@ def check_data(stand: Stand, trained: set[str], refused: set[str]) -> None:
 
 
 def check_weights(stand: Stand) -> None:
-    """That the server samples what the trainer left."""
+    """Check that the server samples with the model that the trainer saved."""
     assert sampled(stand.server.engine) == model_of(stand)

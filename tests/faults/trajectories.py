@@ -34,7 +34,7 @@ class Seen:
 
     tokens: list[int] = field(default_factory=list[int])
     versions: list[int | None] = field(default_factory=list["int | None"])
-    """Of what sampled the token; None where it was given."""
+    """The version that sampled each token; None for context tokens."""
     logprobs: list[float] = field(default_factory=list[float])
     attempts: int = 0
 
@@ -51,12 +51,12 @@ class Seen:
 
     @property
     def sampled(self) -> list[int]:
-        """Versions of the tokens that were sampled."""
+        """Versions of the sampled tokens."""
         return [version for version in self.versions if version is not None]
 
 
 class Trajectories:
-    """Runs them, one name each."""
+    """Runs trajectories under distinct names."""
 
     def __init__(self, wire: Any) -> None:
         self._wire = wire
@@ -65,7 +65,7 @@ class Trajectories:
         self.ended = 0
 
     async def turn(self, prompt: list[int], max_tokens: int, **fields: Any) -> Turn:
-        """One trajectory of one turn."""
+        """Run one trajectory of one turn."""
         name = self._name()
         turn = await collect(
             self._wire.Generate(
@@ -80,7 +80,9 @@ class Trajectories:
         return turn
 
     async def run(self, rng: random.Random, longest: int = 40, *, aborts: bool = True) -> Seen:
-        """One trajectory of one to three turns of random length, some of them stopped and gone on with."""
+        """Run one trajectory of one to three turns of random length, aborting and continuing some
+        of them.
+        """
         name, seen = self._name(), Seen()
         self.started += 1
         lengths = [rng.randint(4, longest) for _ in range(rng.choice((1, 1, 2, 3)))]
@@ -126,7 +128,7 @@ class Trajectories:
         return asyncio.create_task(stop())
 
     async def _check_stored(self, name: str, seen: Seen) -> None:
-        """The server's record is what its caller saw."""
+        """Check that the server's record matches what its caller saw."""
         answer = await self._wire.GetTrajectory(GetTrajectoryRequest(trajectory_id=name))
         stored = Seen()
         for segment in answer.trajectory.segments:

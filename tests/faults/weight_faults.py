@@ -1,7 +1,7 @@
-"""The faults of a weight upload, each a function that makes it happen once and says what has to come of it.
+"""The faults of a weight upload. Each function makes its fault happen once and checks the outcome.
 
-A fault spoils an `Attempt` and sends it. That everything else stays as it was is for its caller to see;
-where the version is active in the end, the attempt says that it took effect.
+A fault spoils an `Attempt` and sends it. The caller checks that everything else is unchanged. If
+the version is active in the end, the attempt records that it took effect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.support.harness import TensorSpec, UpdateWeightsRequest, WeightChunk
 
 Fault = Callable[[Attempt], Awaitable[None]]
 FAULTS: dict[str, tuple[Fault, tuple[Source, ...]]] = {}
-"""Name -> (what it does, the sources it can happen to)."""
+"""Name -> (the function, the sources it applies to)."""
 
 DENSE = (Source.INLINE, Source.SHARED, Source.FILLING, Source.CHECKPOINT)
 DELTAS = (Source.DELTA, Source.DELTA_SHARED)
@@ -60,12 +60,12 @@ def fault(*sources: Source) -> Callable[[Fault], Fault]:
     return register
 
 
-# Bytes that are not those announced.
+# Bytes that differ from the announced ones
 
 
 @fault(*STREAMED)
 async def chunk_corrupt(attempt: Attempt) -> None:
-    """A bit of a chunk is flipped on its way."""
+    """A bit of a chunk is flipped in transit."""
     at = attempt.rng.choice(attempt.chunks)
     chunk = attempt.messages[at].chunk
     data = bytearray(chunk.data)
@@ -76,7 +76,7 @@ async def chunk_corrupt(attempt: Attempt) -> None:
 
 @fault(*ALL)
 async def tensor_corrupt(attempt: Attempt) -> None:
-    """A bit is flipped before the chunks are made: only the tensor's checksum can tell."""
+    """A bit is flipped before the chunks are made, so only the tensor's checksum can detect it."""
     name = attempt.some_tensor()
     if attempt.source is Source.CHECKPOINT:
         flip_in_file(attempt.file, attempt.rng, *places_in(attempt.file)[name])
@@ -96,7 +96,9 @@ async def tensor_corrupt(attempt: Attempt) -> None:
 
 
 def what_it_is_now(attempt: Attempt, spec: Any, before: bytes, now: bytes) -> str:
-    """How a receiver has to take changed bytes of a tensor; nothing where they mean the same."""
+    """The reason with which a receiver must refuse changed bytes of a tensor; "" if they mean the
+    same.
+    """
     if spec.encoding != SPARSE:
         return "CHECKSUM_MISMATCH"
     found = attempt.base[spec.name].ravel().view(np.uint32).copy()
@@ -110,7 +112,7 @@ def what_it_is_now(attempt: Attempt, spec: Any, before: bytes, now: bytes) -> st
 
 @fault(*STREAMED)
 async def bytes_missing(attempt: Attempt) -> None:
-    """A chunk never comes, or only after the commit."""
+    """A chunk is missing, or arrives only after the commit."""
     lost = attempt.messages.pop(attempt.rng.choice(attempt.chunks))
     if attempt.rng.random() < 0.5:
         attempt.messages.append(lost)
@@ -122,7 +124,7 @@ async def bytes_missing(attempt: Attempt) -> None:
 
 @fault(*STREAMED)
 async def bytes_twice(attempt: Attempt) -> None:
-    """A chunk, or a part of one, comes again."""
+    """A chunk, or a part of one, is sent twice."""
     at = attempt.rng.choice(attempt.chunks)
     chunk = attempt.messages[at].chunk
     begin = attempt.rng.randrange(len(chunk.data))
@@ -145,8 +147,10 @@ async def bytes_beyond(attempt: Attempt) -> None:
 
 @fault(Source.FILLING)
 async def progress_ahead(attempt: Attempt) -> None:
-    """The progress word says that all is there when nothing is, and the bytes come before the commit: what
-    is wrong is what was read too soon, if anything was."""
+    """The progress word claims all bytes before any exist, and they are written before the commit.
+
+    Only bytes that the server read too early, if any, are wrong.
+    """
     data = bytes(attempt.upload.data)
     _ = attempt.messages
     attempt.file.write_bytes(bytes(progress_offset(len(data))))
@@ -177,7 +181,7 @@ async def progress_ahead(attempt: Attempt) -> None:
 
 @fault(Source.FILLING)
 async def progress_meaningless(attempt: Attempt) -> None:
-    """The progress word never moves, goes back, or says more than there is; or there is none."""
+    """The progress word never moves, goes back, or exceeds the payload; or there is none."""
     attempt.has_progress = attempt.rng.random() < 0.8
     moving = asyncio.create_task(move_progress(attempt))
     try:
@@ -194,7 +198,9 @@ async def move_progress(attempt: Attempt) -> None:
 
 @fault(Source.SHARED, Source.FILLING, Source.DELTA_SHARED)
 async def progress_misplaced(attempt: Attempt) -> None:
-    """The progress word is in a tensor, outside of the file, or no whole one; or nothing is filled."""
+    """The progress word is inside a tensor, outside the file, or unaligned; or the payload is not
+    being filled.
+    """
     _ = attempt.messages
     size = attempt.file.stat().st_size
     choice = (-8, 8, 9, size - 4, size - 7, size, 1 << 62)
@@ -205,7 +211,7 @@ async def progress_misplaced(attempt: Attempt) -> None:
 
 @fault(Source.FILLING)
 async def checksum_wrong(attempt: Attempt) -> None:
-    """The commit has another checksum for a tensor, or those of two tensors exchanged."""
+    """The commit has a wrong checksum for one tensor, or swaps those of two."""
     checksums = attempt.messages[-1].commit.tensor_xxh3
     first, second = sorted(attempt.rng.sample(range(len(checksums)), 2))
     if attempt.rng.random() < 0.5:
@@ -217,7 +223,7 @@ async def checksum_wrong(attempt: Attempt) -> None:
 
 @fault(*ALL)
 async def checksums_miscounted(attempt: Attempt) -> None:
-    """The commit has more or fewer checksums than belong to it."""
+    """The commit has too many or too few checksums."""
     checksums = attempt.messages[-1].commit.tensor_xxh3
     if checksums and attempt.rng.random() < 0.5:
         checksums.pop()
@@ -228,7 +234,7 @@ async def checksums_miscounted(attempt: Attempt) -> None:
 
 @fault(Source.FILLING)
 async def filling_malformed(attempt: Attempt) -> None:
-    """The header of what is still being filled is a delta's, or has a checksum."""
+    """The header of a payload that is still being filled has a base version, or a checksum."""
     head = attempt.messages[0].header
     if attempt.rng.random() < 0.5:
         head.base_weight_version = attempt.before
@@ -240,7 +246,9 @@ async def filling_malformed(attempt: Attempt) -> None:
 
 @fault(Source.FILLING)
 async def same_number_other_weights(attempt: Attempt) -> None:
-    """What is staged is uploaded again: the same is no work, and other weights are another version."""
+    """A staged version is uploaded again. The same weights are accepted, and different ones are
+    refused.
+    """
     attempt.staged = True
     assert [r.state for r in await attempt.send()] == [READY, STAGED]
     assert [r.state for r in await attempt.send()] == [READY, STAGED]
@@ -254,7 +262,7 @@ async def same_number_other_weights(attempt: Attempt) -> None:
     attempt.took_effect()
 
 
-# Tensors that are not the model's.
+# Tensors that do not match the model
 
 
 @fault(*ALL)
@@ -330,7 +338,7 @@ async def dtype_wrong(attempt: Attempt) -> None:
 
 @fault(*ALL)
 async def not_a_number(attempt: Attempt) -> None:
-    """Any of the patterns that are no number, quiet or signalling, of either sign."""
+    """Any NaN pattern, quiet or signalling, of either sign."""
     await holds(attempt, 0x7F80_0000 | attempt.rng.randint(1, 0x7F_FFFF))
 
 
@@ -346,12 +354,12 @@ async def holds(attempt: Attempt, bits: int) -> None:
     await attempt.refused("NOT_FINITE", tensor=name)
 
 
-# Deltas that do not fit.
+# Deltas that do not fit
 
 
 @fault(*DELTAS)
 async def base_stale(attempt: Attempt) -> None:
-    """The difference from another version than the active one."""
+    """A delta from a version other than the active one."""
     active = attempt.before
     base = attempt.rng.choice((active - 1, active + 1, active + 1000, -active, 1 << 60))
     if base == 0:
@@ -362,7 +370,7 @@ async def base_stale(attempt: Attempt) -> None:
 
 @fault(*DELTAS)
 async def base_same_and_not(attempt: Attempt) -> None:
-    """A tensor is said to be what the base has, with the checksum of something else."""
+    """A tensor is declared the same as the base's, but with another checksum."""
     spec = attempt.upload.spec(attempt.some_tensor())
     held = xxhash.xxh3_64_intdigest(attempt.base[spec.name].tobytes())
     spec.encoding, spec.length_bytes = SAME, 0
@@ -378,7 +386,7 @@ async def base_same_and_not(attempt: Attempt) -> None:
 
 @fault(*DELTAS)
 async def base_bytes_wrong(attempt: Attempt) -> None:
-    """The uploader's copy of the base is not what the server holds: by one bit."""
+    """The uploader's copy of the base differs from the server's by one bit."""
     name = attempt.some_tensor()
     places = attempt.base[name].reshape(-1).view(np.uint32)
     held = attempt.site.tensors(attempt.before)[name]
@@ -425,7 +433,7 @@ CODINGS: dict[str, Change] = {
 
 @fault(*DELTAS)
 async def coding_malformed(attempt: Attempt) -> None:
-    """What says how a tensor is coded says what cannot be."""
+    """The description of a tensor's coding is impossible."""
     sparse_ones = [spec for spec in attempt.upload.head.tensors if spec.encoding == SPARSE]
     spec = attempt.rng.choice(sparse_ones)
     CODINGS[attempt.rng.choice(list(CODINGS))](spec, attempt.rng)
@@ -433,12 +441,12 @@ async def coding_malformed(attempt: Attempt) -> None:
     assert failure.metadata["field"].startswith("header.tensors.")
 
 
-# Streams that are not what they should be.
+# Malformed streams
 
 
 @fault(*ALL)
 async def stream_ends_early(attempt: Attempt) -> None:
-    """The stream ends, in good order, before the commit."""
+    """The stream ends normally before the commit."""
     count = attempt.rng.randrange(len(attempt.messages))
     if not count:
         attempt.messages.clear()
@@ -449,7 +457,7 @@ async def stream_ends_early(attempt: Attempt) -> None:
 
 @fault(*ALL)
 async def stream_cancelled(attempt: Attempt) -> None:
-    """The stream is cut off before the commit."""
+    """The stream is cancelled before the commit."""
     count = attempt.rng.randrange(1, len(attempt.messages))
     async with attempt.opened() as (_, outgoing):
         for message in attempt.messages[1:count]:
@@ -459,7 +467,7 @@ async def stream_cancelled(attempt: Attempt) -> None:
 
 @fault(*FILES, Source.CHECKPOINT)
 async def file_cut_short(attempt: Attempt) -> None:
-    """Before the server looks at it, or when it has accepted the header."""
+    """The file is cut short before the server reads it, or after it accepted the header."""
     where = places(attempt)
     specs = [spec for spec in attempt.upload.head.tensors if where[spec.name][1]]
     begin = min(begin for begin, _ in where.values())
@@ -486,7 +494,7 @@ async def file_cut_short(attempt: Attempt) -> None:
 
 
 def places(attempt: Attempt) -> dict[str, tuple[int, int]]:
-    """Where the file has each tensor: (begin, end); (0, 0) where it takes no bytes."""
+    """The (begin, end) of each tensor in the file; (0, 0) if it has no bytes."""
     if attempt.source is Source.CHECKPOINT:
         return places_in(attempt.file)
     return {
@@ -499,7 +507,7 @@ def places(attempt: Attempt) -> dict[str, tuple[int, int]]:
 
 @fault(*STREAMED)
 async def chunks_reordered(attempt: Attempt) -> None:
-    """Legal: a chunk says where its bytes go."""
+    """Legal, because a chunk names its offset."""
     chunks = attempt.messages[1:-1]
     attempt.rng.shuffle(chunks)
     attempt.messages[1:-1] = chunks
@@ -508,7 +516,7 @@ async def chunks_reordered(attempt: Attempt) -> None:
 
 @fault(*DENSE)
 async def version_not_newer(attempt: Attempt) -> None:
-    """Another upload of the active version, or of one before it."""
+    """The active version, or an older one, is uploaded again."""
     version = attempt.rng.choice((attempt.before, attempt.before - 1, 0, -1, -(1 << 60)))
     attempt.upload.head.weight_version = version
     await attempt.refused("WEIGHT_VERSION_STALE", weight_version=version, newest=attempt.before)
@@ -516,7 +524,7 @@ async def version_not_newer(attempt: Attempt) -> None:
 
 @fault(*ALL)
 async def versions_reordered(attempt: Attempt) -> None:
-    """A version comes after a newer one is staged; and an older one is asked for after a newer."""
+    """A version arrives after a newer one is staged, and an older one is requested after a newer one."""
     site, rng = attempt.site, attempt.rng
     first, second = Attempt(site, rng.choice(DENSE), rng), Attempt(site, rng.choice(DENSE), rng)
     with contextlib.closing(first), contextlib.closing(second):
@@ -543,7 +551,7 @@ async def header_twice(attempt: Attempt) -> None:
 
 @fault(*ALL)
 async def header_not_first(attempt: Attempt) -> None:
-    """A commit, a chunk or nothing comes first; or the header comes last."""
+    """A commit, a chunk or an empty message comes first; or the header comes last."""
     head, *others, commit = attempt.messages
     attempt.messages[:] = attempt.rng.choice(
         (
@@ -558,7 +566,7 @@ async def header_not_first(attempt: Attempt) -> None:
 
 @fault(*ALL)
 async def commit_wrong(attempt: Attempt) -> None:
-    """The commit is of another header."""
+    """The commit belongs to another header."""
     digest = attempt.messages[-1].commit.header_sha256
     wrong = bytearray(digest)
     flip(wrong, attempt.rng, 0, len(wrong))
@@ -575,12 +583,14 @@ async def epoch_older(attempt: Attempt) -> None:
     await attempt.refused("STALE_EPOCH", trainer_epoch=epoch, current=current)
 
 
-# Uploaders that are killed, and loads that break.
+# Killed uploaders, and failing loads
 
 
 @contextlib.asynccontextmanager
 async def uploader(attempt: Attempt, count: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that has sent the first messages and had an answer to the first; killed -9 in the end."""
+    """A process that has sent the first messages and received an answer. It is killed with SIGKILL
+    in the end.
+    """
     with tempfile.NamedTemporaryFile() as file:
         requests = [codec.encode(message) for message in attempt.messages]
         Path(file.name).write_bytes(pickle.dumps(requests))
@@ -603,20 +613,22 @@ async def uploader(attempt: Attempt, count: int) -> AsyncIterator[asyncio.subpro
         finally:
             process.kill()
             await process.wait()
-            # What it shared is gone with it.
+            # Its shared memory disappears with it.
             attempt.close()
 
 
 @fault(*ALL)
 async def uploader_killed(attempt: Attempt) -> None:
-    """kill -9 in the middle of the upload."""
+    """The uploader is killed with SIGKILL in the middle of the upload."""
     async with uploader(attempt, attempt.rng.randrange(1, len(attempt.messages))):
         await asyncio.sleep(attempt.rng.uniform(0.0, 0.01))
 
 
 @fault(*ALL)
 async def uploader_killed_while_loading(attempt: Attempt) -> None:
-    """kill -9 while the engine loads: what is verified goes on to its end."""
+    """The uploader is killed with SIGKILL while the engine loads. The verified version still
+    becomes active.
+    """
     attempt.staged = False
     loads = attempt.site.loads
     loads.hold()
@@ -632,20 +644,20 @@ async def uploader_killed_while_loading(attempt: Attempt) -> None:
 
 @fault(*ALL)
 async def load_breaks(attempt: Attempt) -> None:
-    """The engine fails half-way: the version before is loaded again."""
+    """The engine fails half-way through a load, and the previous version is loaded again."""
     attempt.site.loads.break_next()
     await cannot_be_loaded(attempt)
 
 
 @fault(*ALL)
 async def preparation_breaks(attempt: Attempt) -> None:
-    """The engine cannot make it ready: it never stops sampling with the version before."""
+    """The engine cannot prepare the version, and keeps sampling with the previous one."""
     attempt.site.loads.break_next_ahead()
     await cannot_be_loaded(attempt)
 
 
 async def cannot_be_loaded(attempt: Attempt) -> None:
-    """It is told so, whenever it is switched to."""
+    """Check that the version is refused when the server should switch to it."""
     metadata = {"weight_version": str(attempt.version), "active": str(attempt.before)}
     if not attempt.staged:
         await attempt.refused("WEIGHT_LOAD_FAILED", **metadata)
@@ -658,7 +670,7 @@ async def cannot_be_loaded(attempt: Attempt) -> None:
 
 
 def chunk_message(offset_bytes: int, data: bytes, xxh3: int | None = None) -> Any:
-    """A chunk; unless told otherwise with the checksum of its bytes."""
+    """A chunk, by default with the checksum of its bytes."""
     digest = xxhash.xxh3_64_intdigest(data) if xxh3 is None else xxh3
     chunk = WeightChunk(offset_bytes=offset_bytes, data=data, xxh3=digest)
     return UpdateWeightsRequest(chunk=chunk)

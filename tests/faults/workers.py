@@ -1,4 +1,6 @@
-"""Real workers around a server in this process: who holds what, and whether every group comes out once."""
+"""Real workers around an in-process server: who holds which leases, and whether every group is
+delivered once.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class Crew:
     started: int = 0
 
     def start(self) -> str:
-        """Starts another worker; returns its agent id."""
+        """Start another worker; return its agent id."""
         agent_id = f"agent-{self.started}"
         self.started += 1
         self.workers[agent_id] = start_worker(
@@ -57,7 +59,6 @@ class Crew:
         return agent_id
 
     async def submit(self, count: int) -> None:
-        """Adds tasks."""
         tasks = [
             Task(
                 task_id=f"task-{self.submitted + index}",
@@ -71,7 +72,7 @@ class Crew:
         await self.harness.wire.SubmitTasks(SubmitTasksRequest(tasks=tasks))
 
     def held_by(self, agent_id: str) -> set[str]:
-        """What is leased to one agent now."""
+        """The trajectory ids that are leased to one agent now."""
         attempts = self.harness.serving.queue._attempts
         return {
             found
@@ -80,8 +81,10 @@ class Crew:
         }
 
     async def lets_go(self, trajectory_ids: set[str], seconds: float) -> None:
-        """These are leased no more, each completed or given back, within so many seconds, not counting
-        what the server's process, which is this one, was late by."""
+        """Wait until none of these is leased, because each was completed or given back.
+
+        Fails after `seconds`, not counting the lateness of this process, which runs the server.
+        """
         clock = asyncio.get_running_loop().time
         begun = clock()
         async with asyncio.timeout(60), watched_lateness() as lateness:
@@ -91,13 +94,15 @@ class Crew:
             assert took - await lateness.seconds() <= seconds, f"leased for {took:.1f} s more"
 
     async def all_done(self, seconds: float = 60.0) -> None:
-        """Every group submitted so far is complete."""
+        """Wait until every submitted group is complete."""
         async with asyncio.timeout(seconds):
             while self.harness.serving.buffer.waiting_count < self.submitted:
                 await asyncio.sleep(0.02)
 
     async def check(self) -> None:
-        """Each group is there once, each of its places once, and none failed."""
+        """Check that each group is delivered once, with each of its samples once, and that none
+        failed.
+        """
         trainer = await hello(self.harness.wire, max_lag=1_000, groups_per_step=100_000)
         trainer.send(demand={"group_count": self.submitted})
         groups = [await self._next(trainer) for _ in range(self.submitted)]
@@ -108,8 +113,10 @@ class Crew:
         trainer.half_close()
 
     def check_history(self) -> None:
-        """The same, once nobody runs any more, by the journal and the agents' logs: nothing is trained, so
-        that all is still there."""
+        """Check the same after all processes have ended, from the journal and the agents' logs.
+
+        Nothing is trained, so every group is still held.
+        """
         answers = [
             answer for agent in self.folder.glob("*.jsonl") for answer in read_answers(agent)
         ]
@@ -125,7 +132,7 @@ class Crew:
 
 @contextlib.asynccontextmanager
 async def crew(folder: Path, workers: int = 2) -> AsyncGenerator[Crew]:
-    """A server with short leases, and so many workers; what they leave is checked in the end."""
+    """A server with short leases, and `workers` workers. The files they leave are checked in the end."""
     settings = (
         f"journal.folder={folder / 'journal'}",
         "journal.durability=process",

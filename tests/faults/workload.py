@@ -1,6 +1,7 @@
-"""A small run of the real clients: agents that take turns and judge, a trainer that uses what is delivered.
+"""A small run of the real clients: agents take turns and give rewards, and a trainer uses the
+groups.
 
-Everybody writes down what they were answered, so that `history` can decide afterwards what became of it.
+Each side writes down its answers, so that `history` can decide afterwards what happened.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ AGENTS = 2
 CONCURRENCY = 4
 PATIENCE = Patience(call_seconds=10.0, reconnect_seconds=90.0, overload_seconds=90.0)
 LOST = ("LEASE_EXPIRED", "TRAJECTORY_CLOSED", "TRAJECTORY_UNKNOWN")
-"""What an agent is told whose attempt is another's by now."""
+"""Reasons with which an agent learns that its attempt was lost to another."""
 
 
 @dataclass
@@ -48,19 +49,19 @@ class Workload:
     """One run, from its first task to its last step."""
 
     address: str
-    """Of the server, or of what is in front of it."""
+    """Of the server, or of a proxy in front of it."""
     groups: int
     name: str = "run"
     security: Security | None = None
     filler_bytes: int = 0
-    """Of each outcome, beside what it says."""
+    """Extra bytes in each outcome."""
     answers: list[Answer] = field(default_factory=list[Answer])
     ledger: list[Step] = field(default_factory=list[Step])
     delivered: dict[str, Group] = field(default_factory=dict[str, Group])
     lost_attempts: int = 0
 
     async def run(self) -> None:
-        """Until every task is trained."""
+        """Run until every task is trained."""
         async with asyncio.TaskGroup() as tasks:
             agents = [tasks.create_task(self._agent(number)) for number in range(AGENTS)]
             await self._trainer()
@@ -68,7 +69,7 @@ class Workload:
                 agent.cancel()
 
     def check(self) -> None:
-        """Each task was trained once, and each token is what it says it is."""
+        """Check that each task was trained once, and that each token matches its label."""
         history = History(self.answers, self.ledger, self.delivered)
         assert violations(history, explain_fake) == []
         trained = [name for step in self.ledger for name in step.task_ids]
@@ -101,7 +102,7 @@ class Workload:
             return
         self.answers.append(answered(trajectory, outcome, closed))
 
-    # Trainer
+    # The trainer
 
     async def _trainer(self) -> None:
         async with (
@@ -157,11 +158,11 @@ class Workload:
             for number in range(self.groups)
         ]
         while True:
-            # As the trainer does: what is known already changes nothing.
+            # As the real trainer does: tasks that are already known change nothing.
             with contextlib.suppress(PenstockError):
                 await client.submit_tasks(tasks)
                 return
 
 
 async def _nothing_to_restore(_: trainer_service_pb2.Welcome) -> None:
-    """The fake engine's weights never change here."""
+    """The fake engine's weights never change here, so there is nothing to restore."""

@@ -1,9 +1,10 @@
-"""docs/reliability.md from what the fault suite found: `python -m tests.faults.write_report`.
+"""Writes docs/reliability.md from the results of the fault suite: `python -m
+tests.faults.write_report`.
 
-    make faults      runs them, adds the verdicts to tests/faults/results.json and writes the page
+    make faults      runs the suite, updates tests/faults/results.json, and writes the page
 
-The page says what was promised, what was done to it and how often, and what became of it. What was found
-wrong on the way is in tests/faults/defects.toml.
+The page lists the promises, the faults with their counts, and the results. Defects found on the way
+are in tests/faults/defects.toml.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PROMISES = {
     "R10": "An old client works with a new server",
 }
 ON_REAL_ENGINES = ("F21",)
-"""Those that are to be seen with real engines, too."""
+"""Faults that are also run with real engines."""
 FAULTS = {
     "F1": ("kill -9 of the trainer at any moment", ("R1", "R9")),
     "F2": ("kill -9 of the server at named points", ("R1",)),
@@ -92,7 +93,6 @@ that a file that was synced has its name.
 
 
 def render(verdicts: Sequence[Verdict], machine: str, defects: Sequence[dict[str, object]]) -> str:
-    """The whole page."""
     parts = [HEAD.format(machine=machine), _promises(verdicts), _faults(verdicts)]
     parts += [_skipped(verdicts), "## What cannot be promised\n\n" + LIMITS, _defects(defects)]
     return "\n".join(part for part in parts if part)
@@ -141,7 +141,7 @@ def _faults(verdicts: Sequence[Verdict]) -> str:
         )
         shown = found
         if len(found) > MOST_ROWS:
-            # A table that nobody reads hides what is wrong in it.
+            # A long table would hide the rows that matter.
             shown = [verdict for verdict in found if verdict.violations]
             lines += ["Survived:\n", *_survived([v for v in found if not v.violations]), ""]
         if shown:
@@ -153,7 +153,9 @@ def _faults(verdicts: Sequence[Verdict]) -> str:
 
 
 def _survived(verdicts: Sequence[Verdict]) -> list[str]:
-    """A line for those of one place, count and seed; what follows a comma in a name is in brackets."""
+    """One line for each combination of place, count, unit and seed. Text after a comma in a name
+    goes in brackets.
+    """
     runs: dict[tuple[str, int, str, int], dict[str, list[str]]] = {}
     for verdict in verdicts:
         run = runs.setdefault((verdict.where, verdict.count, verdict.unit, verdict.seed), {})
@@ -182,7 +184,7 @@ def _row(verdict: Verdict) -> str:
 
 
 def _skipped(verdicts: Iterable[Verdict]) -> str:
-    """What the page would be silent of otherwise: faults of the table that have no line, too."""
+    """The faults without results: those that were skipped, and those of the table without any line."""
     kept = list(verdicts)
     lines = [f"- {v.fault}, {v.name}: {v.skipped}" for v in kept if v.skipped]
     there = {verdict.fault for verdict in kept}
@@ -220,7 +222,7 @@ def _number(fault: str) -> int:
 
 
 def written(results: Path = RESULTS, defects: Path = DEFECTS) -> str:
-    """The page as the files have it."""
+    """The page for these files."""
     verdicts = sorted(read_results(results), key=lambda v: _number(v.fault))
     machine: str = json.loads(results.read_text())["machine"]
     found = tomllib.loads(defects.read_text()).get("defect", [])

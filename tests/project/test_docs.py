@@ -1,4 +1,4 @@
-"""What the pages say is what the code does, where that can be compared."""
+"""The documentation agrees with the code, as far as a test can compare them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_file_a_page_links_to_is_there(page: Path) -> None:
 
 
 def test_the_readmes_calls_can_be_made_one_after_the_other() -> None:
-    # One a line of its own is a Generate's, which opens it.
+    # A trajectory id that has a line to itself belongs to a Generate, which opens the trajectory.
     opened = re.findall(r'^  "trajectory_id": "([^"]+)"', (ROOT / "README.md").read_text(), re.M)
     assert len(opened) == len(set(opened)) == 2
 

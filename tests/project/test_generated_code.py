@@ -1,4 +1,4 @@
-"""The committed stubs are what proto/ generates, and proto/ is what buf's rules want."""
+"""The committed stubs are generated from proto/, and proto/ passes buf's rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_generating_the_stubs_again_gives_no_difference(tmp_path: Path) -> None:
-    # What `make gen` runs, into another folder.
+    # The target that `make gen` runs, into another folder.
     result = run("make", "--no-print-directory", "gen-into", f"STUBS={tmp_path}")
     assert result.returncode == 0, result.stderr
     generated = tmp_path / "penstock" / "v1"

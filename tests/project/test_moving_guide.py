@@ -1,4 +1,4 @@
-"""The guide for moving over names options that there are."""
+"""The migration guide names options that exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMA = TrainerConfig.model_json_schema()
 
 
 def ours() -> Iterator[str]:
-    """What the last column of each table names."""
+    """The names in the last column of each table."""
     for line in PAGE.read_text().splitlines():
         if line.startswith("| ") and not line.startswith("|---"):
             yield from re.findall(r"`([^`]+)`", line.rstrip("| ").rpartition(" | ")[2])
@@ -29,7 +29,7 @@ OPTIONS = sorted({s for s in ours() if s.startswith("--")})
 
 
 def forms(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A schema, and all that a union or a reference of it leads to."""
+    """A schema, and every schema that it reaches through a union or a reference."""
     if "$ref" in schema:
         yield from forms(SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]])
         return
@@ -59,7 +59,7 @@ def allows(schema: dict[str, Any], value: object) -> bool:
     ("named", "needed"),
     [
         ('algorithm.loss.kind = "gspo"', 'algorithm.aggregation.kind = "sequence_mean"'),
-        # That of the row itself, or where the other system says it.
+        # The row names it, or the other system already implies it.
         (
             'algorithm.advantage.kind = "dr_grpo"',
             '"fixed_length"|seq-mean-token-sum-norm|loss_type="dr_grpo"',

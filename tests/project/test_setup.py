@@ -1,4 +1,4 @@
-"""Set-up: what makes a `.venv` usable, and when there is nothing to do."""
+"""The set-up script: what makes a `.venv` usable, and when it has nothing to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The set-up script, pointed at a checkout of its own."""
+    """The set-up script, applied to a temporary checkout."""
     spec = importlib.util.spec_from_file_location("penstock_setup", ROOT / ".ci" / "setup.py")
     assert spec is not None
     assert spec.loader is not None

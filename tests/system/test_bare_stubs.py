@@ -1,4 +1,4 @@
-"""What docs/clients.md says a language with only protoc needs is enough to make an attempt with."""
+"""With only protoc, as docs/clients.md describes, a language has enough to make an attempt."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.support.harness import (
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "clients.md"
 FROZEN_AT = 3
-"""Tokens of the first turn after which it is aborted."""
+"""Number of tokens of the first turn after which it is aborted."""
 
 
 def generate(folder: Path) -> None:
-    """Runs the page's protoc with its files and its include path; another language's output."""
+    """Run the protoc command of the page, with its files and include path, but for Python."""
     [command] = re.findall(r"```sh\n(protoc .*?)```", PAGE.read_text(), re.DOTALL)
-    # A shell's braces.
+    # Expand the shell's braces.
     command = re.sub(
         r"(\S*)\{([\w,]+)\}(\S*)",
         lambda found: " ".join(f"{found[1]}{name}{found[3]}" for name in found[2].split(",")),
@@ -51,7 +51,7 @@ def generate(folder: Path) -> None:
 
 
 def page_task() -> Any:
-    """The task of the page's lease, to be made once."""
+    """The task in the page's example of a lease, with a group of one."""
     [body] = re.findall(
         r"```textproto\n# penstock\.v1\.LeaseTasksResponse\n(.*?)```", PAGE.read_text(), re.DOTALL
     )
@@ -69,7 +69,7 @@ async def test_stubs_of_the_files_that_the_page_names_make_an_attempt(tmp_path: 
         await server.wire.SubmitTasks(SubmitTasksRequest(tasks=[page_task()]))
         exchange.send(demand={"group_count": 1})
         server.engine.freeze_at = FROZEN_AT
-        # Without the site's own paths: of this project it sees only the stubs.
+        # Without site-packages on the path: of this project, the agent sees only the stubs.
         libraries = sysconfig.get_paths()["purelib"]
         agent = await asyncio.create_subprocess_exec(
             *(sys.executable, "-S", "-P", str(ROOT / "tests" / "support" / "bare_agent.py")),
@@ -109,7 +109,7 @@ async def test_stubs_of_the_files_that_the_page_names_make_an_attempt(tmp_path: 
 
 
 async def abort_the_first_turn(server: Harness) -> None:
-    """Aborts what stands still, and lets the engine go on."""
+    """Abort the frozen turn, and let the engine continue."""
     await until(lambda: bool(server.engine.salts), 60)
     every = AbortRequest()
     every.all.SetInParent()

@@ -1,5 +1,8 @@
-"""The clients in TypeScript and Go as packages: stubs that are fresh, own tests, what is published,
-the ten-line agent, and a server that is killed under them."""
+"""The TypeScript and Go clients as packages.
+
+Covers their generated stubs, own tests and published files, the ten-line agent, and a server that
+is killed while they use it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ LANGUAGES = pytest.mark.parametrize("name", sorted(STUBS))
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncGenerator[Harness]:
-    """A server whose trainer takes whatever comes."""
+    """A server whose trainer accepts every group."""
     options = ("leases.seconds=1", "leases.grace_seconds=1")
     async with serve(tmp_path, *options, step_seconds=0.002) as harness:
         exchange = await hello(harness.wire, groups_per_step=16, max_lag=8)
@@ -91,7 +94,7 @@ async def test_a_clients_own_tests_pass(tmp_path: Path, harness: Harness, name: 
 async def test_the_ten_line_agent_works(harness: Harness, name: str) -> None:
     spoken = language(name)
     async with connect(harness.address) as penstock:
-        # What the fake engine writes in two turns at the latest, and what it never does.
+        # A letter that the fake engine writes within two turns, and one that it never writes.
         for task_id, answer in (("right", "e"), ("wrong", "E")):
             task = Task(task_id, "What is it?", metadata={"answer": answer})
             await penstock.submit_tasks([task])
@@ -180,7 +183,7 @@ async def test_a_server_that_goes_on_from_fewer_tokens_than_it_told_is_asked_ane
 
 
 async def in_a_turn(address: str) -> None:
-    """Returns once a turn is being sampled."""
+    """Return when the server is sampling a turn."""
     async with connect(address) as penstock, asyncio.timeout(60):
         while not (await penstock.server_info()).load.running_turn_count:
             await asyncio.sleep(0.005)

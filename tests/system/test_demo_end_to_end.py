@@ -1,4 +1,4 @@
-"""`penstock demo --tiny`, as a user runs it; and what is left of it when it is cut short."""
+"""`penstock demo --tiny` as a user runs it, and that nothing remains when it is interrupted."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MARK = "PENSTOCK_TEST_MARK"
 
 @dataclass
 class Demo:
-    """A running demo, whose processes can be told from all others by a mark they inherit."""
+    """A running demo. Its processes inherit an environment variable that tells them from all others."""
 
     process: subprocess.Popen[str]
     mark: str
     out: Path
 
     def wait_for_line(self, text: str) -> str:
-        """The first line it prints that has `text` in it."""
+        """Return the first printed line that contains `text`."""
         assert self.process.stdout is not None
         printed: list[str] = []
         for line in self.process.stdout:
@@ -47,7 +47,7 @@ class Demo:
         raise AssertionError(f"{text!r} was not printed; this was:\n{''.join(printed)}")
 
     def pids(self) -> dict[int, str]:
-        """What runs of it, with command lines."""
+        """The demo's running processes, with their command lines."""
         wanted = f"{MARK}={self.mark}".encode()
         found: dict[int, str] = {}
         for folder in Path("/proc").glob("[0-9]*"):
@@ -74,7 +74,7 @@ class Demo:
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    """An OTLP endpoint that what is started from now on exports to."""
+    """An OTLP endpoint. Processes started from now on export to it."""
     collector = Collector()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -91,7 +91,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 @pytest.fixture
 def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Demo]:
-    """`penstock demo --tiny` with four steps, just started; with more options where it is given them."""
+    """A just started `penstock demo --tiny` with four steps, and the options of an indirect parameter."""
     mark = uuid.uuid4().hex
     out = tmp_path / "out"
     process = subprocess.Popen(
@@ -138,7 +138,7 @@ def test_a_tiny_model_goes_once_round_and_traces_reach_from_the_agent_to_the_ste
 
 
 def check_traces(collector: Collector) -> None:
-    """One trace goes from the agent's call through server and engine to the step that used it."""
+    """One trace leads from the agent's call through server and engine to the step that trained it."""
     traces: dict[bytes, dict[str, tuple[str, Any]]] = defaultdict(dict)
     for service, span in collector.spans:
         traces[span.trace_id][f"{service}:{span.name}"] = (service, span)
@@ -160,7 +160,7 @@ def check_traces(collector: Collector) -> None:
     turn = spans["penstock-server:penstock.turn"][1]
     assert turn.parent_span_id == spans["penstock-rollout:penstock.turn"][1].span_id
     assert spans["penstock-server:llm_request"][1].parent_span_id == turn.span_id
-    # The span of the training in the agent's trace and the step's own span link to one another.
+    # The training span in the agent's trace and the step's own span link to each other.
     step = spans["penstock-trainer:penstock.train"][1].links[0]
     steps = {s.span_id: s for _, s in collector.spans if s.name == "penstock.step"}
     assert step.span_id in steps
@@ -206,16 +206,16 @@ def test_a_server_that_is_killed_is_started_again_and_a_run_with_an_adapter_goes
     assert "server: was ended by SIGKILL; starting again in 0.5 s (1 of 5 restarts)" in events
     metrics = [json.loads(line) for line in (demo.out / "metrics.jsonl").read_text().splitlines()]
     assert [record["weight_version"] for record in metrics] == list(range(1, 9))
-    # The server that came back held the base model; nobody sampled from it in the middle of the run.
+    # The restarted server held the base model, but no sample came from it mid-run.
     assert max(record["lag_max"] for record in metrics) <= 4
-    # The worker went on with what it had begun.
+    # The worker continued the attempts it had begun.
     assert "leases expired" not in (demo.out / "worker.log").read_text()
-    # Adapters: no pause, and two matrices of rank 8 instead of each matrix of 64 by 64 and more.
+    # Adapters: no pause, and two matrices of rank 8 instead of each matrix of 64 by 64 or larger.
     summary = json.loads((demo.out / "summary.json").read_text())
     assert summary["pause_seconds_by_step"] == [0.0] * 8
     model = (demo.out / "tiny-model" / "model.safetensors").stat().st_size
     assert all(0 < size < model / 3 for size in summary["upload_bytes_by_step"])
     assert any(record["applied"] for record in metrics)
-    # The engine computes with what the trainer trained.
+    # The engine computes with the weights that the trainer trained.
     assert max(record["probe_difference"] for record in metrics) < 1e-4
     assert "an adapter of rank 8" in printed

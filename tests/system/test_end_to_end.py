@@ -1,4 +1,4 @@
-"""Server, worker and trainer as real processes on real vLLM, each killed with kill -9 in turn."""
+"""Server, worker and trainer as real processes on real vLLM, each killed with SIGKILL in turn."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.support.tiny_model import make_tiny_model
 pytest.importorskip("vllm")
 
 MARK = "PENSTOCK_TEST_MARK"
-# Keepalive interval and timeout of wire.channel, and room for a busy machine.
+# The keepalive interval and timeout of wire.channel, with room for a busy machine.
 KEEPALIVE_SECONDS = 15 + 15
 
 
 class Process:
-    """A `penstock` command and what it has printed so far."""
+    """A `penstock` command and its output so far."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -41,7 +41,7 @@ class Process:
                 self._changed.notify_all()
 
     async def says(self, *words: str, seconds: float = 90, since: int = 0) -> str:
-        """Waits for a line with all these words, in lower case; returns it."""
+        """Wait for a line that contains all these words, ignoring case; return it."""
 
         def found() -> str | None:
             for line in self.lines[since:]:
@@ -64,7 +64,7 @@ class Process:
 
 
 def left_behind(mark: str) -> dict[int, str]:
-    """Processes of a test, which are known by a variable they inherit."""
+    """The remaining processes of a test, recognised by a variable they inherit."""
     wanted = f"{MARK}={mark}".encode()
     found: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -137,7 +137,6 @@ learning_rate = 1e-3
 
 
 def steps(out: Path) -> int:
-    """Steps recorded so far."""
     path = out / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -170,14 +169,14 @@ async def test_kill_9_of_each_part(
     trainer = await start("train", str(config))  # type: ignore[misc]
     await trainer.says("step", "reward")
 
-    # The worker: the server says so at once, and another one goes on.
+    # The worker: the server notices at once, and a new worker takes over.
     await worker.kill()
     await server.says("agent", "is gone", seconds=KEEPALIVE_SECONDS)
     said = len(trainer.lines)
     worker = await start(*rollout)  # type: ignore[misc]
     await trainer.says("step", "reward", since=said + 1)
 
-    # The trainer: the server says so at once, and another one goes on, over a collective.
+    # The trainer: the server notices at once, and a new trainer continues, over a collective.
     await trainer.kill()
     await server.says("trainer is gone", seconds=KEEPALIVE_SECONDS)
     collective = ("weights.transport=collective", "weights.collective.backend=gloo")
@@ -185,7 +184,7 @@ async def test_kill_9_of_each_part(
     await trainer.says("step", "reward")
     assert worker.process.returncode is None
 
-    # The server: both say so, neither hangs, and its engine process is gone with it.
+    # The server: worker and trainer both report it, neither hangs, and the engine process is gone too.
     said_by_worker, said_by_trainer = len(worker.lines), len(trainer.lines)
     await server.kill()
     await worker.says(

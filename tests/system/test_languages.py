@@ -1,8 +1,9 @@
-"""The same agent in each language is the same trajectory: the wire, not the client, carries the rules.
+"""The same agent yields the same trajectory in each language: the wire carries the rules, not the
+client.
 
-The whole life of a trajectory, driven from each language against one server, and compared byte for byte as
-the trainer receives it: text and conversations, a tool's answer, a turn that is aborted and goes on, one
-whose connection is lost in the middle, sampling parameters, outcomes with everything in them, a failure.
+Each language drives whole trajectories against one server. The groups that the trainer receives are
+compared byte for byte. They cover text and conversations, tool results, an aborted and continued
+turn, a connection lost mid-turn, sampling parameters, complete outcomes, and a failure.
 """
 
 from __future__ import annotations
@@ -34,16 +35,18 @@ from tests.support.harness import (
 from tests.support.languages import Language, language, run
 
 FROZEN_AT = 5
-"""Tokens of a turn after which the engine stands still until the test has done to it what it came for."""
+"""Number of tokens after which the engine freezes a turn, until the test has aborted or
+disconnected it.
+"""
 ENDLESS = 1_000_000
-"""Attempts."""
-# The last one comes over a stream that was opened after the loss.
+"""A number of attempts that no test reaches."""
+# The last one arrives over a stream that was opened after the lost connection.
 AGENTS = ("text", "conversation", "chat", "aborted", "malformed", "lost", "failure")
 NO_CALL = "what follows <tool_call> is no tool call"
 
 
 class Malformed(ByteRenderer):
-    """Takes a short turn for a call that is none."""
+    """Treats a short turn as a malformed tool call."""
 
     def read_message(
         self,
@@ -63,7 +66,7 @@ async def harness(tmp_path: Path) -> AsyncGenerator[Harness]:
 
 
 def task(name: str, agent: str) -> Any:
-    """What an agent of that name is given, whatever its language."""
+    """The task for an agent of that name, the same in every language."""
     prompt: dict[str, Any] = {"text": f"A prompt for {agent}: é"}
     if agent in ("conversation", "chat", "malformed"):
         messages = [ChatMessage(role="ROLE_SYSTEM", content="Be brief.")]
@@ -85,7 +88,9 @@ async def drive(
     spoken: Language,
     agents: Sequence[str] = AGENTS,
 ) -> dict[str, bytes]:
-    """Has a language's agent make each attempt; returns what the trainer receives, by agent."""
+    """Have a language's agent make each attempt; return the groups that the trainer receives, by
+    agent.
+    """
     command = (*spoken.program("life"), proxy.address, str(ENDLESS), harness.http)
     working = asyncio.create_task(run(command, spoken.environment))
     received: dict[str, bytes] = {}
@@ -108,7 +113,7 @@ async def drive(
 
 
 async def end(harness: Harness, working: asyncio.Task[str]) -> None:
-    """Ends a program; returns when the server leases nothing to it any more."""
+    """End a program; return when the server has noticed that the lease holder is gone."""
     ended, lost = asyncio.Event(), harness.serving.queue.holder_lost
 
     def holder_lost(holder: Any) -> None:
@@ -124,7 +129,7 @@ async def end(harness: Harness, working: asyncio.Task[str]) -> None:
 
 
 async def spoil(harness: Harness, proxy: Proxy, agent: str) -> None:
-    """Does to a turn what the agent's name says, while the engine stands still in the middle of it."""
+    """Abort or disconnect a turn, as the agent's name says, while the engine is frozen mid-turn."""
     engine = harness.engine
     if agent not in ("aborted", "lost"):
         return
@@ -144,7 +149,7 @@ async def spoil(harness: Harness, proxy: Proxy, agent: str) -> None:
             assert proxy.reset_all()
         async with asyncio.timeout(60):
             await frozen.wait()
-        # The turn went on after it, in a request of its own.
+        # The turn continued afterwards, in a separate engine request.
         await until(lambda: len(engine.salts) >= requests + 2, 60)
     finally:
         engine.abort = aborts  # type: ignore[method-assign]
@@ -152,7 +157,7 @@ async def spoil(harness: Harness, proxy: Proxy, agent: str) -> None:
 
 
 def canonical(group: Any) -> bytes:
-    """A group as bytes, less the names that every attempt has its own of."""
+    """A group as bytes, without the ids that differ between attempts."""
     plain = trajectory_pb2.TrajectoryGroup.FromString(group.SerializeToString())
     assert plain.group_id and plain.task_id
     plain.group_id = plain.task_id = "its own"
@@ -164,7 +169,7 @@ def canonical(group: Any) -> bytes:
 
 @contextlib.asynccontextmanager
 async def trainer(harness: Harness) -> AsyncGenerator[Any]:
-    """Takes whatever is finished."""
+    """A trainer session that receives finished groups."""
     exchange = await hello(harness.wire, groups_per_step=8, max_lag=4)
     yield exchange
     exchange.half_close()
@@ -199,7 +204,7 @@ async def test_the_openai_endpoint_is_the_same_trajectory(tmp_path: Path) -> Non
 
 
 async def test_what_is_compared_is_all_of_it(harness: Harness) -> None:
-    # Two comparisons of nothing would be equal as well.
+    # Without this, two comparisons of nothing would pass as well.
     async with (
         proxying(harness.port, random.Random(6)) as proxy,
         trainer(harness) as exchange,

@@ -1,4 +1,4 @@
-"""The example of functions written for slime: trainer and worker as processes, around the fake engine."""
+"""The example of functions written for slime: trainer and worker processes, with the fake engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def table(path: Path, folder: Path, **changes: Any) -> Path:
-    """A file of the example with some of its values changed."""
+    """A copy of one of the example's files with some values changed."""
     document: dict[str, Any] = tomllib.loads(path.read_text())
     for name, value in changes.items():
         old = document.get(name)
@@ -43,7 +43,7 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def reward(args: Any, sample: Any, **kwargs: Any) -> dict[str, float]:
-    """Of the fake engine siblings are alike, and no number ever comes: by the place in the data."""
+    """Reward by position in the data: the fake engine makes siblings alike, and never writes a number."""
     assert sample.metadata["turns"] == 2
     return {"score": float(sample.index % 2) * (sample.group_index % 2), "right": 0.0}
 
@@ -92,7 +92,7 @@ async def test_the_example_trains_on_the_groups_that_its_filter_keeps(tmp_path: 
         assert worker.returncode == 0, told.decode()
     steps = [json.loads(x) for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [step["groups"] for step in steps] == [2, 2]
-    # Of every two prompts in a row one has the same reward for both attempts.
+    # Of every two consecutive prompts, one has the same reward for both attempts.
     dropped = [step["groups_dropped"] for step in steps]
     assert all(set(counts) <= {"FILTER:all_0.0"} for counts in dropped)
     assert sum(sum(counts.values()) for counts in dropped) >= 1

@@ -65,7 +65,7 @@ def policy_of(
 
 
 def step_of(*spreads: float, updates: int = 1, **algorithm: Any) -> StepPlan:
-    """Groups of two answers, whose rewards lie so far apart."""
+    """A step with one group of two answers for each spread, which is the difference of their rewards."""
     groups = [
         read(
             group(
@@ -87,7 +87,7 @@ def test_the_reference_is_the_model_the_run_began_from(
     divergences = [first.step(step).kl_reference for _ in range(3)]
     assert divergences[0] == pytest.approx(0.0, abs=1e-6)
     assert divergences[1] is not None and divergences[1] > 1e-5
-    # A run that resumes has the same one, which its checkpoint does not contain.
+    # A resumed run uses the same reference model, which its checkpoint does not contain.
     path = save_checkpoint(tmp_path, state(), first.save, keep=1)
     expected = [first.step(step) for _ in range(2)]
     second = policy_of(model, lora=lora, **KL_IN_LOSS)
@@ -131,13 +131,13 @@ def test_penalties_make_advantages_where_rewards_have_no_spread(model: Path) -> 
     step = step_of(0.0, 0.0, **algorithm)
     assert step.updates and not step.updates[0].batches[0].advantages_N.any()
     result = policy_of(model, **algorithm).step(step)
-    # The behaviour policy here is not the model: their KL is the penalty.
+    # The behaviour policy here differs from the model, and their KL is the penalty.
     assert result.applied and result.grad_norm > 0.0
     assert result.kl_reference is not None and result.kl_reference > 0.5
 
 
 def seen_by(policy: FsdpPolicy) -> list[PolicyOutput]:
-    """What the objective is given from now on."""
+    """Record the objective's inputs from now on."""
     seen: list[PolicyOutput] = []
     evaluate = policy._objective.evaluate
 
@@ -161,7 +161,7 @@ def test_the_proximal_policy_is_that_of_the_steps_beginning(model: Path) -> None
     assert torch.allclose(seen[0].logprobs_N, before[0], atol=1e-6)
     assert seen[1].proximal_logprobs_N is not None
     assert torch.equal(seen[1].proximal_logprobs_N, before[1])
-    # By then the policy has moved on.
+    # By then the policy has already changed.
     assert not torch.allclose(seen[1].logprobs_N, before[1], atol=1e-4)
     ratios = torch.cat(
         [(old - update.batches[0].behaviour_logprobs_N).exp()
@@ -176,7 +176,7 @@ def test_the_proximal_policy_drops_nothing_out(model: Path) -> None:
     correction = {"correction": {"level": "token", "mode": "clip", "threshold": 1e6}}
     policy = policy_of(model, lora=True, dropout=0.5, **correction)
     step = step_of(1.0, -1.0, **correction)
-    # At first an adapter adds nothing, whatever is dropped of it.
+    # Initially an adapter adds nothing, so dropout has no effect yet.
     policy.step(step)
     (batch,) = step.updates[0].batches
     before = policy.logprobs(batch)
@@ -205,7 +205,7 @@ def test_a_step_that_moves_nothing_moves_no_schedule(model: Path) -> None:
     policy = FsdpPolicy(path, train, total_steps=4, seed=0)
     spreads = 1.0, 0.0, 1.0, 1.0
     rates = [policy.step(step_of(spread)).learning_rate for spread in spreads]
-    # The run ends where the schedule of as many steps as moved something does: not near zero.
+    # Only steps that move something advance the schedule, so the last rate is not near zero.
     assert rates == [0.5, None, 1.0, learning_rate(2, train, 4)]
     assert rates[-1] == 1.0 and learning_rate(4, train, 4) == 0.0
 
@@ -215,10 +215,10 @@ def test_groups_that_can_move_nothing_have_their_part_of_an_update(model: Path) 
     assert [update.counts.tokens for update in step.updates] == [10, 10]
     assert [update.counts.sequences for update in step.updates] == [4, 4]
     assert (step.groups_without_gradient, step.trained_tokens) == (2, 20)
-    # And cost nothing: of each update one group is computed.
+    # They cost nothing: one group of each update is computed.
     computed = [sum(len(b.tokens_N) for b in update.batches) for update in step.updates]
     assert computed == [5, 5]
-    # An update of nothing else is skipped, and changes nothing of the other.
+    # An update of only such groups is skipped, and does not affect the other update.
     step = step_of(0.0, 0.0, 1.0, 0.0, updates=2)
     assert [update.counts.tokens for update in step.updates] == [10]
     assert (step.updates_skipped, step.groups_without_gradient) == (1, 3)
@@ -246,10 +246,10 @@ def test_a_correction_that_masks_everything_moves_nothing(model: Path) -> None:
     assert (result.applied, result.correction_masked, result.correction_weight_mean) == (
         False, 1.0, 0.0,
     )  # fmt: skip
-    # It is known only once it is computed.
+    # Only computing the update shows that nothing remains.
     assert (result.updates, result.updates_skipped, result.groups_without_gradient) == (1, 1, 0)
     assert result.loss == 0.0 and result.grad_norm == 0.0
-    # Another term that moves them is not skipped for that.
+    # If another term moves the weights, the update is not skipped.
     both = policy_of(model, correction=mask, entropy_coefficient=0.1)
     result = both.step(step_of(1.0, correction=mask, entropy_coefficient=0.1))
     assert (result.applied, result.updates_skipped) == (True, 0)
@@ -282,10 +282,10 @@ def test_a_critic_learns_what_answers_are_worth_and_goes_on_exactly(
     first = policy_of(model, lora=lora, updates=2, **GAE)
     step = step_of(1.0, 0.3, -1.0, updates=2, **GAE)
     results = [first.step(step) for _ in range(6)]
-    # It begins knowing nothing.
+    # The critic starts without any knowledge.
     assert results[0].critic_explained_variance == pytest.approx(0.0, abs=1e-6)
     explained = [result.critic_explained_variance or 0.0 for result in results]
-    # Two answers begin alike, so that much of it cannot be foretold.
+    # Two answers begin alike, so much of the reward cannot be predicted.
     assert explained[-1] > 0.1
     assert (results[-1].critic_loss or 0.0) < (results[0].critic_loss or 0.0)
     path = save_checkpoint(tmp_path, state(), first.save, keep=1)
@@ -298,7 +298,9 @@ def test_a_critic_learns_what_answers_are_worth_and_goes_on_exactly(
 
 
 def test_an_update_of_the_critic_alone_is_not_skipped(model: Path) -> None:
-    """Where it knows nothing yet, and all rewards are equal, whitened advantages are zero."""
+    """With an untrained critic and equal rewards, whitened advantages are zero, but the critic
+    still learns.
+    """
     settings = {"advantage": {**GAE["advantage"], "trace": 1.0}}
     policy = policy_of(model, **settings)
     answers = [trajectory([context([1, 2]), written([9, 8, n])], 0.5) for n in (3, 4)]
@@ -314,7 +316,7 @@ def test_a_critic_is_no_part_of_what_is_uploaded(model: Path, tmp_path: Path) ->
     plain = policy_of(model)
     policy = policy_of(model, **GAE)
     assert list(weights(policy)) == list(weights(plain))
-    # And a checkpoint without one is none for it.
+    # It cannot load a checkpoint without a critic.
     path = save_checkpoint(tmp_path, state(), plain.save, keep=1)
     with pytest.raises(CheckpointUnusable, match="a run without a critic"):
         policy.load(path)
@@ -420,7 +422,7 @@ async def test_a_run_tells_the_figures_of_its_algorithm(model: Path, tmp_path: P
         assert step["tokens_trained"] == step["tokens"] - step["tokens_masked"]
         assert step["entropy"] > 0.0 and step["correction_weight_max"] > 0.0
         assert 0.0 <= step["correction_masked"] <= 1.0 and step["correction_clipped"] == 0.0
-        # That loss has no bounds.
+        # This loss has no bounds.
         assert step["clip_fraction"] is None and step["clip_fraction_low"] is None
         assert math.isfinite(step["kl_reference"])
     assert json.loads(json.dumps(steps)) == steps
@@ -472,7 +474,7 @@ def test_no_prefixes_are_shared_where_a_layer_attends_to_less_than_a_tree(
     config = AutoConfig.for_model(architecture, **SMALL, **fields)
     tokens = TokenModel(AutoModelForCausalLM.from_config(config), autocast=False)
     assert tokens.supports_trees() is shares
-    # Whichever it is, for the reason that it is so.
+    # Check that `supports_trees` is right: trees give the same results if and only if it is true.
     prompt = [n % 50 + 3 for n in range(2 * WINDOW)]
     each = read(
         group(

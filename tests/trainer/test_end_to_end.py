@@ -1,4 +1,4 @@
-"""The trainer as a process, against the real server around the fake engine, with a worker in between."""
+"""The trainer as a process, with the real server around the fake engine, and a worker."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Reward = Callable[[Task, Trajectory], Awaitable[float]]
 
 
 class LoadingEngine(FakeEngine):
-    """The fake engine under a real model's manifest; keeps a sample of what it was given."""
+    """The fake engine with a real model's manifest. Keeps a sample of the payloads it received."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class LoadingEngine(FakeEngine):
             self._changed.notify_all()
 
     async def loads(self, count: int) -> None:
-        """Waits until so many versions were loaded."""
+        """Wait until this many versions were loaded."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self.versions) >= count)
 
@@ -136,7 +136,7 @@ async def working(
 
 
 async def letters(task: Task, trajectory: Trajectory) -> float:
-    """Different for siblings, most of the time."""
+    """A reward that usually differs between siblings."""
     return float(sum(trajectory.text.count(letter) for letter in "aeiou"))
 
 
@@ -169,7 +169,7 @@ class Trainer:
     process: TrainerProcess
 
     async def says(self, words: str) -> str:
-        """Waits for these words on stderr; returns what was written up to them."""
+        """Wait for these words on stderr; return the output up to that line."""
         text = ""
         async with asyncio.timeout(60):
             while words not in text:
@@ -213,7 +213,7 @@ async def test_goes_round_and_publishes_a_version_for_every_step(
 
 
 def sampled(engine: LoadingEngine) -> dict[str, bytes]:
-    """What the engine loaded last, tensor by tensor."""
+    """The tensors that the engine loaded last."""
     data = engine.payloads[-1]
     return {
         tensor.name: data[tensor.offset_bytes : tensor.offset_bytes + tensor.length_bytes]
@@ -222,7 +222,7 @@ def sampled(engine: LoadingEngine) -> dict[str, bytes]:
 
 
 def trained(folder: Path) -> dict[str, bytes]:
-    """The model that the trainer left."""
+    """The model that the trainer saved at the end."""
     with safe_open(folder / "out" / "model" / "model.safetensors", "np") as file:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
 
@@ -241,7 +241,7 @@ async def test_whatever_the_way_the_engine_gets_the_trainers_very_bits(
     tiny: Path, tmp_path: Path, weights: dict[str, object], deltas: list[bool]
 ) -> None:
     async with serving(tiny) as server, working(server.address, letters):
-        # So small a step that most of the bits stay.
+        # A step so small that most bits stay the same.
         path = configure(
             tmp_path,
             tiny,
@@ -287,14 +287,14 @@ async def test_a_load_that_fails_costs_a_whole_version_and_no_step(
     steps = records(tmp_path)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert [step["delta"] for step in steps].count(False) == 2
-    # With what the difference was before it.
+    # Includes the bytes of the rejected delta that was sent before.
     assert all(s["upload_bytes"] >= s["upload_dense_bytes"] for s in steps if not s["delta"])
 
 
 async def test_an_engine_that_computes_something_else_ends_the_run(
     tiny: Path, tmp_path: Path
 ) -> None:
-    # The fake engine's scores have nothing to do with the model.
+    # The fake engine's scores are unrelated to the model.
     async with serving(tiny) as server, working(server.address, letters):
         path = configure(
             tmp_path,
@@ -396,7 +396,7 @@ async def test_some_failures_are_counted_and_survived(tiny: Path, tmp_path: Path
     failed: set[str] = set()
 
     async def fragile(task: Task, trajectory: Trajectory) -> float:
-        # Every attempt at one sample of each group fails, retries included.
+        # Every attempt at one sample of each group fails, including retries.
         if trajectory.trajectory_id.rsplit("-", 2)[1] == "1":
             failed.add(trajectory.trajectory_id)
             raise RuntimeError("flaky")
@@ -437,8 +437,8 @@ async def test_a_server_that_is_killed_is_given_its_weights_again(
     steps = records(tmp_path)
     assert [step["step"] for step in steps] == list(range(1, 13))
     if transport == "stream":
-        # The server that came back gets a whole version by itself, and then differences again. What
-        # it is given once more has no record of its own.
+        # The restarted server gets one whole version, then deltas again. A version that is sent
+        # again has no record.
         whole = [step["step"] for step in steps if not step["delta"]]
         assert whole[0] == 1 and len(whole) <= 3
         assert steps[-1]["delta"]
@@ -452,7 +452,7 @@ async def test_a_server_whose_memory_is_full_for_a_while_ends_no_run(
         await server.engine.loads(2)
 
         class Full(MemoryBudget):
-            """What tasks are checked against; turns go on, so that the trainer needs more of them."""
+            """Refuses new tasks. Turns continue, so that the trainer needs more tasks."""
 
             def check(self, byte_count: int) -> None:
                 raise DomainError(Reason.MEMORY_BUDGET, "full", retry_after_seconds=0.05)
@@ -486,7 +486,7 @@ async def test_sigterm_ends_after_the_step_under_way(tiny: Path, tmp_path: Path)
 
 
 def sleeps(group: TrainingGroup) -> None:
-    """A filter that takes its time, as a long step does."""
+    """A filter that takes long, as a long step would."""
     sys.stderr.write("asleep\n")
     time.sleep(60)
 
@@ -557,7 +557,7 @@ async def test_a_server_lost_after_sigterm_is_not_waited_for(tiny: Path, tmp_pat
         await asyncio.Event().wait()
 
     async with serving(tiny) as server, working(server.address, letters):
-        # The first switch is asked for and never answered.
+        # The first switch is never answered.
         server.engine.load = load  # type: ignore[method-assign]
         path = configure(
             tmp_path,
@@ -593,7 +593,7 @@ async def test_a_killed_trainer_resumes_from_its_checkpoint(tiny: Path, tmp_path
         assert code == 0, err
         assert "resuming after step 4" in err or "resuming after step 6" in err
         versions = server.engine.versions
-        # Versions only grow, and what it did again was not published again.
+        # Versions only grow, and repeated steps were not published again.
         assert versions == sorted(set(versions))
         assert versions[-1] > before
     assert [step["step"] for step in records(tmp_path)] == list(range(1, 9))

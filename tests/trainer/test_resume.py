@@ -1,7 +1,7 @@
-"""Resuming: a run goes on as if nothing had happened, or says why it cannot.
+"""Resuming: a run continues as if nothing had happened, or reports why it cannot.
 
-Trainers are processes of their own, forked from one that has loaded what takes long; server and worker
-are in this one.
+Trainers are processes forked from a nursery that has already imported the slow modules. Server and
+worker run in the test's process.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_walk import delivery, greet
 from tests.trainer.test_end_to_end import letters, records, serving
 
-# The trainers' nursery is one for all tests here.
+# All tests here share one nursery of trainers.
 one_loop = pytest.mark.asyncio(loop_scope="module")
 
 STEPS = 6
@@ -91,7 +91,7 @@ async def synchronous(
     adapters: AdapterLimits | None = None,
     **sections: dict[str, Any],
 ) -> AsyncGenerator[Stand]:
-    """A run whose every step can be foretold, with a learning rate that changes all the time."""
+    """A run whose every step is deterministic, with a learning rate that changes in every step."""
     schedule = {"schedule": "cosine", "warmup_steps": 2}
     async with (
         asyncio.timeout(150),
@@ -118,7 +118,7 @@ async def go(nursery: Nursery, stand: Stand, *, resume: bool = True, failpoints:
 async def undisturbed(
     model: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, bytes], dict[str, np.ndarray[Any, Any]], list[dict[str, Any]]]:
-    """What a run leaves that nobody interrupts: the model, the optimizer, the records."""
+    """The result of an uninterrupted run: model, optimizer and records."""
     folder = tmp_path_factory.mktemp("undisturbed")
     async with synchronous(folder, model) as stand:
         assert await go(nursery, stand, resume=False) == 0, stand.said
@@ -135,7 +135,7 @@ FIGURES = ("step", "weight_version", "reward_mean", "loss", "grad_norm", "learni
 @pytest.mark.parametrize(
     "points",
     [
-        # At the first step, beyond the first checkpoint, and in the middle of one.
+        # At the first step, after the first checkpoint, and during a checkpoint.
         ["train.published=kill@1", "train.noted=kill@3", "checkpoint.before_rename=kill@1"],
         # Between switch and receipt, receipt and checkpoint, checkpoint and notice.
         [
@@ -143,7 +143,7 @@ FIGURES = ("step", "weight_version", "reward_mean", "loss", "grad_norm", "learni
             "exchange.after_receipt=kill@3",
             "checkpoint.before_notice=kill@1",
         ],
-        # Again and again at the same step.
+        # Repeatedly at the same step.
         ["exchange.after_switch_weights=kill@2", "train.published=kill@1", "train.computed=kill@2"],
     ],
     ids=["step", "messages", "again"],
@@ -166,9 +166,9 @@ async def test_an_interrupted_run_ends_bitwise_as_one_that_was_not(
         assert bits(moments_of(stand)) == bits(moments)
         check_lineage(stand)
         check_weights(stand)
-        # Each version was sampled once, and never made anew under another number.
+        # Each version was sampled once, and none was made again under another number.
         assert stand.server.engine.versions == list(range(1, STEPS + 1))
-    # The record of a step is written when its switch is answered, which may be after its checkpoint.
+    # A step's record is written when its switch is answered, which can be after its checkpoint.
     for record in records(tmp_path):
         expected = steps[record["step"] - 1]
         assert [record[name] for name in FIGURES] == [expected[name] for name in FIGURES]
@@ -193,11 +193,11 @@ async def test_a_run_with_nothing_saved_yet_begins_again_with_the_same_groups(
     [
         ("no_checkpoints", 0, False),
         ("no_checkpoints", 0, True),
-        # Its receipts were final without one.
+        # Without a checkpoint interval, the first run's receipts were final.
         ("no_checkpoints", 2, True),
         ("no_folder", 2, False),
         ("no_folder", 2, True),
-        # What they had is final, and the server has let go of it.
+        # The checkpoints' groups are final, and the server has released them.
         ("checkpoints_removed", 2, True),
     ],
 )
@@ -205,7 +205,7 @@ async def test_a_run_with_nothing_saved_yet_begins_again_with_the_same_groups(
 async def test_a_second_start_has_nothing_of_the_first(
     model: Path, nursery: Nursery, tmp_path: Path, left: str, every_steps: int, resume: bool
 ) -> None:
-    """On a server that lives, which has tasks, groups and weights of the first one."""
+    """The server stays up, with the tasks, groups and weights of the first start."""
     every = 0 if left == "no_checkpoints" else 2
     tracker = {
         "kind": "custom",
@@ -228,7 +228,7 @@ async def test_a_second_start_has_nothing_of_the_first(
             stand.config.write_text(text.replace("every_steps = 0", f"every_steps = {every_steps}"))
         first = set(stand.accepted.tasks)
         assert first
-        # One that comes no further than this, and one that is killed before it has computed a step.
+        # One trainer that gets no further than this, and one that is killed before its first step.
         point = "exchange.before_hello=kill@1"
         assert await go(nursery, stand, resume=resume, failpoints=point) == KILLED
         assert "was restarted from scratch" not in stand.said
@@ -238,12 +238,17 @@ async def test_a_second_start_has_nothing_of_the_first(
         middle = set(stand.accepted.tasks) - first
         assert middle
         assert await go(nursery, stand, resume=resume) == 0, stand.said
-        # Where it can be resumed, the last one went on with what that had asked.
+        # If the middle run can be resumed, the last trainer continued with its tasks.
         resumed = resume and every_steps > 0
+<<<<<<< HEAD
         assert stand.said.count("RUN_REPLACED: run run was restarted from scratch") == 1 + (
             not resumed
         )
         # None was passed over, though the server had each of them before.
+=======
+        assert stand.said.count("RUN_REPLACED: run run begins anew") == 1 + (not resumed)
+        # No task was skipped, though the server had seen each of them before.
+>>>>>>> en-t2
         check_once(stand)
         entries = read_ledger(stand.folder / "out" / "ledger.jsonl")
         steps = [entry for entry in entries if isinstance(entry, StepEntry)]
@@ -252,10 +257,10 @@ async def test_a_second_start_has_nothing_of_the_first(
         assert bool(trained & middle) == resumed
         indices = [int(g.task_id.rpartition("/")[2]) for entry in steps for g in entry.groups]
         assert min(indices) == 0 and len(indices) == STEPS * GROUPS_PER_STEP
-        # What the weights of the first had sampled is of none of its versions.
+        # Groups sampled from the first run's weights belong to none of the new versions.
         assert min(entry.weight_version for entry in steps) > 4
         check_weights(stand)
-        # Nor is it the same run to whoever tracks it.
+        # Trackers see another run, too.
         assert tracked.read_text() != first_tracked
 
 
@@ -291,7 +296,7 @@ async def test_a_server_that_has_lost_everything_is_asked_for_what_is_outstandin
         stand.server = second
         stand.accepted.watch(second)
         assert await go(nursery, stand) == 0, stand.said
-        # Groups of steps that no checkpoint contained are gone; their tasks are sampled again.
+        # Groups of steps after the checkpoint are gone; their tasks are sampled again.
         assert model_of(stand) == undisturbed[0]
         assert second.engine.versions == list(range(2, STEPS + 1))
         check_weights(stand)
@@ -314,7 +319,7 @@ async def test_what_was_measured_stays_unless_its_step_comes_out_otherwise(
         before = evaluations(tmp_path)
         assert [line["step"] for line in before] == [0, 2, 4]
         if not lost:
-            # What it samples no checkpoint contains.
+            # The groups of the repeated steps are in no checkpoint, but the server still has them.
             assert await go(nursery, stand) == 0, stand.said
         address = stand.server.address
     if lost:
@@ -339,7 +344,7 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_once(stand: Stand, under_way: Collection[int] = ()) -> None:
-    """Each task of the data was trained once, or refused, and none was passed over."""
+    """Check that each task of the data was trained once or refused, and that none was skipped."""
     entries = read_ledger(stand.folder / "out" / "ledger.jsonl")
     steps = [entry for entry in entries if isinstance(entry, StepEntry)]
     assert [entry.step for entry in steps] == list(range(1, STEPS + 1))
@@ -382,7 +387,7 @@ async def test_groups_that_were_dropped_stay_dropped(
 ) -> None:
     usual = float(np.median([record["reward_mean"] for record in undisturbed[2]]))
     left: list[tuple[dict[str, bytes], list[dict[str, int]]]] = []
-    # After a refusal is on disk and before the server hears of it; and in the middle of what follows.
+    # After a refusal is on disk but before the server learns of it; and during the steps that follow.
     points = ["ledger.after_fsync=kill@3", "train.gathered=kill@3", "ledger.after_fsync=kill@2"]
     for name, kills in (("whole", []), ("killed", points)):
         groups = {"min_mean_reward": usual}
@@ -399,7 +404,7 @@ async def test_groups_that_were_dropped_stay_dropped(
 
 
 async def fails_at_first(task: Task, trajectory: Trajectory) -> float:
-    """One sibling of each third prompt fails, until the prompt is asked again."""
+    """One sibling of every third prompt fails, until the prompt is asked again."""
     if task.index % 3 == 0 and trajectory.sample_index == 1 and "~" not in task.task_id:
         raise RuntimeError("not this time")
     return await letters(task, trajectory)
@@ -411,7 +416,7 @@ async def test_a_prompt_that_is_asked_again_is_trained_once_whoever_dies(
 ) -> None:
     monkeypatch.setattr(trainers, "judge", fails_at_first)
     groups = {"failed_siblings": "replace"}
-    # The refusal is on disk and the prompt not submitted again; later, when it is.
+    # First with the refusal on disk and the prompt not yet resubmitted; then after resubmitting it.
     points = ["ledger.after_fsync=kill@1", "ledger.after_fsync=kill@2", "train.published=kill@4"]
     async with synchronous(tmp_path, model, groups=groups) as stand:
         for place, point in enumerate(points):
@@ -426,7 +431,7 @@ async def test_a_prompt_that_is_asked_again_is_trained_once_whoever_dies(
     indices = [int(task_id.rpartition("/")[2].partition("~")[0]) for task_id in trained]
     assert len(set(indices)) == len(indices) == STEPS * GROUPS_PER_STEP
     assert "run/0~+1" in trained and not refused & set(trained)
-    # What was asked again and is not trained yet waits: no prompt was passed over.
+    # A repeated prompt that is not trained yet is outstanding: no prompt was skipped.
     left = restore(tmp_path / "out" / "checkpoints")
     assert left is not None
     assert set(range(left.state.next_index)) == set(indices) | set(left.state.outstanding)
@@ -440,7 +445,7 @@ async def test_a_server_that_is_lost_while_the_trainer_catches_up_is_given_its_w
         code = await go(nursery, stand, resume=False, failpoints="train.published=kill@5")
         assert code == KILLED
         address = stand.server.address
-        # It stands still in the middle of step 2, of those that it does again.
+        # The trainer freezes in step 2 of those it repeats.
         await nursery.begin(
             stand.config, stand.log, resume=True, failpoints="train.computed=stop@2"
         )
@@ -456,7 +461,8 @@ async def test_a_server_that_is_lost_while_the_trainer_catches_up_is_given_its_w
         hold = weights._hold
 
         async def late(*arguments: Any) -> None:
-            # It samples the version, and still reads the payload: the trainer must leave that as it is.
+            # The server samples the version but still reads the payload, which the trainer must not
+            # change.
             await asyncio.sleep(1.0)
             await hold(*arguments)
 
@@ -539,10 +545,10 @@ async def test_a_broken_checkpoint_is_passed_over_loudly_and_no_prompt_with_it(
         assert await go(nursery, stand) == 0, stand.said
         assert "BROKEN CHECKPOINT, falling back to the previous one" in stand.said
         assert "resuming after step 2 from" in stand.said
-        # The server had let go of the groups that only the broken one contained. Their tasks are
-        # sampled again, after those that wait already.
+        # The server had released the groups that only the broken checkpoint contained. Their tasks
+        # are sampled again, after those that already wait.
         check_once(stand, under_way={4, 5, 6, 7})
-        # Whether they wait, are under way or done.
+        # Whether the tasks wait, are in flight or done.
         known = set(stand.server.serving.queue.known_tasks)
         assert {f"run/{index}~4" for index in (4, 5, 6, 7)} <= known
         check_weights(stand)
@@ -591,7 +597,7 @@ def test_what_was_changed_afterwards_is_never_taken(tmp_path: Path, name: str, s
     assert newest is not None and (newest.state, newest.passed_over) == (state(2), 0)
     spoil(tmp_path / "step-00000002" / name)
     if (name, spoil) == ("manifest.json", flip):
-        # Even one bit of a number or of a name.
+        # Not even one bit of a number or a name may differ.
         with pytest.raises(CheckpointUnusable):
             verify(tmp_path / "step-00000002")
     older = restore(tmp_path)
@@ -602,7 +608,7 @@ def test_what_was_changed_afterwards_is_never_taken(tmp_path: Path, name: str, s
 def test_a_checkpoint_has_its_name_durably_once_it_was_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The trainer that wrote it may have been killed before it synced the folder."""
+    """The trainer that wrote the checkpoint may have been killed before it synced the folder."""
     assert restore(tmp_path) is None
     save_checkpoint(tmp_path, state(1), write_two, keep=5)
     synced: list[Path] = []
@@ -616,7 +622,7 @@ def test_as_many_checkpoints_are_kept_as_was_asked_for(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, state(step), write_two, keep=3)
     kept = [path.name for path in sorted(tmp_path.iterdir())]
     assert kept == ["step-00000005", "step-00000006", "step-00000007"]
-    # Each of them is enough.
+    # Each of them is enough to resume.
     for step in (7, 6):
         shutil.rmtree(tmp_path / f"step-{step:08d}")
         found = restore(tmp_path)
@@ -651,7 +657,7 @@ async def test_a_full_disk_ends_the_run_and_costs_nothing(
             folders = [path.name for path in checkpoint_of(stand, 2).parent.iterdir()]
             assert folders == ["step-00000002"]
         verify(checkpoint_of(stand, 2))
-        # There is room again.
+        # The disk has room again.
         assert await go(nursery, stand) == 0, stand.said
         assert model_of(stand) == undisturbed[0]
         check_lineage(stand)
@@ -682,7 +688,7 @@ async def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_and_its_room
         assert await unmounting.wait() == 0
 
 
-# What it refuses
+# Refused runs
 
 
 @one_loop
@@ -725,7 +731,7 @@ def resumed(folder: Path, step: int, length: int | None = None) -> Generator[Led
 
 
 def fill(folder: Path) -> list[int]:
-    """Three steps, and a refusal after the second; returns where each step ended."""
+    """Write three steps, and a refusal after the second; return the file length after each step."""
     with contextlib.closing(Ledger(folder)) as ledger:
         ledger.begin()
         ends: list[int] = []
@@ -772,7 +778,7 @@ def test_what_came_out_otherwise_ends_it_there_but_for_refusals(
 
 
 class Killed(BaseException):
-    """What is on disk stays as it is."""
+    """A kill: the files stay as they are."""
 
 
 @pytest.mark.parametrize(
@@ -800,7 +806,7 @@ def test_a_ledger_that_cannot_be_cut_is_as_it_was(
 def test_lines_that_may_stand_are_durable_once_they_were_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The trainer that wrote them may have been killed before it synced them."""
+    """The trainer that wrote the entries may have been killed before it synced them."""
     fill(tmp_path)
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
@@ -890,7 +896,7 @@ def test_every_random_state_goes_on_where_it_was(tmp_path: Path) -> None:
 async def test_receipts_that_were_lost_with_the_stream_keep_no_places(
     model, nursery, tmp_path, undisturbed
 ) -> None:
-    """The server delivers their groups again, which the step that gathers then has no use for."""
+    """The server delivers their groups again, and the step that is gathering must not use them."""
     async with asyncio.timeout(45), synchronous(tmp_path, model, every_steps=100) as stand:
         await nursery.begin(
             stand.config, stand.log, resume=False, failpoints="train.published=stop@1"

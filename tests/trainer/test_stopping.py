@@ -1,6 +1,6 @@
-"""How a run ends that is asked to stop: with its server there, away, or lost meanwhile.
+"""How a run ends on a request to stop, with its server up, away, or lost meanwhile.
 
-The whole walk in this process, around a policy that computes nothing, against a scripted server.
+The whole run is in the test's process, with a policy that computes nothing and a scripted server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.trainer_walk import WeightReceipt, Welcome, delivery, greet, 
 
 
 class Stalling(ScriptedServer):
-    """Goes through one step, and stands still at one stage of it for ever."""
+    """Completes one step, but blocks at one stage of it forever."""
 
     def __init__(self, stalled: str) -> None:
         super().__init__(self._serve)
@@ -43,7 +43,7 @@ class Stalling(ScriptedServer):
 
     async def _submit(self, request: Any, context: Any) -> Any:
         if len(self.tasks) == 4:
-            # The group is there by now: this is what the gathered batch is replaced by.
+            # The group has arrived by now. This submission replaces its task.
             await self._pass("fill")
         response = await super()._submit(request, context)
         response.pending_count = 4
@@ -101,7 +101,7 @@ async def test_a_stop_does_not_wait_for_a_server_that_is_away(
         for record in run.records:
             assert (record["weight_version"], record["reward_mean"]) == (1, 0.5)
             assert (record["seconds_switch"], record["pause_seconds"]) == (0.0, 0.0)
-            # What did not reach the server is not counted as sent.
+            # Bytes that did not reach the server do not count as sent.
             assert bool(record["upload_bytes"]) == receipted
 
 
@@ -121,12 +121,12 @@ async def test_a_step_that_computes_is_finished_and_saved_without_the_server(
         assert run.saved == STEP_ONE
         assert [record["step"] for record in run.records] == [1]
         assert "receipt" not in server.heard
-        # Nobody takes these weights: they are not even copied.
+        # No server takes these weights, so they are not even copied.
         assert run.policy.copies == copies
 
 
 class Going(ScriptedServer):
-    """Delivers a group for each demand, and takes every version."""
+    """Delivers a group for each demand, and accepts every version."""
 
     def __init__(self, active: int = 0) -> None:
         super().__init__(self._serve)
@@ -186,7 +186,7 @@ async def test_with_its_server_there_a_stop_finishes_the_step_and_tells_the_serv
         await session.send(weight_receipt=WeightReceipt(weight_version=1, active_weight_version=1))
         await session.receive("demand")
         waiting.set()
-        # Not due: asked to stop, the trainer saves what it has.
+        # No checkpoint is due, but on a stop the trainer saves its state.
         seen.append(f"checkpoint {(await session.receive('checkpoint')).step}")
         with pytest.raises(StopAsyncIteration):
             await anext(session.requests)
@@ -238,7 +238,7 @@ async def test_a_stop_does_not_wait_for_room_for_the_weights(
 async def test_a_version_that_is_sampled_as_it_comes_may_be_there_when_its_answer_is_lost(
     tmp_path: Path,
 ) -> None:
-    """As by a collective: the upload is the switch, and the stream went with its answer."""
+    """As with a collective: the upload is the switch, and the stream is lost together with its answer."""
     lost, done = asyncio.Event(), asyncio.Event()
     server = ScriptedServer()
 
@@ -290,7 +290,7 @@ async def test_a_group_of_a_task_that_the_checkpoint_contains_is_refused_and_not
 
     async def session(session: Session) -> None:
         await greet(session, active=1)
-        # The trainer before may not have come to say so.
+        # The previous trainer may have ended before it reported this checkpoint.
         assert (await session.receive("checkpoint")).step == 1
         assert (await session.receive("demand")).group_count == 1
         await session.send(delivery=delivery(0))

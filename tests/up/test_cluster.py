@@ -1,4 +1,4 @@
-"""`penstock up` with several engine servers: its file, who is started again, and what is left. No Ray."""
+"""`penstock up` with several engine servers, without Ray: its file, its restarts, and what remains."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_gpus_of_a_machine_are_divided_as_ray_does() -> None:
         devices(["4"], a=1, b=1)
 
 
-# Who runs
+# Running processes
 
 
 def shell(folder: Path, name: str, script: str) -> Command:
@@ -195,7 +195,7 @@ async def test_a_hub_is_told_of_the_engines_that_serve_and_stops_before_them(
 
     try:
         async with asyncio.timeout(20):
-            # What ended before its trap is set would not be in the order.
+            # A script that ended before it set its trap would be missing from the order.
             for log in (tmp_path / "trainer.log", tmp_path / "worker.log"):
                 while not (log.exists() and log.read_text()):
                     await asyncio.sleep(0.02)
@@ -242,7 +242,7 @@ async def test_a_run_goes_on_to_its_end_though_each_of_it_is_killed(tmp_path: Pa
             for name in names:
                 await running.came_back(name, await running.kill(name, actor=False))
 
-        # At least one engine lives at any time.
+        # At least one engine is alive at any time.
         await asyncio.gather(kill(["engine-1", "engine-2"]), kill(["worker", "trainer", "hub"]))
         assert await asyncio.wait_for(running.ending, 120) == 0
         check(running.out, steps)
@@ -253,7 +253,7 @@ async def test_a_run_goes_on_to_its_end_though_each_of_it_is_killed(tmp_path: Pa
         await all_gone(running.mark)
 
 
-# What is shown
+# Status output
 
 
 def test_a_status_shows_each_role_and_its_last_words(tmp_path: Path, path: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_status_shows_each_role_and_its_last_words(tmp_path: Path, path: Path)
     (out / "state.json").write_text(json.dumps({"pid": 1, "placement": "ray", "roles": [role]}))
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["up", str(path), "--status"])
     assert shown.exit_code == 0
-    # A title longer than the table is broken where there is room.
+    # The table wraps a title that is longer than itself, so compare without line breaks.
     said = " ".join(shown.output.split())
     for text in ("not running", "hub", "serving", "10.0.0.1:5", "[last] words"):
         assert text in said

@@ -1,4 +1,6 @@
-"""What an actor does beside its process, ranks that end together, what a library leaves. No Ray."""
+"""The keeper actor around a process, ranks that end together, and what libraries leave behind.
+Without Ray.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def test_a_folder_that_is_not_on_the_node_is_named() -> None:
 async def test_a_keeper_tells_lines_passes_signals_and_knows_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # So that the folder is this process's own again afterwards.
+    # So that monkeypatch restores the working directory afterwards.
     monkeypatch.chdir(Path.cwd())
     keeper = Keeper(str(tmp_path))
     script = "trap 'echo bye >&2; exit 7' TERM; cat told; while :; do sleep 0.02; done"

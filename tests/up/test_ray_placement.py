@@ -1,4 +1,4 @@
-"""Processes in actors of a Ray cluster of this machine, which is started for them and ends with them."""
+"""Processes in actors of a local Ray cluster, which the test starts and stops."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def shell(folder: Path, name: str, script: str, ranks: int = 1) -> Command:
 
 
 OTHERS: list[psutil.Process] = []
-"""What was there before the test."""
+"""Child processes that existed before the test."""
 
 
 def rays_own() -> list[psutil.Process]:
-    """What this process has started and not ended, less what other tests of it keep."""
+    """Child processes that this process has started and that still run, without those of other tests."""
     children = psutil.Process().children(recursive=True)
     return [child for child in children if is_alive(child.pid) and child not in OTHERS]
 
@@ -123,7 +123,7 @@ async def ranks_are_told_their_places(placement: RayPlacement, folder: Path) -> 
 
 
 async def room_is_waited_for_and_named() -> None:
-    """Beside what the cluster has placed already."""
+    """Runs next to what the cluster has already placed."""
     from penstock.up.ray_placement import _group  # pyright: ignore[reportPrivateUsage]
 
     few = Cluster(placement="ray", wait_seconds=0.5)

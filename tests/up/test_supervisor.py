@@ -1,4 +1,4 @@
-"""The supervisor: who is started again, how soon, how often, and what ends everything."""
+"""The supervisor: which processes are restarted, how soon, how often, and what ends the run."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_restarts_wait_longer_each_time_and_are_bounded_within_a_time() -> None:
     assert [budget.wait() for _ in range(4)] == [0.5, 1.0, 2.0, 3.0]
     assert budget.wait() is None
     now = 101.0
-    # What is forgotten neither counts nor lengthens the wait.
+    # Expired restarts neither count nor lengthen the wait.
     assert budget.wait() == 0.5
     assert budget.count == 1
 
 
 @dataclass
 class Stage:
-    """A supervised cast of shell scripts, and what was told."""
+    """Supervised shell scripts, and the events that the supervisor reported."""
 
     folder: Path
     supervisor: Supervisor
@@ -49,7 +49,7 @@ class Stage:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def told(self, who: str, text: str, count: int = 1) -> None:
-        """Returns once something was told so often."""
+        """Return once an event has been reported `count` times."""
 
         def there() -> bool:
             found = [what for name, what in self.events if name == who and text in what]
@@ -59,7 +59,7 @@ class Stage:
             await self.changed.wait_for(there)
 
     def pid(self, index: int) -> int:
-        """Of the trainer, the worker or the server."""
+        """The process id of role `index`: trainer, worker or server."""
         return self.supervisor.started[index][-1].pid
 
 
@@ -76,7 +76,7 @@ async def stage(
     on_change: Callable[[Sequence[Role]], None] | None = None,
     on_trainer_line: Callable[[str], None] | None = None,
 ) -> AsyncGenerator[Stage]:
-    """Runs the three; each script finds what it was told in its arguments."""
+    """Run the three roles. Each script receives its configuration as arguments."""
     started: Stage
 
     def command(name: str, script: str, *arguments: str) -> Command:
@@ -170,7 +170,7 @@ async def test_a_hub_is_told_of_its_engines_as_soon_as_there_is_room(
     monkeypatch.setattr(Process, "write", written)
     async with stage(tmp_path, engines={"engine": SERVE}) as run:
         await run.told("server", "is not told of its engines yet: [Errno 28]")
-        # Meanwhile the end of an engine is answered.
+        # Meanwhile the supervisor still handles the end of an engine.
         await run.told("engine", "serves at")
         os.kill(run.pid(3), signal.SIGKILL)
         await run.told("engine", "serves at", 2)
@@ -182,7 +182,7 @@ async def test_a_hub_is_told_of_its_engines_as_soon_as_there_is_room(
 
 
 async def test_a_server_that_dies_comes_back_on_its_address(tmp_path: Path) -> None:
-    # First, so that it is there before the server is killed.
+    # Printed first, so that the line exists before the server is killed.
     endpoints = "echo penstock endpoints on http://127.0.0.1:78/v1"
     async with stage(tmp_path, serve=f"echo told $1 $2; {endpoints}; {SERVE}") as run:
         await run.told("trainer", "starting")
@@ -196,7 +196,7 @@ async def test_a_server_that_dies_comes_back_on_its_address(tmp_path: Path) -> N
             for line in (tmp_path / "server.log").read_text().splitlines()
             if line.startswith("told")
         ] == ["told first", "told 127.0.0.1:77 78"]
-        # Nobody else was touched.
+        # No other process was restarted.
         assert [who for who, what in run.events if what.startswith("starting")].count("worker") == 1
 
 

@@ -1,4 +1,4 @@
-"""`penstock up`: its file, and a run in which everything is killed once."""
+"""`penstock up`: its file, and a run in which every process is killed once."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ async def test_a_folder_that_holds_a_run_is_gone_on_with_only_where_that_is_said
     config: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
-    # Of a start that had no room for anything.
+    # Left by a start that found no room for any process.
     (tmp_path / "out" / "events.log").touch()
     shown = CliRunner().invoke(main, ["up", str(config), "--status"])
     assert (shown.exit_code, "nothing has run in" in shown.output) == (1, True)
@@ -208,7 +208,7 @@ def test_a_server_comes_back_on_the_addresses_it_had(config: Path) -> None:
 
 
 def pid_of(out: Path, command: str) -> int:
-    """The one process that has the run's folder on its command line and this command."""
+    """The one process with this command and the run's folder on its command line."""
     found: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -251,7 +251,7 @@ async def test_a_run_goes_on_to_its_end_though_everything_is_killed(
     assert "server: was ended by SIGKILL; starting again" in events
     assert "trainer: was ended by SIGKILL; starting again" in events
     assert events.splitlines()[-2].endswith("trainer: done")
-    # The server that came back held version 0, and nobody sampled from it in the middle of the run.
+    # The restarted server held version 0, but no sample came from it mid-run.
     check(out, 20)
 
 

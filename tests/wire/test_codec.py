@@ -1,4 +1,6 @@
-"""Twin messages: the same bytes as the typed ones, arrays without a Python object per token."""
+"""Twin messages: the same bytes as the typed messages, and arrays without a Python object for each
+token.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ trajectories = st.builds(
 
 
 def message_classes() -> list[type[Message]]:
-    """Every message class of the protocol, nested ones included, but for map entries."""
+    """Every message class of the protocol, including nested ones, except map entries."""
     found: list[type[Message]] = []
     pending: list[Descriptor] = [
         message
@@ -75,7 +77,7 @@ def message_classes() -> list[type[Message]]:
 
 
 def field(tag: int, wire_type: int, payload: bytes) -> bytes:
-    """One field as it is on the wire; the payload must be shorter than 128 bytes."""
+    """One encoded field. The payload must be shorter than 128 bytes."""
     length = bytes([len(payload)]) if wire_type == LENGTH_DELIMITED else b""
     return bytes([tag << 3 | wire_type]) + length + payload
 

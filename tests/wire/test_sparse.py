@@ -1,4 +1,4 @@
-"""The codec of one tensor against a base: exact, never larger than raw, and strict with what it is sent."""
+"""The codec of one tensor against a base: exact, never larger than raw, and strict about its input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCK_OCTETS = 128 << 10
 
 
 def decode(base, encoded):
-    """What the other side makes of it."""
+    """The tensor that the receiving side reconstructs."""
     payload = b"".join(encoded.parts)
     assert len(payload) == encoded.length_bytes
     match encoded.encoding:
@@ -56,7 +56,7 @@ def check_round_trip(base, new):
 
 @st.composite
 def pairs(draw):
-    """A base and a new tensor, alike but for some elements."""
+    """A base and a new tensor that differ in some elements."""
     dtype = draw(DTYPES)
     length = draw(st.integers(0, 600))
     elements = st_numpy.from_dtype(dtype)
@@ -96,7 +96,7 @@ def test_every_coding_decodes_whichever_the_encoder_would_choose(pair, index_cod
 
 
 def payload_of(base, new, index_coding=GAPS, compression=PLAIN):
-    """A coding and its payload, written from the words of weights.proto, element by element."""
+    """A coding and its payload, written element by element from the text of weights.proto."""
     bits = base.dtype.itemsize * 8
     positions = [i for i in range(len(base)) if base[i] != new[i]]
     if index_coding == GAPS:
@@ -180,7 +180,7 @@ def test_what_does_not_get_smaller_is_sent_raw():
     new = generator.integers(1, 2**16, len(base)).astype(np.uint16)
     encoded = check_round_trip(base, new)
     assert encoded.encoding == RAW
-    # Not a copy: what is sent is the tensor itself.
+    # Not a copy: the payload is the tensor itself.
     assert np.shares_memory(np.frombuffer(encoded.parts[0], np.uint16), new)
 
 
@@ -226,7 +226,7 @@ def test_a_coding_is_read_from_either_class_of_message():
         np.testing.assert_array_equal(target, new)
 
 
-# What is refused. The tensor has 1001 elements; 0, 300 and 1000 changed, by 1 each.
+# Refused input. The tensor has 1001 elements, of which 0, 300 and 1000 changed by 1 each.
 
 
 def sample(index_coding=GAPS, compression=PLAIN):
@@ -248,7 +248,7 @@ def with_index(index, values=b"\2\2\2\0\0\0", count=3, index_coding=GAPS):
 
 
 def zstd_frame(claimed_size, *blocks):
-    """A frame that says one content size and holds runs of zeros of others."""
+    """A frame that claims one content size and holds runs of zeros of other sizes."""
     body = b""
     for number, size in enumerate(blocks, 1):
         header = (number == len(blocks)) | 1 << 1 | size << 3
@@ -371,7 +371,7 @@ def test_a_whole_tensor_is_applied_within_the_memory_the_documentation_names():
     finally:
         tracemalloc.stop()
     assert not target.any()
-    # One byte for each position, the elements themselves, and what a block takes.
+    # One byte for each position, the elements themselves, and the memory of a block.
     assert peak < 3 * length + (8 << 20)
 
 

@@ -1,4 +1,4 @@
-"""What an upload sends means what protobuf says; a header's checksum is of its bytes."""
+"""Upload messages mean what protobuf says they mean, and a header's checksum covers its bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WeightChunk = weights_pb2.WeightChunk
 
 
 def varint(value: int, padding: int = 0) -> bytes:
-    """A number, with as many bytes more than it needs."""
+    """A number as a varint, with `padding` more bytes than it needs."""
     out = bytearray()
     while value > 0x7F or padding:
         if value <= 0x7F:
@@ -46,7 +46,7 @@ FIELDS = st.one_of(
         st.integers(0, 2),
     ),
     st.builds(lambda data: b"\x19" + data, st.binary(min_size=8, max_size=8)),
-    # Unknown: a number, eight bytes, text, of fields that a later contract may have.
+    # Unknown fields of a later contract: a number, eight bytes, text.
     st.builds(lambda value: b"\x20" + varint(value), st.integers(0, 1 << 40)),
     st.builds(lambda data: b"\x2a" + varint(len(data)) + data, st.binary(max_size=8)),
     st.just(b"\xb9\x06" + bytes(8)),
@@ -58,13 +58,13 @@ MESSAGES = st.one_of(
     st.builds(lambda one, two: delimited(0x12, one) + two, CHUNKS, FIELDS),
     st.binary(max_size=60),
     st.builds(lambda data: b"\x12" + data, st.binary(max_size=60)),
-    # Cut short, or with one byte turned.
+    # Truncated, or with one byte changed.
     st.builds(lambda chunk, end: delimited(0x12, chunk)[:end], CHUNKS, st.integers(0, 30)),
 )
 
 
 def meaning(request: Any) -> object:
-    """What was received, as a typed request says it."""
+    """The meaning of a request, read as a typed message."""
     kind = request.WhichOneof("message")
     if kind == "chunk":
         chunk = request.chunk

@@ -1,4 +1,6 @@
-"""Episodes of many turns: what is shown, what ends them, what they cost, and how environments are named."""
+"""Multi-turn episodes: what the policy is shown, what ends them, what they cost, and how
+environments are named.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def turn_of(text: str, finish: FinishReason = FinishReason.STOP) -> Turn:
 
 
 class Policy:
-    """A trajectory whose turns are written in the test."""
+    """A trajectory whose turns are scripted by the test."""
 
     def __init__(self, texts: Iterator[str] | Sequence[str], gate: asyncio.Event | None = None):
         self.texts, self.gate = iter(texts), gate
@@ -57,7 +59,7 @@ class Policy:
 
 
 class Countdown:
-    """Ends when it has been told to stop, or after `options["length"]` actions."""
+    """Ends after `options["length"]` actions. The action "nonsense" is invalid."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -79,7 +81,7 @@ class Countdown:
 
 
 class AsyncCountdown(Countdown):
-    """The same on the event loop."""
+    """The same environment with coroutines."""
 
     async def reset(self, *, seed: int, options: Any) -> str:
         assert threading.current_thread() is threading.main_thread()
@@ -151,7 +153,7 @@ async def test_the_tasks_prompt_stands_before_what_reset_returns():
     assert policy.shown == [[system, Message("user", "begin 7")]]
     policy = Policy(["a"])
     await play(Silent(), asked, as_trajectory(policy))
-    # The first turn is then on the task's own prompt.
+    # An empty first observation: the first turn then uses the task's own prompt.
     assert policy.shown == [None]
     with pytest.raises(TaskUnusable, match="no prompt"):
         await play(Silent(), task(), as_trajectory(Policy(["a"])))
@@ -236,7 +238,7 @@ async def test_a_blocking_step_does_not_hold_the_event_loop():
 
     class Blocking(Countdown):
         def step(self, action: str) -> Step:
-            # Answered by the loop, which therefore has to go on meanwhile.
+            # The event loop sets this, so it has to keep running during the step.
             assert answered.wait(30)
             return Step(done=True, reward=1.0)
 
@@ -263,7 +265,7 @@ async def test_an_attempt_that_waits_for_the_policy_has_no_thread():
     while sum(p.waiting for p in policies) < len(policies):
         most = max(most, threading.active_count())
         await asyncio.sleep(0)
-    # Those that reset had at most four at a time; a thread that has just answered may not be gone.
+    # At most four threads ran resets at a time. A thread that has just finished may still be alive.
     assert most <= before + 8
     gate.set()
     assert [outcome.reward for outcome in await asyncio.gather(*playing)] == [0.25] * 500
@@ -283,7 +285,7 @@ async def test_the_limit_of_a_step_begins_with_its_thread():
             threads=threads,
         )
     )
-    # Longer than a step may take, of a clock that the loop looks at.
+    # Move the loop's clock past the limit of a step.
     loop = asyncio.get_running_loop()
     real = loop.time
     await asyncio.sleep(0)
@@ -397,7 +399,7 @@ def test_a_source_is_known_by_all_that_decides_its_episodes():
     assert isinstance(several, Finite) and several.size == 6
     assert len({str(several.problem(i)) for i in range(6)}) == 6
     assert several.problem(6) == several.problem(0)
-    # The levels that began first have gone round before the last one has.
+    # Levels that start earlier would wrap around before the last one does.
     joined = EpisodeSource(config.model_copy(update={"prompts_per_level": 2}))
     assert not isinstance(joined, Finite)
     twice = (LevelConfig(name="a"), LevelConfig(name="a"))
@@ -406,7 +408,7 @@ def test_a_source_is_known_by_all_that_decides_its_episodes():
 
 
 async def test_episodes_over_the_wire_are_exact_to_the_token(tmp_path: Path):
-    """What the policy wrote in turns and what it was shown is one sequence at the server."""
+    """The policy's turns and the observations form one token sequence at the server."""
     agent = load_agent(EnvironmentSettings((f"{__name__}:Countdown",), ("episode.turns=4",)))
     records: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""textarena's games and reasoning-gym's problems as tasks of many turns."""
+"""textarena's games and reasoning-gym's problems as multi-turn tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.client.environments.text_arena import TextArena
 def play(
     game: TextArena, policy: Callable[[str], str], seed: int = 0, **options: Any
 ) -> tuple[list[str], list[Step]]:
-    """What the policy was shown, and what came of its actions."""
+    """Return what the policy was shown, and the steps that its actions led to."""
     shown, steps = [game.reset(seed=seed, options=options)], list[Step]()
     while not steps or not steps[-1].done:
         steps.append(game.step(policy("\n".join(shown))))
@@ -39,7 +39,7 @@ def play(
 
 
 class Bisecting:
-    """Guesses the middle of what the hints leave."""
+    """Plays by bisection, using the hints so far."""
 
     def __init__(self, highest: int = 20) -> None:
         self.low, self.high, self.guess = 1, highest, 0
@@ -58,7 +58,7 @@ def test_a_number_is_guessed_from_the_hints():
     shown, steps = play(TextArena("GuessTheNumber-v0"), Bisecting(), seed=3)
     assert steps[-1].reward == 1.0 and sum(step.reward for step in steps) == 1.0
     assert "between 1 and 20" in shown[0]
-    # Only what is new, and not the policy's own words.
+    # Only the new text, without the policy's own words.
     assert all(text.startswith("The target number is") for text in shown[1:])
 
 
@@ -211,7 +211,7 @@ def test_a_wrong_answer_gets_another_try_worth_less():
 def test_the_last_try_ends_it_and_a_part_of_the_answer_counts():
     gym = ReasoningGym("chain_sum", tries=2, discount=0.5)
     gym.reset(seed=1, options={})
-    # Its own scorer gives a hundredth to what is near to an answer.
+    # reasoning-gym's own scorer gives partial credit to an answer with text around it.
     entry = gym._entry
     steps = [gym.step("no idea"), gym.step(f"<answer>{entry['answer']} or so</answer>")]
     score = gym._data_set.score_answer(f"{entry['answer']} or so", entry)
@@ -274,7 +274,7 @@ async def test_penstock_rollout_plays_the_tasks_episodes():
         assert process.returncode == 0, errors.decode()
         outcomes = dict(server.outcomes)
         for seed in range(3):
-            # The scripted policy writes numbers without brackets, and no game takes that.
+            # The scripted policy writes numbers without brackets, which no game accepts.
             game = outcomes[f"game-{seed}-0-0"]
             assert game.metrics["invalid_actions"] == game.metrics["turns"] == 3
             assert list(game.turn_rewards) == [0.0, 0.0, 0.0]

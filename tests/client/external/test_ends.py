@@ -1,4 +1,4 @@
-"""External processes: how they are bounded, locked in and ended, whoever ends first."""
+"""External processes: their limits and sandbox, and how they end, whichever side ends first."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_memory_beyond_the_limit_ends_a_process_and_is_named(
     server: Harness, tmp_path: Path, lock: SandboxUse
 ) -> None:
     await submit(server)
-    # Two processes, neither of which is too large alone.
+    # Two processes, neither of which exceeds the limit alone.
     half = f"{sys.executable} -I -S -c 'import time; a = bytearray(90 << 20); time.sleep(1000)'"
     command = f"{half} & {half} & wait -n; exit 1"
     if find_cgroups() is None:
@@ -92,7 +92,7 @@ async def test_without_cgroups_each_process_has_the_limit(
 
 
 async def test_a_lease_is_renewed_while_its_process_runs(tmp_path: Path) -> None:
-    # A machine that stands still for a second must not let it run out.
+    # The lease is long enough to survive a machine that stalls for a second.
     async with serve(tmp_path, "leases.seconds=3", "leases.max_attempts=1") as server:
         await submit(server)
         command = python("import time; time.sleep(6.5)\n" + TURN + "answer(reward=1)")
@@ -112,7 +112,7 @@ async def test_a_process_whose_lease_is_lost_is_ended(server: Harness, tmp_path:
 async def test_a_turn_in_flight_ends_with_its_process(tmp_path: Path) -> None:
     async with serve(tmp_path, "leases.max_attempts=1", step_seconds=0.05) as server:
         await submit(server, sampling_params=sampling(400))
-        # Detached: the loss of its caller alone would not end it.
+        # Detached, so that losing the caller alone would not end the turn.
         command = python(TURN.replace("max_tokens=8", "max_tokens=400, detach=True"))
         async with going(server, tmp_path, command, drain_seconds=0.0) as site:
             turns = server.serving.turns
@@ -180,7 +180,7 @@ json.dump(dict(failure=dict(reason="SEEN", message=json.dumps(found))), open("re
     seen = json.loads(outcome.failure.message)
     assert outcome.failure.reason == "SEEN"
     assert seen[0] == "FileNotFoundError"
-    # Only the way to its own folder.
+    # Only the path to the process's own folder is visible.
     assert seen[1] in ("['root']", "FileNotFoundError")
     assert seen[2] in ("OSError", "PermissionError")
     assert seen[3] in ("ConnectionRefusedError", "OSError")
@@ -282,7 +282,7 @@ async def test_a_worker_that_waits_for_its_server_can_be_stopped(
 def test_a_delegated_cgroup_of_version_2_is_divided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What is written where, in a folder that only looks like one: not what the kernel makes of it.
+    # Checks which files are written, in a folder that only looks like a cgroup. The kernel takes no part.
     own = tmp_path / "user.slice" / "run-1.scope"
     own.mkdir(parents=True)
     (own / "cgroup.controllers").write_text("cpu memory pids\n")

@@ -1,4 +1,6 @@
-"""External processes: what one sees, what it may use, how it is ended, and what comes of it."""
+"""External processes: what a process sees, what it can use, how it is ended, and how its result is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ async def test_a_process_finds_its_task_and_its_own_folder_and_no_secret_of_the_
         files=(notes,),
     )
     assert (statistics.scored_count, statistics.reward_sum) == (1, 0.25)
-    # The tokens that the server holds, though this process never saw them.
+    # The server counted these tokens, though this process never saw them.
     assert statistics.token_count == 8
     (outcome,) = await delivered(server)
     assert dict(outcome.metrics) == {"tokens": 8}
@@ -67,7 +69,7 @@ async def test_a_process_finds_its_task_and_its_own_folder_and_no_secret_of_the_
     assert set(told["files"]) == {"notes", "task.json"}
     assert told["task"]["metadata"]["answer"] == "5" and told["task"]["text"] == "hello"
     assert told["task"]["sampling"]["max_tokens"] == 8
-    # No base URL, because the server has no HTTP here.
+    # No base URL, because this server has no HTTP endpoint.
     assert environment["PENSTOCK_SAMPLE_INDEX"] == "0" and "OPENAI_BASE_URL" not in environment
 
 

@@ -1,4 +1,4 @@
-"""What an external process reaches over HTTP: its own attempt, under a key of its own, and nothing else."""
+"""What an external process can reach over HTTP: its own attempt, under its own key, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.harness import serve
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-# Of the page: language, interpreter, and what it needs.
+# The agents of docs/external.md: language, interpreter, and required tools.
 AGENTS = (("python", sys.executable, ()), ("sh", "sh", ("curl", "jq")))
 OPENAI = """
 import json, os, openai
@@ -46,7 +46,7 @@ json.dump(result, open(os.environ["PENSTOCK_RESULT_FILE"], "w"))
 
 @contextlib.asynccontextmanager
 async def upstream(handler: Handler) -> AsyncGenerator[int]:
-    """A server that answers as told; yields its port."""
+    """A server that answers with the given handler. Yields its port."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
@@ -64,9 +64,9 @@ async def upstream(handler: Handler) -> AsyncGenerator[int]:
 async def relaying(
     port: int, security: Security | None = None, patience: Patience | None = None
 ) -> AsyncGenerator[tuple[Relay, Admitted, aiohttp.ClientSession]]:
-    """A relay to it, with one attempt that may call, and a client that shows that attempt's key."""
+    """A relay to the server on `port`, with one admitted attempt and a client that holds its key."""
     security = security or Security()
-    # Nobody answers gRPC here: only a server that is away is asked for another port.
+    # No gRPC server listens here. The relay asks it for another port only if the HTTP server is away.
     calls = Calls("127.0.0.1:1", patience or Patience(), security)
     relay = Relay(calls, security)
     await relay.open(port)
@@ -103,7 +103,7 @@ async def test_a_request_goes_on_with_the_workers_token_and_comes_back_piece_by_
             aiohttp.client.URL(path, encoded=True), data=b'{"stream": true}', headers=headers
         ) as got:
             assert (got.status, got.headers["X-Of-Server"]) == (201, "yes")
-            # The first piece is here before the second was written.
+            # The first chunk arrives before the server writes the second.
             assert await got.content.readany() == b"data: 1\n\n"
             go_on.set()
             assert await got.content.read() == b"data: 2\n\n"
@@ -187,10 +187,11 @@ async def test_an_agent_of_the_openai_sdk_takes_its_turns_by_tls_without_the_wor
             server, tmp_path, python(OPENAI), sandbox=lock, api=Api.HTTP, security=agent
         )
         assert statistics.scored_count == 1, statistics
-        # What the SDK sent back went on with the one trajectory: three turns of eight tokens.
+        # The SDK sent its history back, and the turns continued one trajectory: three turns of
+        # eight tokens.
         assert statistics.token_count == 24
         (outcome,) = await delivered(server)
-        # The agents of the page, as they stand there.
+        # The agents of the page, verbatim.
         for language, command, tools in AGENTS:
             if not all(shutil.which(tool) for tool in tools):
                 continue

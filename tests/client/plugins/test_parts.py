@@ -1,4 +1,4 @@
-"""The parts of the adapter by themselves: claims, samples, modules, filters, the command line."""
+"""The adapter's parts separately: claims, samples, modules, filters, the command line."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from tests.support.trainer_walk import Outcome, delivery
 
 
 def written(*tokens: int) -> Written:
-    """Negative tokens are the policy's."""
+    """Negative tokens come from the policy."""
     return Written(np.abs(tokens).astype(np.int32), np.array(tokens) < 0)
 
 
@@ -82,19 +82,20 @@ def untrained(claims: list[Claim], *trajectories: Written) -> list[list[int]]:
     ("claims", "trajectories", "left"),
     [
         ([claim(1, -2, -3)], [written(1, -2, -3)], [[]]),
-        # A tool's tokens after the end; a trajectory that goes on; a mask within a turn.
+        # Tool tokens after the end; a trajectory that continues; a mask within a turn.
         ([claim(1, -2, -3, 9, 9)], [written(1, -2, -3)], [[]]),
         ([claim(1, -2)], [written(1, -2, -3, 4, -5)], [[2, 4]]),
         ([claim(1, 2, -3, 4, -5)], [written(1, -2, -3, 4, -5)], [[1]]),
-        # Nothing is trained, whatever it says.
+        # The claim matches no trajectory, so nothing is trained.
         ([claim(7, 8)], [written(1, -2)], [[1]]),
-        # A turn each.
+        # One claim for each turn.
         ([claim(1, -2), claim(1, 2, 3, -4)], [written(1, -2, 3, -4)], [[]]),
-        # Two that begin alike, in either order; and one that nobody wants.
+        # Two trajectories with a common prefix, in either order; and one that no claim wants.
         ([claim(1, -2), claim(1, -2, 3, -4)], [written(1, -2), written(1, -2, 3, -4)], [[], []]),
         ([claim(1, -2, 3, -4), claim(1, -2)], [written(1, -2, 3, -4), written(1, -2)], [[], []]),
         ([claim(1, -5)], [written(1, -2), written(1, -5)], [[1], []]),
-        # One that fits the whole of another too: each has its own, in either order.
+        # A claim that fits the whole of another's trajectory too: each still gets its own, in
+        # either order.
         ([claim(1, 2, -3), claim(1, -2, -3)], [written(1, -2, -3), written(1, 2, -3)], [[], []]),
         ([claim(1, -2, -3), claim(1, 2, -3)], [written(1, -2, -3), written(1, 2, -3)], [[], []]),
         (
@@ -102,16 +103,17 @@ def untrained(claims: list[Claim], *trajectories: Written) -> list[list[int]]:
             [written(1, -2, -3), written(1, -2, -3)],
             [[1], []],
         ),
-        # Twins: each has its own.
+        # Two identical trajectories: each claim gets one.
         ([claim(1, -2), claim(1, -2)], [written(1, -2), written(1, -2)], [[], []]),
-        # A branch has its part, and what it shares is trained where it was sampled; or another has that.
+        # A branch keeps its own part. The shared part is trained where it was sampled, or another
+        # claim has it.
         ([claim(1, -2, 3, -4)], [written(1, -2, 5, -6), written(1, 2, 3, -4)], [[3], []]),
         (
             [claim(1, 2, 3, -4), claim(1, -2, reward=0.0)],
             [written(1, -2, 5, -6), written(1, 2, 3, -4)],
             [[3], []],
         ),
-        # Not only of the first trajectory; and of several.
+        # The parent need not be the first trajectory, and there may be several.
         (
             [claim(1, -2, 3, -4)],
             [written(9, -8), written(1, -2, 5, -6), written(1, 2, 3, -4)],
@@ -122,7 +124,7 @@ def untrained(claims: list[Claim], *trajectories: Written) -> list[list[int]]:
             [written(1, -2), written(1, 2, 3, -4), written(1, 2, 3, 4, 5, -6)],
             [[], [], []],
         ),
-        # All of it is shared: it is the first one's, whatever branches from there.
+        # The whole claim is shared: the first trajectory gets it, whichever branches leave from there.
         ([claim(1, -2)], [written(1, -2, 5, -6), written(1, 2, 3, -4)], [[3], [3]]),
     ],
 )
@@ -173,7 +175,7 @@ def test_what_is_trained_is_what_was_claimed(data: st.DataObject) -> None:
     claims: list[Claim] = []
     for name in range(data.draw(st.integers(1, 4))):
         policy = data.draw(st.lists(st.booleans(), min_size=1, max_size=12))
-        # Each begins with a token of its own.
+        # Each trajectory begins with a distinct token.
         tokens = np.array([100 + name, *data.draw(st.lists(st.integers(0, 2), min_size=12))][:13])
         own = Written(tokens[: len(policy) + 1].astype(np.int32), np.array([False, *policy]))
         trajectories.append(own)
@@ -286,7 +288,7 @@ def test_a_table_is_a_reward_and_metrics() -> None:
 
 
 def router_of(turn: Callable[..., Any], tokenizer: Any = None) -> AttemptRouter:
-    """A router of a trajectory and its branches, whose turns are what `turn(trajectory, tokens)` says."""
+    """A router over one trajectory and its branches. `turn(trajectory, tokens)` makes their turns."""
 
     def trajectory(name: str) -> Any:
         own: Any = Namespace(trajectory_id=name, turns=[], on_opened=None, branch=trajectory)
@@ -302,7 +304,7 @@ async def test_a_branch_waits_until_one_of_those_after_a_refused_request_is_open
 
     async def turn(trajectory: Any, tokens: Any) -> Turn:
         if len(tokens) > 1:
-            # The others wait by now.
+            # By now the other requests are waiting.
             refuses.set()
             raise InvalidRequest("too long")
         begun.set()
@@ -332,7 +334,7 @@ async def test_a_branch_waits_until_one_of_those_after_a_refused_request_is_open
         ({}, "ab</code"),
         ({"no_stop_trim": True}, "ab</code>\n<|im_end|>"),
         ({"no_stop_trim": True, "skip_special_tokens": True}, "ab</code>\n"),
-        # The first that is there of those that are named, and not the one that comes first in the text.
+        # The first stop string in the list that occurs, not the first to occur in the text.
         ({"stop": ["none", "code>", "</code>"]}, "ab</"),
         ({"stop": "</code>"}, "ab"),
         ({"stop": "<|im_end|>"}, "ab</code>\n"),
@@ -379,7 +381,7 @@ async def test_without_a_tokenizer_a_turns_text_is_the_servers_where_that_is_all
         router.text_of(turn, False)
 
 
-# Requests that are not the policy's
+# Requests to other addresses
 
 
 async def test_a_request_elsewhere_is_an_ordinary_one() -> None:
@@ -428,7 +430,7 @@ def test_a_judge_that_does_not_answer_keeps_nobody_from_another() -> None:
             hung, well = (
                 f"http://127.0.0.1:{s.sockets[0].getsockname()[1]}" for s in (first, second)
             )
-            # As many as a pool of threads could have.
+            # More than a thread pool would serve at once.
             asked = [asyncio.create_task(post(hung, {})) for _ in range(40)]
             found = await asyncio.wait_for(post(well, {}), 20)
             for task in asked:
@@ -532,7 +534,7 @@ def test_what_nobody_has_is_missing_as_ever() -> None:
         importlib.import_module("slime.rollout.rm_hub.math_dapo_utils")
 
 
-# Filters of the trainer
+# The trainer's filters
 
 
 def deliver(*rewards: float, unwanted: str = "") -> Any:
@@ -545,7 +547,7 @@ def deliver(*rewards: float, unwanted: str = "") -> Any:
 
 
 def reason_of(sent: Any, task: Any = None, **groups: Any) -> str | None:
-    """Why a group is dropped with these settings, by a trainer of `sent`'s task."""
+    """Why a trainer with these settings, and `sent`'s task, drops the group. None if it keeps it."""
     config = TrainerConfig.model_validate(
         {
             "model": {"path": "none"},
@@ -564,7 +566,7 @@ def reason_of(sent: Any, task: Any = None, **groups: Any) -> str | None:
 
 
 def filtered(sent: Any, function: str, task: Any = None, **options: Any) -> str | None:
-    """What a filter of `tests/support/slime_plugins.py` says of a group."""
+    """The reason that a filter of `tests/support/slime_plugins.py` gives for dropping a group."""
     named = {
         "function": f"tests.support.slime_plugins:{function}",
         "style": "slime",
@@ -594,7 +596,7 @@ def test_a_filter_sees_why_answers_ended_and_what_their_rewards_were_made_of() -
         trajectory.outcome.metrics["acc"] = 0.25
     found = filtered(sent, "statuses_and_tables", reward_key="score")
     assert found == "FILTER:truncated completed 0.25 0.25 1.0 0.0"
-    # Which entry of a table counted nobody said: a number is no table.
+    # Without `reward_key` the reward is a number, which the function cannot index.
     with pytest.raises(ConfigInvalid, match="not subscriptable"):
         filtered(sent, "statuses_and_tables")
 
@@ -642,7 +644,7 @@ def test_what_a_function_wrote_into_metadata_is_told(
     arrived = from_struct(sent.metadata)
     del arrived[METADATA_MARK]
     assert {**before, **arrived} == {**before, **written}
-    # What is as it was does not travel.
+    # Unchanged values are not sent.
     assert all(key in written for key in arrived)
 
 
@@ -690,7 +692,7 @@ def test_a_filter_sees_what_a_function_wrote_into_metadata() -> None:
     calls = {"calls": {"count": 3, "names": ["search"]}}
     for trajectory in sent.trajectories:
         trajectory.outcome.metadata.update(told_metadata({}, calls))
-    # It is whole, so a key that is not there never was.
+    # The metadata is whole, so a key that is missing from it never existed.
     assert filtered(sent, "noted", task) == "FILTER:3 search none"
     for trajectory in sent.trajectories:
         trajectory.outcome.metadata.Clear()
@@ -717,9 +719,9 @@ def test_what_the_function_made_several_of_is_nested_in_a_group() -> None:
         branch.parent_trajectory_id = sent.trajectories[1].trajectory_id
         branch.outcome.CopyFrom(Outcome(reward=0.5))
         branch.outcome.metadata.update({"penstock.untrained": untrained})
-    # The last is a request that no sample was of.
+    # The last branch is a request that belongs to no sample.
     assert filtered(sent, "shape") == "FILTER:[[1.0], [0.0, 0.5]]"
-    # Nor is one sample of several requests a list.
+    # A single sample made with several requests is not a list either.
     del sent.trajectories[2]
     assert filtered(sent, "shape") == "FILTER:[1.0, 0.0]"
 

@@ -1,4 +1,4 @@
-"""Functions written for slime, verl and TRL, as they are, through a real server with the fake engine."""
+"""Unmodified functions written for slime, verl and TRL, against a real server with the fake engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PLUGINS = "tests.support.slime_plugins"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tokenizer of the fake engine: a token is a byte."""
+    """A folder with the fake engine's tokenizer, in which a token is a byte."""
     folder = tmp_path_factory.mktemp("tokenizer")
     make_byte_tokenizer().save_pretrained(folder)
     return folder
@@ -94,7 +94,7 @@ def tasks(count: int = 1, size: int = 1, **fields: Any) -> list[Task]:
 
 
 class Rig:
-    """Plugins at work on a server, and the trainer's end that takes what they make."""
+    """Plugins that work on a server, and the trainer's end that receives their groups."""
 
     def __init__(self, server: Harness, exchange: Exchange, folder: Path, tokenizer: Path) -> None:
         self.server, self.exchange = server, exchange
@@ -113,7 +113,7 @@ class Rig:
         concurrency: int = 8,
         **args: object,
     ) -> Any:
-        """Works on tasks to their end; returns the statistics."""
+        """Work on the tasks until all attempts are made; return the statistics."""
         work = list(work) or tasks()
         path = arguments(self._folder, self._tokenizer, **args)
         count = attempts or sum(task.group_size for task in work)
@@ -129,7 +129,7 @@ class Rig:
             await calls.close()
 
     async def call(self, generate: Any, work: list[Task]) -> Any:
-        """Works on tasks with a function that is at hand; returns the statistics."""
+        """Work on tasks with a function object instead of an import path; return the statistics."""
         agent = SlimeAgent(generate, None, {}, group_reward=False)
         calls = Calls(self.server.address, Patience())
         agent.connect(calls)
@@ -168,9 +168,10 @@ def tokens_of(trajectory: Any) -> list[int]:
 
 
 def check_sampled(trajectory: Any, group: Any = None) -> None:
-    """That every token of the policy is what its version samples there, with its log-probability.
+    """Check that every policy token is the one its weight version samples there, with its
+    log-probability.
 
-    A branch may begin with tokens of its parent, which is in `group`.
+    A branch may begin with tokens of its parent, which must be in `group`.
     """
     context: list[int] = []
     if group is not None:
@@ -185,12 +186,12 @@ def check_sampled(trajectory: Any, group: Any = None) -> None:
 
 
 def trained(group: Any) -> list[list[int]]:
-    """The tokens of each trajectory that a trainer trains."""
+    """The token ids of each trajectory that the trainer trains on."""
     read = read_group(group, trainer_version=0, max_lag=0)
     return [s.token_ids[s.trained].tolist() for s in read.samples]
 
 
-# What functions return, and what is trained of it
+# What functions return, and which of it is trained
 
 
 async def test_a_single_turn_with_tokens_is_recorded_as_it_was_sampled(rig: Rig) -> None:
@@ -212,7 +213,7 @@ async def test_what_a_function_writes_into_metadata_comes_with_its_outcome(
     (trajectory,) = (await rig.group()).trajectories
     said = trajectory.outcome.metadata
     assert from_struct(said)["calls"] == {"count": 8, "names": ["search"]}
-    # The row's own are with the task.
+    # The row's own fields are already with the task.
     assert "label" not in said.fields
     assert metadata_is_whole(said) is not keeps_handle
 
@@ -224,7 +225,7 @@ async def test_tool_turns_are_one_trajectory_with_the_tools_tokens_masked(rig: R
     written = policy(trajectory)
     assert trajectory.turn_count == len(written) == 3
     assert trained(group) == [[int(t) for s in written for t in codec.token_ids(s)]]
-    # A reward that is a table: one entry counts, the others are metrics.
+    # A reward table: one entry is the reward, the others become metrics.
     assert dict(trajectory.outcome.metrics) == {"turns": 3.0}
     assert trajectory.outcome.reward > 8
 
@@ -264,7 +265,7 @@ async def test_turns_with_text_never_encode_the_policys_tokens_again(rig: Rig) -
     check_sampled(trajectory)
     assert trajectory.turn_count == 2
     assert len(trained(group)[0]) == 16
-    # The special tokens that the text spells are such.
+    # Special tokens spelled in the text are encoded as special tokens.
     assert tokens_of(trajectory)[:7] == [257, *b"sum 0", 258]
 
 
@@ -356,7 +357,7 @@ async def test_until_something_is_trained_arguments_have_the_length_of_an_evalua
 
 
 async def test_what_a_task_leaves_open_is_as_the_arguments_had_it(rig: Rig) -> None:
-    """And not as the first task says, whichever that is."""
+    """The arguments' own values apply, not those of whichever task comes first."""
     (first,), (second,) = tasks(sampling=SamplingParams(max_tokens=8, temperature=0.5)), tasks()
     work = [first, dataclasses.replace(second, task_id="t1", index=1)]
     statistics = await rig.run("shows_temperature", work=work, concurrency=1)
@@ -385,7 +386,7 @@ async def test_a_turn_that_is_made_once_more_trains_with_what_led_to_it(rig: Rig
     for trajectory in (root, branch):
         check_sampled(trajectory, group)
         assert trajectory.outcome.reward == root.outcome.reward
-    # The first turn where it was sampled, of the second one the answer that counts.
+    # The first turn is trained where it was sampled; of the second turn, only the answer that was kept.
     first, thrown_away = (list(codec.token_ids(s)) for s in policy(root))
     (second,) = (list(codec.token_ids(s)) for s in policy(branch))
     assert thrown_away != second
@@ -394,7 +395,7 @@ async def test_a_turn_that_is_made_once_more_trains_with_what_led_to_it(rig: Rig
 
 @pytest.mark.parametrize("function", ["changes_form", "too_long_first"])
 async def test_requests_that_differ_are_turns_all_the_same(rig: Rig, function: str) -> None:
-    # A character of two tokens.
+    # Contains a character of two tokens.
     work = tasks(prompt=(Message("user", "süm 0"),))
     statistics = await rig.run(function, "length_reward", work=work)
     assert statistics.failures == {}
@@ -431,7 +432,7 @@ async def test_an_attempt_that_was_scored_with_its_siblings_is_forgotten(
     del worker
     await calls.close()
     assert held() <= others
-    # They are those who knew the attempts for as long as the worker works.
+    # `functions` knows the attempts while the worker runs, so keep it alive until here.
     assert functions.reward is not None
 
 
@@ -488,13 +489,15 @@ async def test_a_turn_that_a_switch_aborts_goes_on_and_no_function_sees_it(rig: 
     ids = tokens_of(trajectory)
     assert ids[5:] == expected_tokens(ids[:5], versions)[0]
     assert trajectory.outcome.reward == 200.0
-    # The older ones are late for a trainer that holds version 1.
+    # Tokens of older versions are too late for a trainer that holds version 1 with `max_lag` 0.
     (sample,) = read_group(group, trainer_version=1, max_lag=0).samples
     assert sample.trained.sum() == versions.count(1)
 
 
 async def test_agents_that_do_as_they_please_train_every_token_once(rig: Rig) -> None:
-    """Conversations that grow side by side, are cut, edited and gone back to, while weights change."""
+    """Agents grow several conversations side by side, cut, edit and revisit them, while weights
+    change.
+    """
     sampled: dict[str, int] = {}
     begun = asyncio.Event()
 
@@ -558,7 +561,7 @@ async def test_of_a_request_that_its_function_cancels_nothing_is_trained(
 
         async def give_up(name: str, tokens: list[int]) -> None:
             asked = asyncio.ensure_future(ask(tokens, 400))
-            # It stands still at 20: it does not end by itself.
+            # The engine freezes at 20 tokens, so the turn does not end without the agent.
             turns = rig.server.serving.turns
             while name not in [turn.record.trajectory_id for turn in turns.in_flight]:
                 await asyncio.sleep(0.005)
@@ -624,7 +627,7 @@ async def test_what_a_function_left_running_begins_no_turn(rig: Rig) -> None:
     ]
 
 
-# What is refused
+# Refused arguments
 
 
 async def test_arguments_do_not_say_that_siblings_are_scored_together(rig: Rig) -> None:
@@ -702,7 +705,9 @@ async def test_a_whole_rollout_takes_groups_and_returns_them(rig: Rig, gives_bac
 
 
 async def test_a_sample_that_a_function_made_itself_is_its_attempts(rig: Rig) -> None:
-    """Of a whole rollout, where siblings say the same index and nothing else."""
+    """In a whole rollout, siblings are recognised even if their samples share an index and nothing
+    else.
+    """
     statistics = await rig.run(
         "fresh",
         "length_reward",
@@ -731,7 +736,7 @@ async def test_what_a_whole_rollout_drops_is_marked_for_the_trainer(rig: Rig) ->
     dropped: dict[str, str] = {}
     for _ in range(2):
         group = await rig.group()
-        # As the tasks say, for nothing else does.
+        # The length comes from the tasks: no argument gives one.
         assert [len(codec.token_ids(s)) for t in group.trajectories for s in policy(t)] == [8, 8]
         dropped[group.task_id] = read_unwanted(group.trajectories[0].outcome.metadata)
         assert all(trained(group)) == (not dropped[group.task_id])
@@ -788,7 +793,7 @@ async def test_a_whole_rollout_of_a_coroutine_by_a_plain_function_is_awaited(rig
     assert (statistics.scored_count, statistics.failures) == (4, {})
     for _ in range(2):
         for trajectory in (await rig.group()).trajectories:
-            # The function reads it of args.
+            # The function reads the temperature from its arguments.
             assert trajectory.outcome.reward == 0.5
             assert [len(codec.token_ids(s)) for s in policy(trajectory)] == [6]
 
@@ -812,7 +817,7 @@ async def test_a_whole_rollout_that_is_stopped_gives_everything_back(
     async with connect(rig.server.address) as client:
         await client.submit_tasks(tasks(2, 2))
         running = asyncio.ensure_future(worker.run())
-        # It makes both groups and waits for a third.
+        # Wait until the function has made both groups and waits for a third.
         store = rig.server.serving.store
         while len(done := [r for r in map(store.find, worker.held) if r and r.turn]) < 4 or any(
             record.turn.in_flight for record in done if record.turn

@@ -1,4 +1,4 @@
-"""Whole-rollout functions of slime's against a gate that admits only so many groups at a time."""
+"""slime's whole-rollout functions behind a gate that admits a limited number of groups at a time."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def forget_state() -> None:
 
 @dataclass
 class Trainer:
-    """Takes groups for one step, as a trainer does that rejects what is of no use."""
+    """Takes groups for one step and rejects unwanted ones, as a trainer does."""
 
     exchange: Exchange
     worker: WholeRollout
     kept: list[str] = field(default_factory=list[str])
     group_ids: set[str] = field(default_factory=set[str])
-    """Of those that were kept."""
+    """Ids of the kept groups."""
     dropped: dict[str, str] = field(default_factory=dict[str, str])
 
     async def gather(self, count: int) -> None:
@@ -71,7 +71,7 @@ async def at_work(
     generate: str = "",
     **args: object,
 ) -> AsyncGenerator[Trainer]:
-    """A worker with the function, twenty tasks, two groups to a step."""
+    """A worker with the function, twenty tasks, and two groups in a step."""
     async with serve(folder, step_seconds=0.001) as server:
         exchange = await hello(server.wire, groups_per_step=2, max_lag=max_lag)
         path = arguments(
@@ -120,7 +120,7 @@ async def test_what_is_dropped_makes_room_for_what_is_asked_for_next(
 
 
 async def test_more_is_asked_for_than_is_admitted(tmp_path: Path, tokenizer: Path) -> None:
-    """A function that begins with more groups than a step has is given those there are."""
+    """A function that asks for more groups than a step has gets those that are admitted."""
     work = at_work(
         *(tmp_path, tokenizer, "over_sampling"),
         max_lag=0,
@@ -136,7 +136,7 @@ made: Counter[int] = Counter()
 
 
 async def first_fails(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """The first attempt at each prompt fails, however often it is made."""
+    """Every attempt at a prompt's first sample fails."""
     from slime.rollout.sglang_rollout import generate  # type: ignore[import-not-found]
 
     made[sample.index] += 1
@@ -163,7 +163,7 @@ async def test_an_attempt_that_comes_again_alone_fails_and_nothing_of_it_is_reme
 
 
 async def first_scores_nothing(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """The first attempt at each prompt is worth no number."""
+    """Every attempt at a prompt's first sample has NaN as its reward."""
     from slime.rollout.sglang_rollout import generate  # type: ignore[import-not-found]
 
     done = await generate(args, sample, sampling_params)
@@ -210,7 +210,7 @@ async def test_groups_in_flight_are_made_while_none_is_admitted(
             background.running = False
         told = {type(error).__name__: str(error) for error in background.errors}
     assert sorted(trainer.kept) == ["t0", "t1"]
-    # One that does not let its loop go on is told why it gets nothing.
+    # A function that blocks its event loop gets an error that explains why it receives nothing.
     assert set(told) == (set() if takes_nothing else {"RolloutMisused"})
     assert all("await something" in message for message in told.values())
 
@@ -218,7 +218,7 @@ async def test_groups_in_flight_are_made_while_none_is_admitted(
 async def test_a_worker_that_stops_leaves_slimes_loop_free(tmp_path: Path, tokenizer: Path) -> None:
     async with at_work(tmp_path, tokenizer, "one_by_one", max_lag=0, first_kept=0) as trainer:
         await asyncio.wait_for(trainer.gather(2), 30)
-        # Called again, the function waits on that loop for a group that the gate keeps.
+        # Called again, the function waits on that loop for a group that the gate does not admit.
         loop = get_async_loop().loop
         await asyncio.sleep(0.5)
     again = asyncio.run_coroutine_threadsafe(asyncio.sleep(0, "free"), loop)

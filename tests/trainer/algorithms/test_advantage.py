@@ -1,4 +1,4 @@
-"""Advantages against the formulas of the papers, in plain Python, and at their edges."""
+"""Advantages compared with the formulas of the papers, in plain Python, including edge cases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rewards_of(
     counted: Sequence[bool] | None = None,
     penalties: Sequence[float] | None = None,
 ) -> RewardBatch:
-    """One token a sequence unless `lengths` says otherwise."""
+    """Each sequence has one token unless `lengths` gives other counts."""
     count = sum(map(len, groups))
     token_counts = np.array(lengths if lengths is not None else [1] * count, np.int64)
     return RewardBatch(
@@ -49,7 +49,7 @@ def test_rewards_that_differ_by_rounding_are_equal(kind: str) -> None:
     rounded = rewards_of([0.1 + 0.2, 0.3, 0.3], [0.0, 1.0])
     assert by(kind, rounded)[:3] == [0.0, 0.0, 0.0]
     assert by(kind, rounded)[3:] == by(kind, rewards_of([0.3] * 3, [0.0, 1.0]))[3:]
-    # A branch is measured by them as by one of them.
+    # Against attempts that differ by rounding, a branch is measured as against equal ones.
     branch = rewards_of([0.1 + 0.2, 0.3, 0.8], counted=[True, True, False])
     assert by(kind, branch)[:2] == [0.0, 0.0] and by(kind, branch)[2] > 0.49
 
@@ -69,7 +69,7 @@ def test_dr_grpo_only_takes_the_mean_away() -> None:
 
 def test_rloo_compares_with_the_siblings() -> None:
     assert by("rloo", rewards_of([1.0, 0.0, 5.0])) == [-1.5, -3.0, 4.5]
-    # A branch is not in the baseline: it leaves nothing out of it.
+    # A branch is not part of the baseline, so the baseline leaves nothing out for it.
     found = by("rloo", rewards_of([1.0, 0.0, 5.0], counted=[True, True, False]))
     assert found == [1.0, -1.0, 4.5]
 
@@ -111,7 +111,7 @@ def test_a_group_of_one_has_no_part_in_what_is_whitened() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_rewards_have_no_advantage(kind: str) -> None:
-    # 0.1 is no binary fraction: a mean of it may differ from it in the last digit.
+    # 0.1 has no exact binary form, so a mean of equal rewards can differ in the last digit.
     assert by(kind, rewards_of([0.1] * 7, [0.1] * 3)) == [0.0] * 10
     assert by(kind, rewards_of([5.0])) == [0.0]
     assert by(kind, rewards_of()) == []
@@ -135,7 +135,7 @@ def test_branches_are_measured_by_the_attempts_baseline() -> None:
 
 @pytest.mark.parametrize("kind", ("grpo", "dr_grpo", "rloo"))
 def test_a_branch_among_attempts_that_are_all_equal_is_as_far_from_them_as_it_is(kind: str) -> None:
-    # 0.1 is no binary fraction: attempts must be equal to their baseline all the same.
+    # 0.1 has no exact binary form. The attempts must still equal their baseline.
     rewards, counted = [0.1, 0.1, 0.1, -0.4], [True, True, True, False]
     found = by(kind, rewards_of(rewards, counted=counted))
     assert found[:3] == [0.0] * 3
@@ -147,7 +147,7 @@ def test_no_branch_is_measured_by_a_spread_that_it_is_far_beyond() -> None:
     for spread in (1e-12, 1e-9, 1e-7, 1e-5):
         rewards = [1.0 + spread, 1.0, 1.0, 1.0, 0.5]
         found = by("grpo", rewards_of(rewards, counted=[True] * 4 + [False]))
-        # As little differs from attempts that are equal as they themselves do.
+        # The result is as close to the one for equal attempts as the attempts are to each other.
         assert found == pytest.approx(alike, abs=10 * spread + 1e-9)
     rng = random.Random(1)
     for _ in range(200):

@@ -1,8 +1,8 @@
-"""Every algorithm against `reference_algorithms`: advantages, loss and gradients to 1e-6.
+"""Every algorithm against `reference_algorithms`: advantages, loss and gradients agree to 1e-6.
 
-On random groups with tokens of the environment, of several versions, too old ones, branches and
-failures; with groups that have no spread, a single attempt, or nothing young enough; cut and shared as a
-step is.
+The random groups contain environment tokens, several versions, tokens that are too old, branches
+and failures. Some groups have no spread, a single attempt, or no token young enough. They are cut
+into micro-batches and share prefixes as in a real step.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def name_of(table: dict[str, Any]) -> str:
 def random_groups(rng: np.random.Generator) -> list[Any]:
     return [
         *(random_group(rng, int(rng.integers(2, 6))) for _ in range(4)),
-        # No spread; one among the attempts alone; a single attempt; nothing young enough; nothing written.
+        # No spread; no spread among the attempts alone; one attempt; no token young enough; no
+        # policy token.
         random_group(rng, 3, reward=0.1),
         branched(random_group(rng, 4, reward=0.1), 0.7),
         random_group(rng, 1),
@@ -101,7 +102,7 @@ def random_groups(rng: np.random.Generator) -> list[Any]:
 
 
 def branched(message: Any, reward: float) -> Any:
-    """With two attempts that agree, and branches with a reward of their own."""
+    """Turn two trajectories into branches of the first attempt, with this reward."""
     for one in message.trajectories[2:4]:
         one.parent_trajectory_id = "t0"
         one.outcome.reward = reward
@@ -136,7 +137,7 @@ def random_group(
 def evaluate(
     plan: StepPlan, objective: Objective, known: dict[str, torch.Tensor]
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Loss of a step of one update, its gradient, and that by entropies."""
+    """The loss of a step with one update, and its gradients by log-probabilities and by entropies."""
     (update,) = plan.updates
     logprobs_N = known["logprobs"].clone().requires_grad_()  # noqa: N806
     entropies_N = known["entropies"].clone().requires_grad_()  # noqa: N806
@@ -163,7 +164,7 @@ def evaluate(
 
 
 def models(rng: np.random.Generator, behaviour: Sequence[float]) -> dict[str, torch.Tensor]:
-    """What models say, near enough to the behaviour policy that bounds hold some and not others."""
+    """Random model outputs, close enough to the behaviour policy that only some bounds take effect."""
     near = {
         name: torch.tensor(np.asarray(behaviour) + rng.normal(0, 0.3, len(behaviour)))
         for name in ("logprobs", "proximal", "reference")
@@ -229,7 +230,7 @@ WITHOUT_WEIGHT: list[dict[str, Any]] = [
 def test_a_term_without_weight_changes_nothing(
     term: dict[str, Any], aggregation: dict[str, Any]
 ) -> None:
-    """It has every sequence computed, and another may not weigh more where they are not."""
+    """The term makes the step compute every sequence, which must not change the weight of any of them."""
     rng = np.random.default_rng(0)
     groups = [read_group(m, trainer_version=VERSION, max_lag=MAX_LAG) for m in random_groups(rng)]
     behaviour = [x for g in groups for s in g.samples for x in s.behaviour_logprobs[s.trained]]

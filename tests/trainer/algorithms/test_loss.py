@@ -1,6 +1,6 @@
-"""Losses, aggregation, KL, entropy and corrections: what each does, at its bounds and on its own.
+"""Each loss, aggregation, KL, entropy and correction alone, including its bounds.
 
-Whole formulas, gradients included, are in `test_algorithm_parity`.
+The whole formulas and their gradients are checked in `test_algorithm_parity`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_gspo_clips_whole_sequences_by_the_mean_of_their_log_ratios() -> None:
     batch = tokens([2.0, 0.5, 1.0, 1.5, 1.5], [1.0] * 5, 3, 2)
     result = losses.gspo(batch, clip_low=0.1, clip_high=0.1)
     assert result.above_N is not None
-    # The first sequence's ratio is one though each of its tokens moved.
+    # The first sequence's ratio is 1, although each of its tokens moved.
     assert result.above_N.tolist() == [False] * 3 + [True] * 2
     assert gradient(batch, result) == pytest.approx([-1.0] * 3 + [0.0] * 2)
 
@@ -188,7 +188,7 @@ def test_kl_in_the_loss_pulls_as_the_kl_does(estimator: Any) -> None:
     q = torch.randn(7).log_softmax(-1)
     p = logits.log_softmax(-1)
     (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
-    # Its mean over samples, which have no gradient themselves.
+    # The expectation over samples. The samples themselves have no gradient.
     estimate = (p.detach().exp() * kl_loss(p, q, estimator)).sum()
     (found,) = torch.autograd.grad(estimate, logits)
     assert found.tolist() == pytest.approx(exact.tolist(), abs=1e-6)
@@ -202,7 +202,7 @@ def test_kl_pulls_back_however_far_the_policy_went(estimator: Any, bounded: bool
     (slope,) = torch.autograd.grad(kl.sum(), p)
     exact = 1 - torch.exp(-x[:4]) if bounded else x[:4]
     assert slope[:4].tolist() == pytest.approx(exact.tolist(), rel=1e-5)
-    # Where its exponential is no number any more, it is bounded, and pushes nowhere.
+    # Where the exponential overflows, the estimate is bounded and has no gradient.
     assert math.isfinite(kl[4].item()) and float(slope[4]) == (0.0 if bounded else -300.0)
 
 
@@ -258,7 +258,7 @@ def test_masks_leave_out_what_is_outside() -> None:
     found = weights_of([0.6, 2.1], 2, level="token", weighted=False, **mask)
     assert found.weights_N.tolist() == [1.0, 0.0]
     divergence = {"mode": "mask", "quantity": "kl", "threshold": 0.1}
-    # k3 of a ratio of 1.5 is 0.095, of 2 it is 0.307.
+    # k3 is 0.095 for a ratio of 1.5, and 0.307 for a ratio of 2.
     found = weights_of([1.5, 2.0, 1.0], 3, level="token", **divergence)
     assert found.weights_N.tolist() == [1.0, 0.0, 1.0]
     found = weights_of([2.0, 1.0, 1.0, 1.0, 2.0], 4, 1, level="sequence", **divergence)

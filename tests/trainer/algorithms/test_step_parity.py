@@ -1,7 +1,7 @@
-"""Whole steps of several updates against numpy: what is cut, divided, clipped and applied, and what is not.
+"""Whole steps of several updates against numpy: what is cut, divided, clipped and applied.
 
-Expected are `reference_algorithms` and AdamW written out, with a plain transformers model run one sequence
-at a time; found is what the policy is after the same groups.
+The expected values come from `reference_algorithms`, AdamW written out, and a plain transformers
+model that runs one sequence at a time. They are compared with the policy after the same groups.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ STEPS, UPDATES = 2, 3
 TRAIN: dict[str, Any] = {
     "learning_rate": 1e-2,
     "weight_decay": 0.1,
-    # Below the norms of these gradients.
+    # Below the norms of these gradients, so that clipping takes effect.
     "max_grad_norm": 0.3,
-    # Large enough that a gradient of rounding alone moves nothing.
+    # Large enough that a gradient of rounding errors alone moves nothing.
     "epsilon": 1e-2,
     "updates_per_step": UPDATES,
 }
@@ -72,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def groups_of(rng: np.random.Generator) -> list[Any]:
-    """Of three updates the second has nothing that group-relative advantages move."""
+    """Groups for three updates. In the second, group-relative advantages are all zero."""
     return [
         random_group(rng, 4),
         random_group(rng, 3, reward=0.1),
@@ -99,7 +99,9 @@ class Expected:
         self.updates = 0
 
     def step(self, answers: Sequence[reference.Answer], cut: Sequence[int]) -> dict[str, float]:
-        """Updates of the groups up to each of `cut`. Figures as a policy tells them."""
+        """Make one update for each end in `cut`, of the groups before it. Returns the figures a
+        policy reports.
+        """
         with torch.no_grad():
             kept, _ = self.say(self.first, answers)
             beginning, _ = self.say(self.model, answers)
@@ -113,7 +115,7 @@ class Expected:
             found = reference.compute(answers, given, self.table, own)
             slopes = torch.tensor([found.slopes, found.entropy_slopes], dtype=torch.float32)
             advantages = [found.advantages[t.place] for answer in own for t in answer.tokens]
-            # Zero but for rounding, as that of the mean of equal rewards.
+            # Zero except for rounding, as when equal rewards are compared with their mean.
             still = slopes.abs().max() < 1e-9
             skipped += bool(still)
             if still and np.abs(advantages).max() < 1e-9:
@@ -137,7 +139,7 @@ class Expected:
     def say(
         self, model: Any, answers: Sequence[reference.Answer]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy at each trained token, by its place."""
+        """Log-probability and entropy at each trained token, in the order of the tokens' places."""
         logprobs, entropies = [], []
         for answer in answers:
             if not answer.tokens:
@@ -150,7 +152,9 @@ class Expected:
         return torch.cat(logprobs), torch.cat(entropies)
 
     def apply(self, gradients: dict[str, torch.Tensor]) -> float:
-        """AdamW (arXiv 1711.05101) with the gradient cut to a norm; returns what the norm was."""
+        """AdamW (arXiv 1711.05101) with the gradient clipped to a norm. Returns the norm before
+        clipping.
+        """
         arrays = {name: gradient.double().numpy() for name, gradient in gradients.items()}
         norm = float(np.sqrt(sum((array**2).sum() for array in arrays.values())))
         self.updates += 1
@@ -169,7 +173,9 @@ class Expected:
         return norm
 
     def sample(self, messages: Sequence[Any], rng: np.random.Generator) -> None:
-        """Gives what was written log-probabilities that a behaviour policy near this one would have."""
+        """Give the policy's tokens log-probabilities that a behaviour policy close to this one
+        would have.
+        """
         answers = reference.read(messages, VERSION, MAX_LAG)
         with torch.no_grad():
             near = iter(self.say(self.model, answers)[0].numpy() + 0.0)

@@ -1,4 +1,4 @@
-"""The critic's loss against its formula in plain Python, values and gradients."""
+"""The critic's loss compared with its formula in plain Python: values and gradients."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from penstock.trainer.algorithms.values import value_loss
 
 
 def by_hand(value: float, old: float, target: float, clip: float | None) -> tuple[float, float]:
-    """Loss and its derivative by the value (PPO, arXiv 1707.06347, as its first implementation has it)."""
+    """The loss and its derivative by the value, as in PPO's first implementation (arXiv 1707.06347)."""
     free = (value - target) ** 2
     if clip is None:
         return free / 2, value - target
     held_value = min(max(value, old - clip), old + clip)
     held = (held_value - target) ** 2
     if held > free:
-        # Held means that it no longer moves, wherever the value goes.
+        # A clipped value stays the same when the value moves, so the derivative is zero.
         return held / 2, value - target if held_value == value else 0.0
     return free / 2, value - target
 
@@ -27,7 +27,7 @@ def by_hand(value: float, old: float, target: float, clip: float | None) -> tupl
 def test_loss_and_gradient_are_the_formulas(clip: float | None) -> None:
     rng = random.Random(0)
     rows = [(rng.gauss(0, 1), rng.gauss(0, 1), rng.gauss(0, 1)) for _ in range(200)]
-    # What has not moved, and what is right already.
+    # Values that have not moved, and values that already match their target.
     rows += [(0.5, 0.5, 2.0), (0.5, 0.5, 0.5), (0.7, 0.1, 0.7)]
     values, old, targets = (
         torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)

@@ -1,4 +1,8 @@
-"""Work over ranks: each sequence once, within the budget, as many micro-batches for each, about as much."""
+"""Splitting a step over ranks.
+
+Each sequence is computed once and within the token budget. Each rank has the same number of
+micro-batches and about the same work.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +38,13 @@ def test_levelled_pieces_are_as_many_as_asked_for_and_lose_nothing(
     levelled = level(pieces, count)
     assert len(levelled) == count
     assert [item for piece in levelled for item in piece] == [i for piece in pieces for i in piece]
-    # An empty one only where nothing is left to halve.
+    # A piece is empty only if no other piece can be halved.
     assert all(levelled) or all(len(piece) < 2 for piece in levelled)
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[TrainingGroup]:
-    """Groups of siblings that share a prompt, and some of them their first words."""
+    """Groups whose siblings share a prompt, and some of them the beginning of their answers."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     groups: list[TrainingGroup] = []
     for _ in range(draw(st.integers(1, 5))):
@@ -77,7 +81,7 @@ def test_a_plan_for_several_ranks_has_all_of_a_plan_for_one(
     assert together.updates_skipped == alone.updates_skipped
     assert len(together.updates) == len(alone.updates)
     for expected, update in zip(alone.updates, together.updates, strict=True):
-        # Each sequence once, whole, in the same update, divided by the same counts.
+        # Each sequence is whole, occurs once, in the same update, and is divided by the same counts.
         assert update.counts == expected.counts
         assert tokens_of(update.batches) == tokens_of(expected.batches)
         shares = [together.share(r, ranks).updates for r in range(ranks)]
@@ -90,7 +94,7 @@ def test_a_plan_for_several_ranks_has_all_of_a_plan_for_one(
 
 
 def check_balance(batches: tuple[MicroBatch, ...], ranks: int, longest: int) -> None:
-    """No rank has more than its share and one row; a row is a share at most, or one sequence."""
+    """Check that ranks differ by at most one row. A row is at most a rank's share, or one sequence."""
     loads = [
         sum(attention_cost(len(row)) for batch in batches[r::ranks] for row in rows_of(batch))
         for r in range(ranks)
@@ -101,7 +105,7 @@ def check_balance(batches: tuple[MicroBatch, ...], ranks: int, longest: int) -> 
 
 
 def rows_of(batch: MicroBatch) -> list[list[int]]:
-    """The positions of each row without its padding, which nothing is predicted from or to."""
+    """The positions in each row that are not padding. No token is predicted from padding or to it."""
     if batch.is_empty:
         return []
     width = batch.token_ids_BT.shape[1]
@@ -110,7 +114,7 @@ def rows_of(batch: MicroBatch) -> list[list[int]]:
         last = batch.sources_M.numpy()
         rows = [last[last // width == b] % width for b in range(batch.token_ids_BT.shape[0])]
         return [list(range(int(row.max()) + 1)) for row in rows]
-    # A node sees its ancestors and itself; padding itself alone, at depth zero.
+    # A node sees itself and its ancestors. Padding sees only itself, at depth zero.
     seen = mask[:, 0].sum(-1)
     depths = batch.positions_BT + 1
     real = (seen == depths) & ((batch.positions_BT > 0) | (torch_arange(width) == 0))
@@ -133,7 +137,7 @@ def test_a_step_whose_every_token_is_masked_is_skipped_and_counted(
     assert step.updates == () and step.trained_tokens == 0
     assert step.updates_skipped == updates
     assert step.groups_without_gradient == len(groups)
-    # One that can be trained is, as if the others were not there.
+    # Groups that can be trained still are, as if the others were absent.
     mixed = plan([*masked, *groups], 100, ranks)
     assert mixed.trained_tokens == plan(groups, 100, ranks).trained_tokens
 

@@ -1,4 +1,6 @@
-"""From delivered groups to micro-batches: masks, sharing, and that cutting changes nothing."""
+"""From delivered groups to micro-batches: masks, prefix sharing, and results that do not depend on
+the cut.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def cut(groups: Sequence[TrainingGroup], *arguments: Any, **named: Any) -> list[
 
 
 def random_group(rng: np.random.Generator, siblings: int = 4) -> Any:
-    """Siblings with a common prompt, some common words, several turns and temperatures."""
+    """Siblings with a common prompt, some common answer tokens, several turns and temperatures."""
     prompt = rng.integers(0, 256, int(rng.integers(2, 12)))
     trajectories = []
     for index in range(siblings):
@@ -119,7 +121,7 @@ def policy_of(model: Path, **algorithm: Any) -> FsdpPolicy:
 
 
 def gradients(policy: FsdpPolicy, step: StepPlan) -> dict[str, Any]:
-    """Gradients of a step's last update, seen by optimizers that do not move."""
+    """The gradients of a step's last update, captured by optimizers that do not move the weights."""
     seen: dict[str, Any] = {}
     parts: list[tuple[str, Any]] = [("", policy)]
     if policy._critic is not None:
@@ -214,12 +216,12 @@ def test_siblings_share_what_they_have_in_common() -> None:
         trajectory([context([1, 2, 3]), written([7, 8, 5, 4], logprobs=[-4, -5, -6, -8])], 0.0),
     )
     (batch,) = cut([read(message)])
-    # The last token of each is predicted and predicts nothing.
+    # The last token of each answer is predicted but predicts nothing, so it takes no column.
     assert batch.token_ids_BT.tolist() == [[1, 2, 3, 7, 8, 9, 5]]
     assert batch.positions_BT.tolist() == [[0, 1, 2, 3, 4, 5, 5]]
     mask = batch.attention_mask()
     assert mask is not None
-    # The last position sees its own ancestors, and not its cousin.
+    # The last position sees its own ancestors but not the other branch.
     assert mask[0, 0, 6].tolist() == [True] * 5 + [False, True]
     # Six distinct predictions for eight trained tokens.
     assert batch.targets_M.tolist() == [7, 8, 9, 4, 5, 4]
@@ -246,7 +248,7 @@ def test_micro_batches_respect_the_budget() -> None:
         for share in (True, False):
             for batch in cut(groups, budget, share):
                 assert batch.token_ids_BT.numel() <= budget
-    # A sequence that alone is over the budget still goes through.
+    # A sequence that exceeds the budget alone still goes through.
     assert cut(groups, 1)
 
 
@@ -342,7 +344,7 @@ def test_gradients_do_not_depend_on_how_the_step_is_cut(model: Path, kind: str) 
     algorithm = CUT_ALIKE[kind]
     policy = policy_of(model, **algorithm)
     if policy._critic is not None:
-        # Without a value there is none to be wrong.
+        # The critic's head starts at zero. Without a value, no gradient could be wrong.
         head: Any = policy._critic._tokens.model.get_output_embeddings()
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
     rng = np.random.default_rng(6)
@@ -414,7 +416,7 @@ def test_what_a_branch_shares_with_its_parent_is_context_there():
     assert trained == [[2, 3, 4], [5], [6]]
     assert whole[1].behaviour_logprobs.tolist() == [0, 0, 0, 0, 0, -2.0]
     assert whole[1].temperatures.tolist() == [1.0] * 6
-    # Of a parent that failed its branch still has the tokens.
+    # A branch keeps its tokens even if its parent failed.
     failed = trajectory([context([1, 2]), written([3, 4, 5])], None, "root")
     [alone] = read(group(failed, child)).samples
     assert alone.token_ids.tolist() == whole[1].token_ids.tolist()

@@ -1,4 +1,4 @@
-"""What is left of a step when advantages are there: of each sequence all or nothing, as it was."""
+"""Completing a step once advantages are known: each sequence is kept whole and unchanged, or left out."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def policy(model: Path) -> FsdpPolicy:
 
 
 def alone(rng: np.random.Generator) -> TrainingGroup:
-    """A group that nothing can be compared in: no advantage ever comes to it."""
+    """A group of one attempt: it has no baseline, so its advantage is always zero."""
     return read(random_group(rng, siblings=1))
 
 
@@ -73,12 +73,12 @@ def test_what_is_left_is_computed_as_before(policy: FsdpPolicy, share_prefixes: 
 
 
 def check_plain(batch: MicroBatch) -> None:
-    """transformers takes every row for one sequence, padding and all: causal attention needs no mask."""
+    """Check that transformers treats every row as one sequence. Causal attention then needs no mask."""
     assert find_packed_sequence_indices(batch.positions_BT) is None
 
 
 def check_least(batch: MicroBatch) -> None:
-    """Every row, column and prediction is there for something."""
+    """Check that every row, column and prediction is needed."""
     width = batch.token_ids_BT.shape[1]
     assert torch.equal(batch.predictions_N.unique(), torch.arange(len(batch.sources_M)))
     rows, columns = batch.sources_M // width, batch.sources_M % width
@@ -92,14 +92,14 @@ def check_least(batch: MicroBatch) -> None:
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
         seen[row] |= mask[row, 0, column]
         assert int(mask[row, 0, column].sum()) == int(batch.positions_BT[row, column]) + 1
-    # What nothing looks at is padding, at the end.
+    # Positions that no prediction looks at are padding, and come last.
     lengths = seen.sum(1)
     assert torch.equal(seen, torch.arange(width) < lengths.unsqueeze(1))
     assert int(lengths.max()) == width
 
 
 def in_turn(plan: StepPlan, objective: Objective, ranks: int) -> list[StepPlan]:
-    """What each rank has when all have completed their shares."""
+    """The plan of each rank after all have completed their shares."""
     meeting = threading.Barrier(ranks)
     said: dict[int, np.ndarray] = {}
 
@@ -136,7 +136,7 @@ def test_every_rank_leaves_out_the_same(ranks: int) -> None:
         assert (len(plan.updates), plan.groups_without_gradient) == (3, 0)
         done = in_turn(plan, objective, ranks)
         moved_N = objective.advantages(done[0].rewards) != 0.0  # noqa: N806
-        # The second update has nothing left; the others are divided by what they were.
+        # The second update has nothing left. The others keep their original counts.
         for own in done:
             assert (own.updates_skipped, own.groups_without_gradient) == (1, 4)
             assert [u.counts for u in own.updates] == [plan.updates[n].counts for n in (0, 2)]
@@ -161,13 +161,13 @@ def test_only_what_has_an_advantage_is_computed_when_the_reference_has_spoken(mo
     assert (result.tokens_trained, result.groups_without_gradient) == (sum(tokens), 2)
     assert (result.updates, result.updates_skipped, result.applied) == (1, 0, True)
     assert result.kl_reference is not None
-    # The gradient is that of computing everything.
+    # The gradient equals that of computing everything.
     lean = gradients(policy_of(model, **PENALIZED), plan)
     full = policy_of(model, **PENALIZED)
     full._objective.trains_everything = True
     for name, expected in gradients(full, plan).items():
         torch.testing.assert_close(lean[name], expected, atol=1e-6, rtol=1e-4)
-    # And not that of leaving them out of the step.
+    # It differs from the gradient without those groups in the step.
     less = gradients(
         policy_of(model, **PENALIZED), plan_step(of_two, policy._objective, token_budget=60)
     )
@@ -175,7 +175,7 @@ def test_only_what_has_an_advantage_is_computed_when_the_reference_has_spoken(mo
 
 
 def counted(policy: FsdpPolicy) -> list[int]:
-    """Trained tokens of each forward pass that has a gradient, from now on."""
+    """Record the trained tokens of each forward pass with a gradient, from now on."""
     seen: list[int] = []
     evaluate = policy._tokens.evaluate
 

@@ -1,4 +1,4 @@
-"""The section `[algorithm]`: what can be written, and what cannot."""
+"""The section `[algorithm]`: which settings it accepts and which it refuses."""
 
 from __future__ import annotations
 
@@ -190,7 +190,9 @@ IGNORES_BEHAVIOUR = [[PROXIMAL], [PROXIMAL, KL_IN_LOSS], [PROXIMAL, CUSTOM], [RE
 
 
 def losses_and_penalties(algorithm: AlgorithmConfig, sampled: float) -> list[torch.Tensor]:
-    """What becomes of a token whose log-probability was so much when it was sampled, on policy -1."""
+    """Loss and penalty of a token whose recorded log-probability is `sampled`, and whose current
+    one is -1.
+    """
     objective = Objective(algorithm)
     logprobs, behaviour = torch.tensor([-1.0], requires_grad=True), torch.tensor([sampled])
     reference = torch.tensor([-1.5])

@@ -1,4 +1,4 @@
-"""The trainer's configuration: what it refuses, and in which words."""
+"""The trainer's configuration: which settings it refuses, and with which message."""
 
 from __future__ import annotations
 
@@ -151,14 +151,14 @@ def test_a_refusal_names_the_field_and_the_value(
         ["weights={transport = 'collective', collective = {world_size = 4}}"],
         [TWO_UPDATES, "algorithm.loss.kind=ppo_clip"],
         ["algorithm.loss.kind=reinforce"],
-        # A file for a long run, tried for a step.
+        # The file of a long run, tried for one step.
         ["run.steps=1", "train.warmup_steps=100"],
         ["groups={failed_siblings = 'replace', max_replacements = 5}"],
         ["evaluation=[{name = 'a', jsonl = {path = 'x'}, sampling = {temperature = 0}}]"],
         ["evaluation=[{name = 'a', jsonl = {path = 'x'}, every_versions = 0, at_start = false}]"],
         ["data.group_size=1", "algorithm.advantage.kind=reinforce_plus_plus"],
         ["data.group_size=1", "algorithm.advantage.kind=gae", "groups.attempts=3"],
-        # A whole rollout drops groups by itself.
+        # A whole-rollout function may drop groups without any filter of the trainer.
         ["groups.then=stop"],
     ],
 )
@@ -180,7 +180,7 @@ def test_what_makes_sense_is_taken_and_reads_back(tmp_path: Path, overrides: lis
             ],
             [],
         ),
-        # Neither leaves weights behind, and this loss has no ratio.
+        # Neither correction leaves weights behind, and this loss has no ratio.
         (
             [
                 "algorithm.loss.kind=reinforce",
@@ -210,7 +210,7 @@ def test_what_makes_sense_is_taken_and_reads_back(tmp_path: Path, overrides: lis
         (["algorithm.loss.kind=gspo"], ['"gspo"', "sequence_mean"]),
         (["algorithm.loss.kind=gspo", "algorithm.aggregation.kind=sequence_mean"], []),
         (["algorithm.loss={kind='custom', function='a:b'}"], []),
-        # The first update of a step has a ratio of one to the policy of the step's beginning.
+        # With one update, the ratio to the policy at the step's beginning is always 1, so it never clips.
         (
             ["algorithm.loss.clip_high=0.3", CORRECTED],
             ["bounds of algorithm.loss", "updates_per_step = 1"],
@@ -336,5 +336,5 @@ def test_what_is_printed_holds_no_secret_of_a_tracker(tmp_path: Path) -> None:
     mlflow, own = tomllib.loads(printed)["metrics"]["trackers"]
     assert mlflow["tracking_uri"] == "https://***@mlflow.example"
     assert own["options"] == {"api_key": "***", "host": "https://***@h/", "team": "blue"}
-    # What the run itself goes by is whole.
+    # Only the printed copy hides secrets. The run itself uses the real values.
     assert "hunter2" in str(config.metrics.trackers)

@@ -1,4 +1,4 @@
-"""Tasks: what they say, and keeping them waiting at the server."""
+"""Tasks: their contents, and keeping enough of them waiting at the server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Notice = twin(trainer_service_pb2.Notice)
 
 
 class Numbers:
-    """Problem n is the text of n."""
+    """Problem n is the number n as text."""
 
     name = identity = "numbers"
 
@@ -109,14 +109,14 @@ def test_a_task_is_the_same_whenever_it_is_built() -> None:
     assert (task.task_id, task.index, task.group_size) == ("r/7", 7, 3)
     assert task.sampling_params.max_tokens == 9
     assert task.sampling_params.temperature == 0.5
-    # Past its size the data begins again, under new ids.
+    # Past its size the data starts over, under new ids.
     assert first.problem(7).messages == first.problem(2).messages
 
 
 def test_a_task_says_which_source_it_is_of() -> None:
     task = build_task(Numbers().problem(3), run_id="r", index=3, config=DATA)
     assert task.data_source == "numbers" == task.metadata["data_source"]
-    # Rows of some data sets say so themselves, which their rewards read.
+    # Rows of some data sets have their own `data_source` field, which their rewards read.
     own = Problem((("user", "?"),), {"data_source": "gsm8k"}, "train")
     task = build_task(own, run_id="r", index=3, config=DATA)
     assert (task.data_source, task.metadata["data_source"]) == ("train", "gsm8k")
@@ -173,7 +173,7 @@ async def test_problems_that_take_their_time_let_others_in() -> None:
 
 
 async def test_known_tasks_are_passed_over_until_enough_wait() -> None:
-    # A trainer that begins again on a server that has seen this run: the first ten are duplicates.
+    # A trainer that starts over on a server that has seen this run: the first ten are duplicates.
     async with ScriptedServer() as server, connected(server) as channel:
         server.pending = lambda submitted: max(0, submitted - 10)
         tasks = feeder(channel, 4)
@@ -196,13 +196,13 @@ async def test_a_task_is_taken_once() -> None:
     async with ScriptedServer() as server, connected(server) as channel:
         server.pending = lambda _: 3
         tasks = feeder(channel, 3, next_index=9, outstanding=(7, 4))
-        # Of another run's tasks nothing is known.
+        # The trainer knows nothing about the tasks of other runs.
         assert tasks.take("another/3") and tasks.take("another/3") and tasks.take("r/x")
-        # 3 was trained before, and 4 is in hand.
+        # 3 was trained earlier; 4 is new and becomes in hand.
         assert not tasks.take("r/3")
         assert tasks.take("r/4") and not tasks.take("r/4")
         assert tasks.outstanding == (4, 7)
-        # What is in hand a server that has lost its task need not make again.
+        # The trainer has the group of 4 in hand, so a server that lost its task need not make it again.
         await tasks.submit_again(0)
         assert [task.index for task in server.tasks] == [7]
         tasks.settled("r/4")
@@ -218,7 +218,7 @@ async def test_a_trainer_that_went_back_learns_what_was_submitted_after_its_chec
         assert (tasks.next_index, tasks.outstanding) == (8, (5, 6, 7))
         tasks.settled("r/7")
         await tasks.fill(0)
-        # To a server that was given them by the trainer before they are no news.
+        # A server that had these tasks from the previous trainer ignores them as duplicates.
         assert [task.index for task in server.tasks] == [5, 6, 8, 9, 10]
         await tasks.submit_again(0)
         assert [task.index for task in server.tasks][5:] == [5, 6, 8, 9, 10]
@@ -250,7 +250,7 @@ async def test_a_full_queue_is_enough() -> None:
 
 @pytest.mark.parametrize("reason", ["MEMORY_BUDGET", "DISK_FULL", "CALLER_LIMIT", "QUEUE_FULL", ""])
 async def test_a_server_that_is_full_for_a_while_is_filled_when_it_has_room(reason: str) -> None:
-    """Also of what it may have lost; without a reason it is gRPC that refuses."""
+    """Tasks that the server may have lost are resubmitted too. Without a reason, gRPC itself refuses."""
     refusals = 3
 
     async def full(request: Any, context: Any) -> Any:
@@ -274,7 +274,7 @@ async def test_a_server_that_is_full_for_a_while_is_filled_when_it_has_room(reas
     take, server._submit = server._submit, full  # type: ignore[method-assign]
     async with server, connected(server) as channel:
         tasks = feeder(channel, 5, next_index=3, outstanding=(1, 2))
-        # The caller goes on: what makes room may be the groups that it takes.
+        # The call returns so that the caller can continue: receiving groups may be what makes room.
         await tasks.submit_again(0)
         assert not server.tasks and tasks.outstanding == (1, 2)
         keeper = asyncio.create_task(tasks.keep_filled(0, ask))
@@ -287,7 +287,7 @@ async def test_a_server_that_is_full_for_a_while_is_filled_when_it_has_room(reas
 
 
 async def test_a_server_that_has_room_for_less_than_a_call_is_given_that() -> None:
-    """It takes a call whole or not at all."""
+    """The server accepts a call as a whole or not at all."""
     room, calls = 3, list[int]()
 
     async def full(request: Any, context: Any) -> Any:
@@ -447,7 +447,7 @@ async def test_each_server_is_given_its_own_indices_and_as_many_as_it_uses_up() 
         await asyncio.gather(tasks.fill(0), tasks.fill(1))
         given = [[task.index for task in server.tasks] for server in servers]
         assert given == [[0, 2, 3, 5], [1, 4]]
-        # The second one's groups are dropped again and again.
+        # The second server's groups are dropped repeatedly.
         for _ in range(3):
             used[1] += 2
             tasks.arrived(1)
@@ -461,7 +461,7 @@ async def test_each_server_is_given_its_own_indices_and_as_many_as_it_uses_up() 
         tasks.arrived(0)
         await tasks.fill(0)
         assert [task.index for task in servers[0].tasks][4:] == [6]
-        # What is asked again stays with its server, and so does what one has lost.
+        # A repeated task stays with its server, and so does a lost one.
         tasks.ask_again("r/4")
         await tasks.fill(0)
         await tasks.fill(1)
@@ -469,7 +469,7 @@ async def test_each_server_is_given_its_own_indices_and_as_many_as_it_uses_up() 
         servers[0].tasks.clear()
         await tasks.submit_again(0)
         assert [task.index for task in servers[0].tasks] == [0, 2, 3, 5, 6]
-        # One that is forgotten as well has another id, and the count of how often it was asked stays.
+        # A forgotten task gets another id, and keeps the count of how often it was asked.
         await tasks.submit_anew(1, ["r/4~+1"], again=12)
         assert servers[1].tasks[-1].task_id == "r/4~12+1"
         tasks.ask_again("r/4~12+1")
@@ -478,7 +478,9 @@ async def test_each_server_is_given_its_own_indices_and_as_many_as_it_uses_up() 
 
 
 async def test_what_a_server_took_along_that_is_gone_for_good_is_asked_of_the_others() -> None:
-    """Of two, the second had the odd indices; no checkpoint says how far either had come."""
+    """Of two servers, the second one had the odd indices. No checkpoint records how far either had
+    come.
+    """
     async with ScriptedServer() as server, connected(server) as channel:
         had = {index for index in range(8) if index % 2 == 0}
 
@@ -496,7 +498,7 @@ async def test_what_a_server_took_along_that_is_gone_for_good_is_asked_of_the_ot
             division=division,
         )
         await tasks.submit_again(0)
-        # What the first one had made comes, in its order, and then what was asked since.
+        # First come the groups that the first server had made, in order, then those submitted since.
         while len(settled) < 12:
             waiting = sorted(had | {task.index for task in server.tasks})
             task_id = next(f"r/{i}" for i in waiting if f"r/{i}" not in settled)
@@ -505,7 +507,7 @@ async def test_what_a_server_took_along_that_is_gone_for_good_is_asked_of_the_ot
             settled.append(task_id)
             tasks.arrived(0)
             await tasks.fill(0)
-        # 1 the checkpoint contains.
+        # The checkpoint already contains 1.
         found = sorted(int(task_id.removeprefix("r/")) for task_id in settled)
         assert found == [0, *range(2, 13)]
 
@@ -526,7 +528,7 @@ async def test_a_server_that_is_away_keeps_no_other_from_having_tasks() -> None:
         await reached.wait()
         await tasks.fill(0)
         assert [task.index for task in there.tasks] == [0, 2]
-        # The silent one has none of its own yet.
+        # The silent server has no task yet.
         assert (tasks.outstanding, tasks.unasked, tasks.next_index) == ((0, 2), (1,), 3)
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -544,13 +546,13 @@ async def test_what_a_server_drops_makes_room_for_another_task(
         await greet(session)
         await session.receive("demand")
         await begun.wait()
-        # What is no prompt of the data takes no place of one.
+        # A task that is not from the data takes no prompt's place.
         foreign = Notice(reason=reason, group_id="theirs", task_id="another/1")
         await session.send(notice=foreign)
         for task in server.tasks[:3]:
             dropped += 1
             group_id, task_id = f"g{task.index}", task.task_id if named else ""
-            # A stream that is lost as it takes one leaves it to the next, which may be told again.
+            # If the stream is lost while the trainer handles a notice, the next stream may repeat it.
             for _ in range(1 + named):
                 await session.send(notice=Notice(reason=reason, group_id=group_id, task_id=task_id))
         with contextlib.suppress(StopAsyncIteration):
@@ -566,11 +568,11 @@ async def test_what_a_server_drops_makes_room_for_another_task(
             ledger = tmp_path / "ledger.jsonl"
             while len(server.tasks) < 7 or len(ledger.read_text().splitlines()) < 3:
                 await asyncio.sleep(0.01)
-            # A checkpoint holds none that nothing will ever come of. What the server has, the trainer knows
-            # a moment later.
+            # A checkpoint lists no task that will never yield a group. The trainer learns shortly
+            # afterwards which tasks the server has.
             while run.loop._tasks.outstanding != ((3, 4, 5, 6) if named else tuple(range(7))):
                 await asyncio.sleep(0.01)
-        # Nor does whoever goes on from an older one.
+        # A trainer that resumes from an older checkpoint does not list them either.
         reopened = Ledger(tmp_path)
         reopened.resume(0)
         reopened.close()

@@ -1,4 +1,4 @@
-"""Rewards by data source, from the data to the tracker, over a resume."""
+"""Rewards by data source, from the data to the tracker, across a resume."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ REWARDS = {"easy": 1.0, "hard": 0.25, "own": 0.5}
 
 
 async def by_source(task: Task, trajectory: Trajectory) -> Outcome:
-    """As the agent sees where the task is from; a sibling in four differs."""
+    """Reward by the source that the agent sees. One sibling in four gets less."""
     source = str(task.metadata["data_source"])
     first = trajectory.sample_index == 0
     return Outcome(REWARDS[source] - (0.25 if first else 0.0), metrics={"first": float(first)})
 
 
 def mixture(folder: Path) -> dict[str, object]:
-    """Three parts in four are easy; of the hard ones every other says itself where it is from."""
+    """Three quarters of the tasks are easy. Of the hard rows, every other one names its own source."""
     parts: list[dict[str, object]] = []
     for name, weight in (("easy", 3), ("hard", 1)):
         path = folder / f"{name}.jsonl"
@@ -52,7 +52,7 @@ def keep(group: TrainingGroup, api_key: str) -> None:
 
 
 def settings(folder: Path, tiny: Path, address: str, *, steps: int, fails_at: int = 0) -> Path:
-    """A run in which everything is told every two steps."""
+    """A run that reports every two steps."""
     tracker = {
         "kind": "custom",
         "function": "tests.support.file_tracker:FileTracker",
@@ -96,12 +96,12 @@ async def test_rewards_are_told_apart_by_where_they_are_from(tiny: Path, tmp_pat
         for source, reward in line["reward_by_source"].items():
             assert reward == REWARDS[source] - 0.25 / 4
             seen[source] = seen.get(source, 0) + counts[source]
-    # In the order of the data, whoever submitted it.
+    # Sources are mixed in the order of the data, whichever trainer submitted the tasks.
     assert seen.keys() == REWARDS.keys() and sum(seen.values()) == 96 and seen["easy"] >= 60
     assert all(line["outcome_metrics"] == {"first": 0.25} for line in lines)
     assert any(line["engine_idle_ratio"] is not None for line in lines)
     assert all(line["response_tokens_max"] <= 4 for line in lines)
-    # Steps 3 and 4 are of two processes, and one point.
+    # Steps 3 and 4 are from two processes, but one point.
     assert [line.split("/")[0] for line in out.splitlines()] == ["steps 3 to 4", "steps 5 to 6"]
     told = tracked(tmp_path)
     assert [line["step"] for line in told if "step" in line] == [3, 4, 6]
@@ -117,7 +117,7 @@ async def test_rewards_are_told_apart_by_where_they_are_from(tiny: Path, tmp_pat
 
 
 class Rows:
-    """The source says one name, and some rows another."""
+    """The source has one name, and some rows name another."""
 
     name = identity = "rows"
 
@@ -140,6 +140,6 @@ def test_of_another_runs_task_nothing_is_known_and_of_its_own_everything() -> No
         division=Division(1),
     )
     assert feeder.data_source("another/1") == UNKNOWN_SOURCE
-    # Those that a trainer before submitted; also beyond what its checkpoint knew.
+    # Tasks that a previous trainer submitted, including one beyond its checkpoint.
     assert [feeder.data_source(f"r/{n}") for n in (1, 2, 7)] == ["own", "rows", "own"]
     assert feeder.data_source("r/2~1+1") == "rows"

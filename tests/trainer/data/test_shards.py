@@ -1,4 +1,4 @@
-"""Which server makes which group, and where a run divided over several is in its data."""
+"""Which server makes which group, and the position in the data of a run divided over several servers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_index_is_submitted_once_to_its_server_and_none_is_passed_over(
             indices.settle(index)
             settled.add(index)
     for server, own in given_to.items():
-        # Its own, in the order of the data, without a gap.
+        # The server's own indices, in the order of the data, without a gap.
         assert own == [
             i for i in range(own[-1] + 1 if own else 0) if division.server_of(i) == server
         ]
@@ -71,7 +71,7 @@ def test_every_index_is_submitted_once_to_its_server_and_none_is_passed_over(
     assert indices.next_index == max(submitted, default=-1) + 1
     assert set(indices.unasked) == set(range(indices.next_index)) - submitted
     assert set(indices.outstanding) == submitted - settled
-    # A trainer that resumes goes on where this one was.
+    # A trainer that resumes continues at the same position.
     again = DataIndices(division, indices.next_index, indices.outstanding, indices.unasked)
     for server in range(division.server_count):
         assert again.upcoming(server, 5) == indices.upcoming(server, 5)
@@ -82,7 +82,7 @@ def test_what_came_while_a_server_was_asked_stands() -> None:
     indices = DataIndices(Division(2, 2))
     first, second = indices.upcoming(0, 2), indices.upcoming(1, 2)
     assert (first, second) == ([0, 2], [1, 3])
-    # Two servers are asked at the same time; a group of one comes, and is trained.
+    # Two servers are asked at the same time. Meanwhile a group arrives and is trained.
     indices.submitted(second)
     assert indices.unasked == (0, 2)
     indices.known(0)

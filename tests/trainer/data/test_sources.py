@@ -1,4 +1,4 @@
-"""Data sources: what is read, in which order, and that a place in them is a number."""
+"""Data sources: what is read, in which order, and that a position in them is a single number."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_jsonl_takes_prompts_and_messages(tmp_path: Path) -> None:
     )
     source = open_jsonl(config.model_copy(update={"shuffle": False}), seed=0)
     assert source.problem(0) == Problem((("user", "one?"),), {"answer": 1}, "data")
-    # Reading a row leaves it as it is: it comes again.
+    # Reading a row does not change it: a later pass returns it again.
     assert source.problem(2) == source.problem(0)
     assert source.problem(1).messages == (("system", "s"), ("user", "two?"))
 
@@ -98,7 +98,7 @@ def test_jsonl_takes_prompts_and_messages(tmp_path: Path) -> None:
         ({"messages": ["x"]}, "a role and a content, got 'x'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
         ('{"prompt": "x", "score": NaN}', r":1: .*not JSON compliant"),
-        # What JSON has a form for, and a task has none.
+        # Text that JSON can express but a task cannot.
         ('{"prompt": "bad \\ud83d tail"}', r":1: .*can't encode character '\\ud83d'"),
         ('{"prompt": "x", "note": ["bad \\ud83d"]}', r":1: .*can't encode"),
         ('{"prompt": "x", "bad \\ud83d": 1}', r":1: .*can't encode"),
@@ -328,11 +328,11 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
         open_huggingface(HuggingFaceConfig(path="x"), seed=0)
 
 
-# Functions of one's own
+# The user's own functions
 
 
 class Squares:
-    """A sequence that raises no IndexError."""
+    """A sequence that never raises IndexError."""
 
     def __len__(self) -> int:
         return 4
@@ -385,7 +385,7 @@ COUNTED = iter(range(10**6))
 
 
 def counted() -> Iterator[str]:
-    """Calls that share what they go through."""
+    """Every call consumes the same shared iterator."""
     yield from (f"p{n}" for n in COUNTED)
 
 
@@ -632,7 +632,7 @@ def test_sets_of_other_seeds_are_other_problems(name: str, settings: dict[str, A
     assert of_each[1] == asked(1)
     several = [text for texts_of in of_each.values() for text in set(texts_of)]
     assert len(several) == len(set(several))
-    # The seed that nobody gave is the library's own.
+    # Seed 0, the default, gives the library's own problems.
     own = reasoning_gym.create_dataset(name, size=20, seed=0, **settings)
     assert of_each[0] == [own[n]["question"] for n in range(20)]
 
@@ -694,7 +694,7 @@ def test_any_interruption_goes_on_with_the_same_sequence(
     undisturbed = open_source(config, seed=3)
     expected = [undisturbed.problem(index) for index in range(60)]
 
-    # Each life submits again what it had outstanding, and goes on from where it was.
+    # Each trainer resubmits its outstanding tasks, and continues at the stored position.
     lives = st.lists(st.tuples(st.integers(0, 12), st.sets(st.integers(0, 59))), max_size=5)
 
     @settings(deadline=None, max_examples=20)

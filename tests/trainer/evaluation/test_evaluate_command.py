@@ -1,4 +1,4 @@
-"""`penstock eval`: by itself, beside a trainer, and with a server of its own around the fake engine."""
+"""`penstock eval`: alone, next to a trainer, and with a separate server around the fake engine."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_trainer_of_the_same_server_notices_nothing(
     assert (record.weight_version, record.mixed_groups, record.lag) == (0, 0, 0)
     assert record.by_source.keys() == {"held-out", "named"}
     assert harness.engine.max_running <= 3 * 2
-    # Neither ended nor sent anything; and it is still the one that may switch.
+    # The trainer's session neither ended nor received anything, and it can still switch weights.
     await exchange.nothing()
     await harness.upload(1, staged=True)
     exchange.send(switch_weights={"weight_version": 1})
@@ -176,7 +176,7 @@ async def test_the_table_says_which_versions_sampled(
     assert (record.oldest_weight_version, record.newest_weight_version) == (0, 1)
     evaluate_command._report(record)
     assert "held-out, version 0 to 1" in capsys.readouterr().out
-    # Names are as they are, whatever they look like.
+    # Names are printed literally, whatever markup they resemble.
     figures = dict.fromkeys(("gsm8k [main]", "[/hard]"), record.figures)
     odd = dataclasses.replace(record, name="[b]", by_source=figures)
     evaluate_command._report(odd)
@@ -234,7 +234,8 @@ async def test_an_answer_is_not_cut_off_because_nothing_more_has_room(
             options["stop_token_ids"] = [ends[n]]
         written = await trajectory.turn(**options)
         if n % 2:
-            # The next time it ends at its first token; the others are cut off then, too.
+            # In the next turn of this task, stop at the first token. The other tasks are truncated
+            # then, too.
             ends[n] = int(written.token_ids[0])
         turn = await trajectory.turn("x" * 2_000, max_tokens=2)
         assert not len(turn.token_ids) and turn.finish_reason is FinishReason.LENGTH
@@ -348,7 +349,7 @@ def test_the_sets_of_a_trainers_file_are_asked_as_the_trainer_asks_them(tmp_path
         trainers = EvaluationSet(evaluation, config.data)
         for index in range(measured.extent.prompts):
             assert trainers.source.problem(index) == measured.source.problem(index)
-    # What the command line says counts over it.
+    # Options of the command line override the file.
     given = Given(prompts=3, samples=1, temperature=0.0, stop=("a",), system_prompt="Mine.")
     (over,) = open_sets(config, path, ("mixed",), given, attempts=1)
     assert (over.extent.prompts, over.extent.samples_per_prompt) == (3, 1)
@@ -404,7 +405,7 @@ def test_a_worker_s_token_counts_over_that_of_a_trainers_file(
 
 
 def score_row(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """As verl calls it."""
+    """Has the signature that verl calls."""
     return {"rows": 1.0, "rows-alone": 1.0, "held-out": 1.0, "named": 3.0}[data_source]
 
 
@@ -419,7 +420,7 @@ async def test_every_set_of_a_file_has_a_table_and_a_line_and_functions_of_anoth
     )
     assert status == 0, err
     mixed, rows = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
-    # It knows nothing of sums.
+    # The reward function does not know the source "sums".
     assert (mixed["name"], mixed["prompts"], mixed["failures"]) == ("mixed", 2, 4)
     assert mixed["failure_reasons"] == {"KEY_ERROR": 4}
     assert (rows["name"], rows["samples"], rows["reward_mean"]) == ("rows-alone", 4, 1.5)

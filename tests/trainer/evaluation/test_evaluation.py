@@ -1,4 +1,6 @@
-"""Evaluation beside training: what is asked when, what comes of it, and what failures do; no server."""
+"""Evaluation during training, without a server: when prompts are asked, what is recorded, how
+failures count.
+"""
 
 from __future__ import annotations
 
@@ -117,10 +119,10 @@ def test_what_was_due_and_has_no_result_begins_with_the_first_weights_there_are(
     schedule.skip(12)
     assert not schedule.due(13) and schedule.due_at_end(12)
     assert schedule.begin(16) == 1 and schedule.skipped == 0
-    # All was done before it was killed.
+    # The evaluation was complete before the trainer was killed.
     done = Schedule(every=4, at_start=True, at_end=True, last_step=12)
     assert not done.due_at_end(12)
-    # A step of before the last result comes out otherwise.
+    # A step before the last result is computed again and comes out differently.
     assert not done.forget(13) and not done.due(12)
     assert done.forget(10) and not done.forget(10)
     assert not done.due(10) and done.due(12) and done.due_at_end(12)
@@ -137,7 +139,7 @@ def test_a_prompt_of_another_version_is_asked_again_and_then_counts_as_failed() 
     (measured,) = prompts.measured
     assert prompts.done and measured.rewards == ()
     assert measured.failure_reasons == ("OTHER_VERSION",) * 2
-    # No figure is of them, and so none of their versions was measured.
+    # These samples enter no figure, so their versions do not count as measured.
     record = make_record(
         [measured, prompt(1.0, versions=(2,))],
         name="n",
@@ -168,7 +170,7 @@ def test_versions_of_what_failed_are_not_measured_and_yet_of_another_version() -
         trajectories=[
             one("a", 3, reward=1.0),
             one("b", 1, failure=failure),
-            # A branch is measured with its attempt, or not at all.
+            # A branch is measured together with its attempt, or not at all.
             one("c", 4, parent="a", reward=1.0),
             one("d", 2, parent="b", reward=1.0),
         ]
@@ -176,7 +178,7 @@ def test_versions_of_what_failed_are_not_measured_and_yet_of_another_version() -
     measured = read_measured(group, "s")
     assert (measured.versions, measured.failed_versions) == ((3, 4), (1, 2))
     assert (measured.rewards, measured.failure_reasons) == ((1.0,), ("BAD",))
-    # How often a pinned prompt fails is that version's to say, too.
+    # The failure rate of a pinned evaluation belongs to that version, too.
     prompts = Prompts("p", 1, concurrency=1, pinned_version=3, max_other_version=1)
     (asked,) = prompts.next()
     of_two = MeasuredPrompt("s", (1.0,), (2,), 0, ("BAD",), (3,), (1,))
@@ -185,23 +187,23 @@ def test_versions_of_what_failed_are_not_measured_and_yet_of_another_version() -
 
 @dataclass
 class FakeExchange:
-    """A server that has what was submitted, and delivers as much as was demanded of it."""
+    """A server that holds the submitted tasks, and delivers as many groups as were demanded."""
 
     held_version: int = 1
     trainer_epoch: int = 7
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Submitted, and neither received nor refused."""
+    """Tasks that were submitted, and neither received nor refused."""
     known: set[str] = field(default_factory=set[str])
     delivered: dict[int, str] = field(default_factory=dict[int, str])
-    """Delivery id -> task id, without a receipt."""
+    """Delivery id -> task id, of deliveries without a receipt."""
     received: list[str] = field(default_factory=list[str])
     refused: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     credit: int = 0
     most_open: int = 0
     active: int = 1
     full: bool = False
-    """Whether it takes no tasks that it does not have."""
+    """Whether it refuses tasks that it does not already have."""
     rewards: Any = lambda index: [1.0]
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -245,7 +247,7 @@ class FakeExchange:
         return 0
 
     def deliver(self, task_id: str, versions: Sequence[int] | None = None) -> None:
-        """One group, which takes credit."""
+        """Deliver one group, which uses one credit."""
         assert self.credit > 0
         self.credit -= 1
         task = self.tasks[task_id]
@@ -290,12 +292,12 @@ class Run:
     records: list[EvaluationRecord]
 
     async def settle(self) -> None:
-        # More than there are prompts asked at a time: what is asked is with the server then.
+        # More iterations than prompts are asked at a time, so that the server has all of them.
         for _ in range(40):
             await asyncio.sleep(0)
 
     async def serve(self, count: int = 1_000_000) -> None:
-        """Delivers what there is, until nothing is under way."""
+        """Deliver groups until no evaluation is running."""
         while count and (self.exchange.waiting or self.running):
             await self.settle()
             for task_id in self.exchange.waiting[: self.exchange.credit]:
@@ -393,7 +395,7 @@ async def test_a_version_that_a_server_lost_is_waited_for_no_more(
         await run.serve()
     assert [(r.name, r.prompts_missing) for r in run.records[1:]] == [("on_the_fly", 0)]
     assert "pinned of version 1 ends with 3 of 20 prompts: a server lost that" in caplog.text
-    # What comes of it later is nobody's.
+    # Groups that still arrive are refused, because their evaluation is over.
     assert {reason for _, reason in run.exchange.refused} == {"EVALUATION_OVER"}
 
 
@@ -431,7 +433,7 @@ async def test_what_comes_due_while_one_runs_is_skipped_and_the_last_weights_are
 async def test_what_the_last_one_will_take_is_what_it_took_before() -> None:
     sums, more = evaluation(prompts=4), evaluation(name="more", prompts=4, at_end=False)
     async with measuring(sums, more) as run:
-        # Of the grid is every tenth version.
+        # Both evaluations measure every tenth version.
         assert run.evaluator.seconds_after(10) is run.evaluator.seconds_after(11) is None
         run.evaluator.version_active(0, 1)
         await run.serve()
@@ -485,7 +487,7 @@ async def test_a_group_that_its_server_dropped_is_measured_as_failed(mode: str) 
             await run.settle()
             task_id = run.exchange.waiting[0]
             run.exchange.tasks.pop(task_id)
-            # Said twice, it is counted once.
+            # A repeated notice counts once.
             for _ in range(2):
                 assert run.evaluator.dropped(task_id, "GROUP_TOO_LARGE")
         assert not run.evaluator.dropped("r/17", "GROUP_TOO_LARGE")
@@ -502,7 +504,7 @@ async def test_where_nothing_comes_it_ends_with_what_it_has() -> None:
         await run.settle()
         run.exchange.deliver(run.exchange.waiting[0])
         await run.evaluator.may_switch()
-        # Late ones are refused, and take nothing from the next.
+        # Late groups are refused, and use no credit of the next evaluation.
         run.evaluator.version_active(10, 1)
         await run.serve()
     first, second = run.records
@@ -568,7 +570,7 @@ async def test_where_a_server_stays_full_it_ends_with_what_it_has(
         await run.settle()
         run.exchange.full = True
         run.exchange.deliver(run.exchange.waiting[0])
-        # The time that it is away does not count.
+        # The time during which the server is away does not count.
         run.exchange.ready.clear()
         async with asyncio.timeout(10):
             switching = asyncio.ensure_future(run.evaluator.may_switch())
@@ -576,7 +578,7 @@ async def test_where_a_server_stays_full_it_ends_with_what_it_has(
             assert not switching.done()
             run.exchange.ready.set()
             await switching
-        # One that has room in time is waited for.
+        # A server that has room in time is waited for.
         run.evaluator.version_active(10, 1)
         await run.settle()
         run.exchange.full = False
@@ -606,12 +608,13 @@ async def test_whatever_is_lost_each_prompt_is_measured_once(seed: int) -> None:
                 wrong = chance.random() < 0.2
                 exchange.deliver(chance.choice(exchange.waiting), [0] if wrong else None)
             elif event < 0.9:
-                # The stream is lost: credit with it, and some receipts; groups without one wait again.
+                # The stream is lost, with its credit and some receipts. Groups without a receipt
+                # wait again.
                 exchange.ready.clear()
                 exchange.credit = 0
                 await run.settle()
                 if chance.random() < 0.5:
-                    # So are tasks, ids and all, but for what was received.
+                    # The server loses its tasks as well, and their ids, except those of received groups.
                     exchange.tasks.clear()
                     exchange.known = set(exchange.received)
                 exchange.delivered.clear()
@@ -719,10 +722,10 @@ def test_a_record_is_a_line_of_its_own_that_a_resumed_run_finds(tmp_path: Path) 
     assert tags["eval/n/reward_mean"] == 0.25 and tags["eval/n/pass_at/2"] == 0.5
     assert tags["eval/n/source/s/reward_mean"] == 0.5
     assert "eval n  version 1 to 2  reward 0.250" in shown.getvalue()
-    # A run that begins anew has measured nothing; one that resumes after it has.
+    # A run that starts over has no evaluations; one that resumes after this one keeps it.
     keep_until(tmp_path, 4)
     assert last_steps(tmp_path) == {"n": 4}
-    # So has one that does the step again, of the same groups: what is shown of it is what was.
+    # So does a run that repeats the step with the same groups: it shows the recorded result.
     keep_until(tmp_path, 3, 4)
     assert last_steps(tmp_path) == {"n": 4}
     written = dict(tags)

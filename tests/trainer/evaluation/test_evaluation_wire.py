@@ -1,4 +1,4 @@
-"""Evaluation beside a trainer's walk: the real server around the fake engine, and a worker."""
+"""Evaluation during a whole run, with the real server around the fake engine, and a worker."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def evaluation(folder: Path, **fields: object) -> dict[str, object]:
 
 
 def lines(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Evaluations and steps."""
+    """Evaluations, and training steps."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return (
         [line for line in found if line.get("kind") == "evaluation"],
@@ -137,7 +137,7 @@ async def test_every_version_is_measured_whole_and_training_goes_on(
 async def test_a_pinned_evaluation_holds_the_switch_and_not_the_step(tmp_path: Path) -> None:
     sets = [evaluation(tmp_path, sampling={"max_tokens": 60}, every_versions=0, at_end=False)]
     async with serving(tmp_path) as server, working(server.address):
-        # Whoever may write so much is of the evaluation; training's turns are ended before.
+        # Only evaluation turns reach this length. Training turns end earlier.
         server.engine.freeze_at = 20
         async with running(
             tmp_path, server.address, steps=2, evaluation=sets, data={"sampling": {"max_tokens": 4}}
@@ -206,7 +206,7 @@ async def test_a_server_lost_in_the_middle_costs_no_prompt_and_mixes_no_version(
 
 
 class Held(StillPolicy):
-    """Its second step ends when it may."""
+    """Its second step ends only when the test allows it."""
 
     def step(self, plan: Any) -> StepResult:
         if self.steps == 1:
@@ -225,14 +225,14 @@ async def test_a_version_that_a_server_lost_and_is_not_given_again_is_waited_for
     upload = Sender.upload
 
     async def overtaken(*_: Any, **__: Any) -> None:
-        """As where the next version came into the payload since it was looked at."""
+        """Acts as if the next version had replaced the payload since the trainer last checked."""
         monkeypatch.setattr(Sender, "upload", upload)
         policy.may_end.set()
 
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(serving(tmp_path))
         queue, weights = server.serving.queue, server.serving.weights
-        # Before any of the first two prompts comes to its end, and after those of training.
+        # After the end of training turns, and before the end of the first two evaluation prompts.
         server.engine.freeze_at = 10
         async with (
             working(server.address),
@@ -257,7 +257,7 @@ async def test_a_version_that_a_server_lost_and_is_not_given_again_is_waited_for
     (lost, last), steps = lines(tmp_path)
     assert [line["step"] for line in steps] == [1, 2]
     assert (lost["weight_version"], lost["prompts_missing"]) == (1, PROMPTS)
-    # Nothing of it was asked of a server that has other weights.
+    # No prompt was asked of the server that holds other weights.
     assert (lost["asked_again"], lost["failures"]) == (0, 0)
     assert (last["weight_version"], last["prompts"]) == (2, PROMPTS)
     assert "0 of 6 prompts: a server lost that version, and the next one is ready" in caplog.text
@@ -335,7 +335,7 @@ async def test_what_was_measured_is_gone_and_counts_nowhere(tmp_path: Path) -> N
         exchange = Exchange(harness.wire)
         contract = {"max_lag": 4, "groups_per_step": 2}
         exchange.send(hello={"run_id": "run", "trainer_epoch": 1, "staleness": contract})
-        # A trainer that resumes does not wait for them among the others.
+        # A resuming trainer does not count evaluation groups among those it waits for.
         assert (await exchange.receive("welcome")).buffered_group_count == 0
         exchange.send(demand={"group_count": 2, "purpose": EVAL})
         first = await exchange.receive("delivery")

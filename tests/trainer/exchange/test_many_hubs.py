@@ -1,5 +1,6 @@
-"""One run over several hubs: real trainers, each a process of its own, before real servers around the fake
-engine. At `max_lag` 0 every step can be foretold, so that what a fault leaves is compared bit for bit.
+"""One run over several hubs: real trainer processes, and real servers around the fake engine.
+
+At `max_lag` 0 every step is deterministic, so runs with faults are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.trainer.test_end_to_end import (
     working,
 )
 
-# The nursery's trainers, the servers and the run that nobody disturbs are those of all tests here.
+# All tests here share the nursery's trainers, the servers and the uninterrupted run.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STEPS = 5
@@ -59,7 +60,7 @@ def index_of(task_id: str) -> int:
 
 
 def check_ledger(folder: Path, steps: int, division: Division = DIVISION) -> None:
-    """Each step has each hub's part, no prompt was trained twice, and none was passed over."""
+    """Each step has each hub's part, no prompt was trained twice, and none was skipped."""
     entries = read_ledger(folder / "out" / "ledger.jsonl")
     done = [entry for entry in entries if isinstance(entry, StepEntry)]
     assert [entry.step for entry in done] == list(range(1, steps + 1))
@@ -76,7 +77,7 @@ def check_ledger(folder: Path, steps: int, division: Division = DIVISION) -> Non
     for server in range(division.server_count):
         own = [index for index in used if division.server_of(index) == server]
         before = {i for i in range(max(own)) if division.server_of(i) == server}
-        # What a hub had done sooner than an earlier one of its own may be in a later step.
+        # A group that a hub finished before an earlier one may be in a later step.
         assert len(before - set(own) - refused) <= len(own)
 
 
@@ -161,7 +162,7 @@ async def test_a_version_goes_to_each_hub_as_a_difference_of_its_own(
     assert deltas[0] is False and deltas.count(False) == 2
 
 
-# Hubs that are killed, trainers that are
+# Killed hubs, and killed trainers
 
 
 @dataclass
@@ -173,7 +174,7 @@ class Hubs:
     config: Path
     nursery: Nursery
     leased: dict[int, asyncio.Event]
-    """Set when a task of this index is worked on."""
+    """Task index -> event that is set when an agent begins the task."""
 
     @property
     def log(self) -> str:
@@ -209,7 +210,7 @@ async def hubs(
     every_steps: int = 2,
     journals: tuple[tuple[str, ...] | None, ...] = (None, None),
 ) -> AsyncGenerator[Hubs]:
-    """`journals` are settings of those that are not in a folder."""
+    """`journals` are journal settings for hubs whose journal is not in a folder."""
     leased = {index: asyncio.Event() for index in range(100)}
 
     async def asking(task: Task, trajectory: Trajectory) -> None:
@@ -249,7 +250,7 @@ async def hubs(
 async def undisturbed(
     model: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, bytes]:
-    """The model of a run that nobody interrupts."""
+    """The model of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("undisturbed")
     async with hubs(folder, model, nursery) as run:
         assert await run.go() == 0, run.log
@@ -264,7 +265,7 @@ async def test_a_hub_that_is_killed_is_waited_for_and_nothing_is_lost_or_trained
 ) -> None:
     async with hubs(tmp_path, model, nursery, max_lag=max_lag) as run:
         await run.begin()
-        # Of its second step or so: index 4 is the second hub's.
+        # Roughly the hub's second step: index 4 belongs to the second hub.
         await run.leased[4].wait()
         await run.servers[1].restart()
         assert await nursery.end() == 0, run.log
@@ -294,11 +295,11 @@ async def test_a_hub_goes_on_from_its_stream_where_it_is_started_again(
 @pytest.mark.parametrize(
     ("point", "restarted", "exact"),
     [
-        # The switch was asked of one of the two.
+        # Only one hub was asked to switch.
         ("exchange.after_switch_weights=kill@5", False, True),
-        # Staged at both, and asked of none.
+        # Staged at both hubs, but neither was asked to switch.
         ("train.published=kill@4", True, True),
-        # Receipts that one of them heard; its next group was under way, and goes on under older weights.
+        # One hub received its receipt. Its next group was in flight, and continues under older weights.
         ("exchange.after_receipt=kill@4", False, True),
         ("exchange.after_receipt=kill@4", True, False),
     ],
@@ -315,7 +316,7 @@ async def test_hubs_that_disagree_are_caught_up_with_each_by_itself(
     async with hubs(tmp_path, model, nursery, every_steps=100) as run:
         assert await run.go(failpoints=point) == KILLED, run.log
         if restarted:
-            # It has its groups still, and the base model's weights.
+            # It still has its groups, but only the base model's weights.
             await run.servers[1].restart()
         assert await run.go(resume=True) == 0, run.log
         assert run.model == undisturbed or not exact

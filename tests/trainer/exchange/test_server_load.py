@@ -1,4 +1,4 @@
-"""The server's load, sampled while a run goes on."""
+"""The server's load, sampled during the steps of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ServerLoad = codec.twin(rollout_service_pb2.ServerLoad)
 
 
 async def taken(meter: LoadMeter, start: float) -> LoadFigures:
-    """The first samples there are."""
+    """The first samples that arrive."""
     async with asyncio.timeout(30):
         while not (figures := meter.take(start, time.time())).load_samples:
             await asyncio.sleep(0.005)
@@ -37,14 +37,14 @@ async def test_a_step_has_the_samples_of_its_own_time() -> None:
                 buffered_group_count=7,
             )
             server.info.load.CopyFrom(load)
-            # One that was asked for before may still come.
+            # A request sent before the change may still be answered.
             await taken(meter, begun)
             busy = await taken(meter, begun)
         assert (idle.engine_idle_ratio, idle.engine_turns_running) == (1.0, 0.0)
         assert (busy.engine_idle_ratio, busy.engine_turns_running) == (0.0, 3.0)
         assert (busy.engine_turns_waiting, busy.groups_buffered) == (2.0, 7.0)
         assert busy.engine_kv_cache_usage == pytest.approx(0.5)
-        # What is of no step, or was taken, is gone.
+        # Samples outside any step, and those already taken, are gone.
         meter.take(time.time(), time.time())
         assert meter.take(begun, time.time()) == LoadFigures()
 

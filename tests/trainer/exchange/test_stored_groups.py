@@ -1,4 +1,6 @@
-"""Groups by where they lie: told by the server, found and read by a trainer of the same host."""
+"""Groups by place: the server names a file and position, and a trainer on the same host reads the
+group there.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ StoredGroup = codec.twin(trainer_service_pb2.StoredGroup)
 
 
 async def one_stored(harness: Harness, epoch: int = 1) -> tuple[StoredGroups, Any]:
-    """Where the trainer looks, and a delivery of the group "a" by place."""
+    """The folder that the trainer found, and a delivery by place of group "a"."""
     exchange = await hello(harness.wire, epoch)
     if epoch == 1:
         await finish_groups(harness, "a")
@@ -47,7 +49,7 @@ async def test_a_group_is_the_same_by_place_and_as_a_message(tmp_path: Path) -> 
         found, by_place = await one_stored(harness)
         assert not by_place.HasField("group")
         group = found.read(by_place.stored)
-        # It has no receipt: the next session gets it again, and does not ask for its place.
+        # The group has no receipt, so the next session gets it again, and does not ask for places.
         exchange = await hello(harness.wire, 2)
         exchange.send(demand={"group_count": 1})
         message = await exchange.receive("delivery")
@@ -77,7 +79,7 @@ async def test_those_that_are_ready_come_in_one_message(tmp_path: Path) -> None:
         assert [found.read(one.stored).task_id for one in deliveries] == ["a", "b", "c"]
         assert [one.delivery_id for one in deliveries] == [1, 2, 3]
         assert [one.redelivery_count for one in deliveries] == [0, 0, 0]
-        # One alone comes by itself.
+        # A single group is sent in its own message.
         exchange.send(demand={"group_count": 1, "by_place": True})
         assert (await exchange.receive("delivery")).delivery_id == 4
 
@@ -162,7 +164,7 @@ async def test_what_is_not_there_as_written_is_not_read(tmp_path: Path, damage: 
         elif damage == "another frame":
             place.offset_bytes += 8
         elif damage == "no group":
-            # The first record of a journal says that a server began.
+            # The first record of a journal notes a server's start.
             place.offset_bytes, place.length_bytes = 40, 1 << 10
         elif damage == "link":
             path.rename(tmp_path / "elsewhere")
@@ -185,7 +187,7 @@ async def test_files_stay_for_those_who_were_told_unless_their_room_is_needed(
         place = journal.place(held)
         assert place is not None
         first = tmp_path / place.file
-        # A compaction has moved it, and the file that was told of is still there.
+        # A compaction has moved the record, and the file that the place names still exists.
         async with asyncio.timeout(20):
             while journal.place(held) == place:
                 await journal.append([record("filler", 300_000)])
@@ -215,7 +217,7 @@ async def test_files_go_once_nobody_can_still_be_reading(
                 await asyncio.sleep(0.01)
 
 
-# The trainer's end
+# The trainer's side
 
 
 async def test_a_trainer_reads_groups_where_they_lie(tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ async def test_a_trainer_reads_groups_where_they_lie(tmp_path: Path) -> None:
 
 
 async def test_a_group_that_cannot_be_read_comes_as_a_message(tmp_path: Path) -> None:
-    """The stream after it asks for messages, and the one after that for places again."""
+    """The next stream asks for messages, and the one after it for places again."""
     lock = tmp_path / "LOCK"
     lock.touch()
     status = lock.stat()
@@ -269,7 +271,7 @@ async def test_a_group_that_cannot_be_read_comes_as_a_message(tmp_path: Path) ->
         await session.receive("checkpoint")
         demand = await session.receive("demand")
         asked.append(demand.by_place)
-        # Nothing was taken for the one that could not be read.
+        # The unreadable group used up no demand.
         assert demand.group_count == 2
         await session.send(delivery=delivery(2, "a", 1))
 
@@ -292,7 +294,7 @@ async def test_a_group_that_cannot_be_read_comes_as_a_message(tmp_path: Path) ->
 
 
 async def test_what_came_before_one_that_cannot_be_read_is_taken(tmp_path: Path) -> None:
-    """Of a message with several, those after it come again."""
+    """The groups after the unreadable one in the same message are delivered again."""
     async with on_disk(tmp_path / "journal") as harness:
         told = (await hello(harness.wire)).welcome.group_folder
         await finish_groups(harness, "a")

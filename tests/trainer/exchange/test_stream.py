@@ -48,7 +48,7 @@ async def exchanging(
     seconds: float = 10.0,
     stopping: asyncio.Event | None = None,
 ) -> AsyncGenerator[Exchange]:
-    """An open exchange whose reader runs; leaves when the reader has ended."""
+    """An open exchange whose reader runs. Leaves when the reader has ended."""
     async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
         exchange = Exchange(
             channel,
@@ -131,7 +131,7 @@ async def test_a_lost_stream_loses_nothing_and_trains_nothing_twice() -> None:
     async def second(session: Session) -> None:
         hello = await greet(session, active=5)
         epochs.append(hello.trainer_epoch)
-        # The state that lives has seen step 8, whether or not its receipt arrived.
+        # The trainer's state includes step 8, whether or not its receipt arrived.
         assert hello.resume_step == 8
         assert (await session.receive("checkpoint")).step == 7
         # One of three groups is still owed.
@@ -189,7 +189,7 @@ async def test_a_server_that_refuses_to_be_brought_up_to_date_is_left_alone_for_
         exchange.demand(1)
         assert (await exchange.next_group()).group_id == "a"
     pauses = [after - before for before, after in pairwise(tried)]
-    # As long as it asks, or longer each time.
+    # The pause is as long as the server asks, or grows with each attempt.
     assert pauses[0] >= 0.5 and pauses[1] >= 0.4 and pauses[2] >= 0.8
 
 
@@ -344,7 +344,7 @@ async def test_a_final_refusal_is_not_answered_with_another_attempt(
 
 STALE = (grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH", "not you")
 AHEAD = 2**62
-"""An epoch of a clock that is far ahead."""
+"""An epoch from a clock that is far ahead."""
 
 
 async def test_a_start_passes_the_epoch_of_a_clock_that_was_ahead_once() -> None:
@@ -358,7 +358,7 @@ async def test_a_start_passes_the_epoch_of_a_clock_that_was_ahead_once() -> None
         epochs.append((await greet(session)).trainer_epoch)
 
     async with ScriptedServer(behind, welcomed, behind) as server:
-        # It lost the stream, and another trainer has taken over meanwhile: that one is not passed.
+        # After a lost stream, another trainer has taken over. This one must not overtake it.
         with pytest.raises(SessionRefused, match="STALE_EPOCH"):
             async with exchanging(server.address):
                 tasks = [t for t in asyncio.all_tasks() if t.get_name() == "exchange reader"]
@@ -405,7 +405,7 @@ async def test_a_replaced_session_ends_the_run() -> None:
     async with ScriptedServer(session) as server:
         with pytest.raises(SessionRefused, match="SESSION_REPLACED"):
             async with exchanging(server.address):
-                # The reader ends; nobody waits for a group that cannot come.
+                # The reader ends, so that no caller waits for a group that cannot come.
                 tasks = [t for t in asyncio.all_tasks() if t.get_name() == "exchange reader"]
                 await asyncio.wait(tasks)
 
@@ -419,7 +419,7 @@ async def test_a_draining_server_is_tried_again_until_the_bound() -> None:
         with pytest.raises(ServerGone, match=r"no server for 0\.7 s: DRAINING: not now"):
             async with exchanging(server.address, seconds=0.7):
                 pass
-        # With a growing pause between attempts.
+        # The pauses between attempts grow.
         assert 2 <= 20 - len(server._sessions) <= 5
 
 

@@ -32,7 +32,7 @@ async def exchanging(
     restore: Any = nothing_to_restore,
     stopping: asyncio.Event | None = None,
 ) -> AsyncGenerator[tuple[Exchanges, list[ScriptedServer]]]:
-    """Open exchanges with a server for each script, whose readers run."""
+    """Open exchanges with one server for each script, with running readers."""
     division = Division(3, len(scripts))
     async with contextlib.AsyncExitStack() as stack:
         servers: list[ScriptedServer] = []
@@ -121,7 +121,7 @@ async def test_a_server_that_is_lost_is_restored_by_itself_and_notices_say_whose
 
     async def back(session: Session) -> None:
         hello = await greet(session)
-        # Of the step that is done everywhere, though none of its groups was this server's.
+        # Step 8 is complete everywhere, though this server had no group in it.
         assert hello.resume_step == 8
         await session.send(notice=Notice(reason="GROUP_DROPPED", group_id="g"))
         with contextlib.suppress(StopAsyncIteration):
@@ -200,7 +200,7 @@ async def test_notices_that_nobody_took_yet_are_kept() -> None:
         noticed: list[tuple[int, str]] = []
         one.on_notice = lambda server, notice: noticed.append((server, notice.group_id))
         assert noticed == [(0, "g0"), (0, "g1")]
-        # Once.
+        # The notices are handed over once.
         one.on_notice = lambda server, notice: noticed.append((server, notice.group_id))
         assert len(noticed) == 2
 

@@ -1,4 +1,4 @@
-"""Batches of several servers' groups: of each its part, whatever is put aside, refused or lost."""
+"""Batches from several servers: each contributes its part, whatever is put aside, refused or lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.trainer.gather.test_group_policies import Reachable, Settling, outcom
 
 
 class Server:
-    """Delivers what it has, as far as it was demanded."""
+    """Delivers its groups, as far as they were demanded."""
 
     def __init__(self, *groups: Any) -> None:
         self.waiting = deque(groups)
@@ -50,7 +50,7 @@ class Server:
 
 
 class Servers:
-    """As `Exchanges`, as far as batches ask."""
+    """Stands in for `Exchanges`, with the part that batches use."""
 
     held_version = 0
 
@@ -81,7 +81,7 @@ class Servers:
 
 
 class Trained(Settling):
-    """A feeder of tasks of which some were trained, by other groups."""
+    """A feeder of tasks some of which were already trained, with other groups."""
 
     def __init__(self, *task_ids: str) -> None:
         super().__init__()
@@ -103,7 +103,9 @@ def gathering(
     trained: tuple[str, ...] = (),
     **group_config: object,
 ) -> Iterator[Gatherer]:
-    """`ahead` are the groups of each step that the trainer before did, `trained` tasks that are done."""
+    """`ahead`: the groups of each step that the previous trainer did. `trained`: tasks that are
+    settled.
+    """
     config = TrainerConfig.model_validate(
         {
             "model": {"path": "none"},
@@ -137,7 +139,7 @@ async def take(gatherer: Gatherer, step: int) -> list[str]:
 
 
 async def gather(gatherer: Gatherer, step: int) -> list[str]:
-    """The groups of a step that was demanded."""
+    """The groups of a step that was already demanded."""
     async with asyncio.timeout(20):
         batch: Batch | None = await gatherer.gather(StepRecord(step))
     assert batch is not None
@@ -162,7 +164,7 @@ async def test_a_batch_has_each_servers_part_however_much_another_has(tmp_path: 
     with gathering(tmp_path, servers) as gatherer:
         assert sorted(await take(gatherer, 1)) == ["g0", "g1", "g2"]
         assert (first.credit, second.credit) == (0, 0)
-        # The first one came back: what it had delivered is in hand, and part of the next batch.
+        # The first server came back. The groups it had delivered are in hand, and join the next batch.
         gatherer.demand(2)
         await gatherer.came_back(0)
         assert sorted(await take(gatherer, 2)) == ["g3", "g4", "g6"]
@@ -184,7 +186,7 @@ async def test_a_group_in_the_place_of_one_that_is_refused_is_the_same_servers(
 
 
 async def test_steps_that_are_done_again_are_made_of_the_same_groups(tmp_path: Path) -> None:
-    # Delivered again in the order in which they were finished, the second step's before the first's.
+    # Redelivered in the order of completion: the second step's groups come before the first's.
     first, second = Server(*groups(6, 4, 2, 0)), Server(*groups(3, 1, 5))
     servers = Servers(Division(3, 2), first, second)
     with gathering(tmp_path, servers, (0, 1, 2), (3, 4, 6)) as gatherer:
@@ -194,7 +196,7 @@ async def test_steps_that_are_done_again_are_made_of_the_same_groups(tmp_path: P
 
 
 async def test_groups_that_a_server_lost_are_replaced_by_its_own(tmp_path: Path) -> None:
-    # g1 and g3 are gone; the second one has made others, and the first has all of its own.
+    # g1 and g3 are gone. The second server made other groups, and the first still has all its groups.
     first, second = Server(*groups(0, 2, 4, 6)), Server(*groups(5, 7))
     servers = Servers(Division(3, 2), first, second)
     with gathering(tmp_path, servers, (0, 1, 2), (3, 4, 6)) as gatherer:
@@ -205,13 +207,13 @@ async def test_groups_that_a_server_lost_are_replaced_by_its_own(tmp_path: Path)
 
 
 async def test_steps_of_a_run_that_was_divided_otherwise_can_be_done_again(tmp_path: Path) -> None:
-    # The list of servers was turned round: the ledger's step has two of the second one's groups.
+    # The list of servers was reversed: the ledger's step has two groups of the second server.
     first, second = Server(*groups(1, 3, 9)), Server(*groups(0, 2, 4))
     servers = Servers(Division(3, 2), first, second)
     with gathering(tmp_path, servers, (0, 1, 2)) as gatherer:
         gatherer.follow()
         assert sorted(await take(gatherer, 1)) == ["g0", "g1", "g2"]
-        # From then on each has its part again.
+        # After that, each server contributes its own part again.
         assert sorted(await take(gatherer, 2)) == ["g3", "g4", "g9"]
 
 
@@ -240,7 +242,7 @@ ASKED, ANSWERED = threading.Event(), threading.Event()
 
 
 def judged(group: TrainingGroup) -> str | None:
-    """Whoever is asked takes time to answer, and does not like the first group."""
+    """A filter that takes time to answer, and drops the first group."""
     ASKED.set()
     if not ANSWERED.wait(10):
         return "NOBODY_ANSWERED"
@@ -253,7 +255,7 @@ async def test_others_work_while_a_filter_of_ones_own_waits(tmp_path: Path) -> N
     with gathering(tmp_path, servers, filter=own) as gatherer:
         taking = asyncio.create_task(take(gatherer, 1))
         assert await asyncio.to_thread(ASKED.wait, 10)
-        # This here is the event loop, and the filter was not answered yet.
+        # The event loop runs while the filter still waits for its answer.
         assert not taking.done()
         ANSWERED.set()
         assert await taking == ["g1"]

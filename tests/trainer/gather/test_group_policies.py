@@ -1,4 +1,4 @@
-"""Which delivered groups a step is made of, and what it makes of long answers."""
+"""Which delivered groups form a step, and how it treats long answers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FAILED = Outcome(failure={"reason": "TOOL", "message": "away"})
 
 
 def outcomes(number: int, *rewards: float | None, task_id: str = "") -> Any:
-    """A delivery of two trajectories with these rewards; None is a failure."""
+    """A delivery of two trajectories with these rewards. None is a failure."""
     sent = delivery(number)
     for trajectory, reward in zip(sent.group.trajectories, rewards, strict=True):
         trajectory.outcome.CopyFrom(FAILED if reward is None else Outcome(reward=reward))
@@ -92,7 +92,7 @@ NOTHING = of_no_task(TrajectoryGroup())
 
 
 def segment(count: int, turn: int | None = None) -> Any:
-    """What the policy wrote in a turn, or what it read."""
+    """A segment of policy tokens from this turn, or of context without a turn."""
     ids = codec.array_bytes(np.arange(count, dtype=np.int32))
     if turn is None:
         return Segment(author=trajectory_pb2.AUTHOR_CONTEXT, token_ids=ids)
@@ -128,7 +128,7 @@ def trajectory(name: str, *segments: Any, length: bool = False, reward: float = 
         ((1.0, 0.0), {"failed_siblings": "drop"}, None),
         ((1.0, 1.0), {"drop_without_spread": True}, NO_SPREAD),
         ((0.1 + 0.2, 0.3), {"drop_without_spread": True}, NO_SPREAD),
-        # One that is left has nobody to be compared with.
+        # The one attempt that is left has no other to be compared with.
         ((1.0, None), {"drop_without_spread": True}, NO_SPREAD),
         ((1.0, 0.0), {"drop_without_spread": True}, None),
         ((0.0, 0.5), {"min_mean_reward": 0.25}, None),
@@ -159,7 +159,7 @@ def test_a_branch_is_no_spread_of_the_attempts(
     group = read_group(message, trainer_version=0, max_lag=0)
     assert branch in group.rewards
     assert reason_to_drop(group, GroupsConfig(drop_without_spread=True)) == reason
-    # Where its parent failed there is nobody to compare it with.
+    # If the attempts failed, there is nothing to compare the branch with.
     message.trajectories[0].outcome.CopyFrom(FAILED)
     message.trajectories[1].outcome.CopyFrom(FAILED)
     group = read_group(message, trainer_version=0, max_lag=0)
@@ -176,7 +176,7 @@ def test_branches_have_no_part_in_a_groups_mean() -> None:
     group = read_group(message, trainer_version=0, max_lag=0)
     assert reason_to_drop(group, GroupsConfig(max_mean_reward=0.5)) is None
     assert reason_to_drop(group, GroupsConfig(min_mean_reward=0.5)) == MEAN_TOO_LOW
-    # Without an attempt there is no mean to be too low.
+    # Without an attempt there is no mean that could be too low.
     for trajectory in message.trajectories[:2]:
         trajectory.outcome.CopyFrom(FAILED)
     group = read_group(message, trainer_version=0, max_lag=0)
@@ -251,7 +251,7 @@ def test_what_the_policy_wrote_counts_and_what_it_read_does_not() -> None:
     config = OverlongConfig(max_tokens=6, buffer_tokens=4)
     penalized = penalize_length(group, sent, config)
     assert [sample.reward for sample in penalized.samples] == [0.25, 1.0]
-    # What is reported, and what filters see, is what the agents gave.
+    # Reports and filters see the agents' rewards, without the penalty.
     assert penalized.rewards == group.rewards == (1.0, 1.0)
 
 
@@ -268,14 +268,14 @@ def test_what_a_branch_shares_with_its_parent_counts_for_its_length() -> None:
         sent.trajectories[child].parent_token_count = shared
     group = read_group(sent, trainer_version=0, max_lag=0)
     penalized = penalize_length(group, sent, OverlongConfig(max_tokens=8, buffer_tokens=4))
-    # Six tokens of the policy's; four shared and one; five shared and two.
+    # Policy tokens: six; four shared and one; five shared and two.
     assert [sample.reward for sample in penalized.samples] == [0.5, 0.75, 0.25]
 
 
 def test_a_turn_that_the_budget_ended_carries_no_gradient() -> None:
     sent = TrajectoryGroup(
         trajectories=[
-            # The budget's turn is in two segments: its weights changed in the middle.
+            # The turn at the budget has two segments, because its weights changed mid-turn.
             trajectory(
                 "a", segment(2), segment(3, 0), segment(1), segment(2, 1), segment(2, 1),
                 length=True,
@@ -292,22 +292,22 @@ def test_a_turn_that_the_budget_ended_carries_no_gradient() -> None:
     trained = [sample.trained.tolist() for sample in masked.samples]
     assert trained[0] == [False] * 2 + [True] * 3 + [False] * 5
     assert trained[1] == group.samples[1].trained.tolist()
-    # Of a branch its own tokens, after those it shares.
+    # Of a branch, its own tokens, after those it shares.
     assert trained[3] == [False] * 7
     assert len(masked.samples) == 4 and masked.rewards == group.rewards
 
 
-# The walk
+# Whole steps
 
 
 class Delivering(ScriptedServer):
-    """Delivers one group after another, each on demand, and goes through one step."""
+    """Delivers one group for each demand, and completes one step."""
 
     def __init__(self, *deliveries: Any) -> None:
         super().__init__(self._serve)
         self._deliveries = list(deliveries)
         self.receipts: list[tuple[int, str]] = []
-        """Step, or the reason of its rejection."""
+        """(step, reason of the rejection), of each receipt."""
         self.uploads.append(stage)
         self.pending = lambda _: 4
 
@@ -346,7 +346,7 @@ async def test_a_group_without_spread_is_refused_counted_and_replaced(tmp_path: 
         (record,) = run.records
         assert record["groups_dropped"] == {NO_SPREAD: 2}
         assert (record["groups"], record["groups_kept_in_need"]) == (1, 0)
-        # They are settled: no checkpoint has them to be asked for again.
+        # They are settled, so no checkpoint asks for them again.
         assert not {0, 1, 2} & set(run.loop._tasks.outstanding)
 
 
@@ -408,7 +408,7 @@ async def test_the_prompt_of_a_failed_sibling_is_asked_again_under_another_id(
         assert [(task.task_id, task.index) for task in asked] == [("r/0~+1", 0), ("r/1~7+1", 1)]
         assert run.records[0]["groups_dropped"] == {ASKED_AGAIN: 2, SIBLING_FAILED: 1}
         assert run.records[0]["failures"] == 3
-        # The first was given up, the second is to be answered still, the third trained.
+        # The first was given up, the second is still to be answered, the third was trained.
         assert set(run.loop._tasks.outstanding) & {0, 1, 2} == {1}
 
 
@@ -434,7 +434,7 @@ async def test_a_prompt_of_which_everything_failed_is_asked_again_where_the_fail
 
 
 class HandedOut:
-    """An exchange with one server that has these groups, and notes what becomes of them."""
+    """An exchange with one server that has these groups. It records which of them are refused."""
 
     held_version = on_their_way = 0
     division = Division(1)
@@ -477,7 +477,7 @@ class Settling:
         return 0
 
     def task(self, task_id: str) -> None:
-        """What is asked by it nobody knows."""
+        """No submitted task is known."""
 
     async def fill(self, server: int) -> None: ...
 
@@ -488,7 +488,9 @@ class Reachable:
 
 
 async def test_a_step_is_made_again_of_what_it_was_made_of(tmp_path: Path) -> None:
-    """The trainer before had dropped its two, so that it took g2 as it was; g3 it dropped for the next."""
+    """The previous trainer had used up its two drops, so it kept g2. It then dropped g3 for the
+    next step.
+    """
     config = TrainerConfig.model_validate(
         {
             "model": {"path": "none"},
@@ -504,10 +506,10 @@ async def test_a_step_is_made_again_of_what_it_was_made_of(tmp_path: Path) -> No
         ledger.write(StepEntry(1, 1, "w", (TrainedGroup("g2", "r/2", ("2-0", "2-1")),)))
         ledger.refuse(RefusedEntry("g3", "r/3", NO_SPREAD))
         ledger.refuse(RefusedEntry("g9", "r/9", TASK_SETTLED))
-        # Neither counts against what may be dropped.
+        # Neither counts against the limit of drops.
         ledger.refuse(RefusedEntry("g10", "r/10", ALL_FAILED))
         ledger.refuse(RefusedEntry("g11", "r/11", FAILED_ASKED_AGAIN))
-        # Two that the server dropped, which leave it as many to drop itself.
+        # Two that the server dropped. They do not use up the trainer's own drops.
         ledger.refuse(RefusedEntry("g7", "r/7", "GROUP_DROPPED"))
         ledger.refuse(RefusedEntry("g8", "r/8", "GROUP_DROPPED"))
     deliveries = [outcomes(number, 1, 1).group for number in (2, 4, 5)]
@@ -530,7 +532,7 @@ async def test_a_step_is_made_again_of_what_it_was_made_of(tmp_path: Path) -> No
         assert (first.groups_dropped, exchange.refused) == ({}, [])
         ledger.write(ledger.ahead[1])
         batch = await gatherer.gather(second)
-        # One more may be dropped for it, no two.
+        # The limit allows one more drop, but not two.
         assert batch is not None and [d.group_id for d in batch.deliveries] == ["g5"]
         assert second.groups_dropped == {NO_SPREAD: 2, "GROUP_DROPPED": 2}
         assert (second.groups_kept_in_need, second.groups_failed) == (1, 2)
@@ -559,7 +561,7 @@ async def test_a_trainer_that_resumes_knows_what_refusals_meant(tmp_path: Path) 
         RefusedEntry("e", "r/5", TASK_SETTLED),
         RefusedEntry("f", "r/6", ALL_FAILED),
         RefusedEntry("g", "r/7", "FILTER:EASY"),
-        # Trained in the meantime, as the checkpoint says.
+        # Trained in the meantime, according to the checkpoint.
         RefusedEntry("h", "r/1", ASKED_AGAIN),
         # Submitted after the checkpoint.
         RefusedEntry("i", "r/9", FAILED_ASKED_AGAIN),
@@ -581,7 +583,7 @@ async def test_a_trainer_that_resumes_knows_what_refusals_meant(tmp_path: Path) 
         await tasks.submit_again(0)
         expected = ["r/3~+1", "r/5", "r/8", "r/9~+1"]
         assert [task.task_id for task in server.tasks][:4] == expected
-        # A server that loses it again is given it under the same id.
+        # A server that loses the task again gets it under the same id.
         server.tasks.clear()
         await tasks.submit_again(0)
         assert [task.task_id for task in server.tasks][:4] == expected

@@ -1,4 +1,4 @@
-"""What a batch was like."""
+"""The figures that describe a batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trajectory(
     version: int = 0,
     **metrics: float,
 ) -> Any:
-    """Turns of these lengths, each after three tokens of context; without a reward it failed."""
+    """Turns of these lengths, each after three tokens of context. Without a reward it failed."""
     segments = [s for n in lengths for s in (segment(3, context=True), segment(n, version=version))]
     outcome = Outcome(failure=Failure(reason="NO"), metrics=metrics)
     if reward is not None:
@@ -91,14 +91,14 @@ def test_rewards_are_those_of_attempts_and_not_of_their_branches() -> None:
     for _ in range(3):
         branching.append(trajectory(4, reward=0.5))
         branching[-1].parent_trajectory_id = "a"
-    # Of an attempt that failed a branch is left.
+    # The attempt failed, but its branch did not.
     failed = [trajectory(1, reward=None), trajectory(2, reward=1.0)]
     failed[0].trajectory_id = failed[1].parent_trajectory_id = "b"
     figures = describe(branching, failed, sources=["a", "b"])
     assert (figures.reward_mean, figures.reward_std) == (0.5, 0.5)
     assert (figures.reward_by_source, figures.attempts_by_source) == ({"a": 0.5}, {"a": 2})
     assert (figures.attempts, figures.trajectories) == (2, 6)
-    # Lengths and the like are of all that is trained.
+    # Lengths and similar figures cover everything that is trained.
     assert figures.response_tokens_mean == 16 / 6
 
 

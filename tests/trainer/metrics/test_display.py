@@ -1,4 +1,4 @@
-"""What a person sees of a run that the tests of whole runs do not: how it ends, and what went wrong."""
+"""The parts of the display that whole runs do not cover: the end of a run, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures: declared once, and the same over several steps however these are cut."""
+"""Figures are declared once, and aggregate to the same values however the steps are divided."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_page_has_every_figure() -> None:
 
 
 def any_line(random: Random, unknown: set[str]) -> dict[str, Any]:
-    """What a step can say: anything, and where a mean has no weight, whatever."""
+    """An arbitrary line of a step. A mean without weight has an arbitrary value."""
 
     def number(each: Figure) -> float:
         if each.rule.kind == "sum":
@@ -66,7 +66,7 @@ def any_line(random: Random, unknown: set[str]) -> dict[str, Any]:
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_the_point_of_points_is_the_point_of_their_lines(seed: int, lengths: list[int]) -> None:
     random = Random(seed)
-    # What a configuration does not compute, no step of its run has.
+    # A figure that the configuration does not compute is missing from every step of the run.
     unknown = {e.name for e in FIGURES if e.rule.kind != "sum" and random.random() < 0.2}
     windows = [[any_line(random, unknown) for _ in range(length)] for length in lengths]
     whole = aggregate(FIGURES, [line for window in windows for line in window])
@@ -111,7 +111,7 @@ def test_what_was_not_computed_is_no_zero() -> None:
     assert (point["entropy"], point["kl_reference"]) == (2.0, None)
     sent = scalars(FIGURES, aggregate(FIGURES, [idle]))
     assert "entropy" not in sent and "kl_reference" not in sent
-    # Not even as the largest of what is nothing.
+    # The maximum of no values is not sent either.
     sent = scalars(FIGURES, aggregate(FIGURES, [StepRecord(1).line()]))
     assert "logprob_diff_max" not in sent
 

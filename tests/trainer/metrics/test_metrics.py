@@ -1,4 +1,4 @@
-"""What a step leaves behind: a line of JSON, scalars, and spans that tie traces together."""
+"""The output of a step: a line of JSON, scalars, and spans that link traces together."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_resumed_run_continues_its_file(tmp_path: Path) -> None:
 
 def test_what_was_measured_goes_with_a_step_that_comes_out_otherwise(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
-    # It is open all the while.
+    # Both writers have the file open at the same time.
     evaluations = EvaluationWriter(tmp_path, Scalars(), console)
 
     def measure(step: int) -> None:
@@ -134,7 +134,7 @@ def test_what_was_measured_goes_with_a_step_that_comes_out_otherwise(tmp_path: P
     lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = [(line["step"], line.get("kind")) for line in lines]
     assert found == [(0, "evaluation"), (1, None), (2, "evaluation"), (2, None)]
-    # What is measured before the first step is of the weights that the run begins with.
+    # An evaluation before the first step used the run's initial weights, so it stays.
     with closing(MetricsWriter(tmp_path, Scalars(), console, steps=9)) as writer:
         writer.forget(1)
     assert last_steps(tmp_path) == {"n": 0}
@@ -168,7 +168,7 @@ def test_a_trajectorys_trace_reaches_the_step_that_trained_it(
 
 
 class FullDisk(Scalars):
-    """TensorBoard's writer, whose thread has met a full disk: everything says so from then on."""
+    """A TensorBoard writer whose thread met a full disk, so that every later call fails."""
 
     def flush(self) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -224,7 +224,7 @@ def test_the_record_of_a_killed_trainer_is_written_once(tmp_path: Path, every_st
     first = MetricsWriter(tmp_path, Scalars(), console, steps=9, every_steps=every_steps)
     for record in steps(1, 2):
         first.write(record, first.begin_step(record.step))
-    # It is killed: nothing more is sent.
+    # The trainer is killed: it sends nothing more.
     first._file.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "kind": "evaluation"}\n{"step"')
@@ -241,20 +241,20 @@ def test_the_record_of_a_killed_trainer_is_written_once(tmp_path: Path, every_st
             tmp_path, scalars, console, steps=9, step=written, every_steps=every_steps
         )
         if written < 3:
-            # As it comes back from a checkpoint.
+            # As restored from a checkpoint.
             writer.restore(3, json.loads(json.dumps(left)))
         writer.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 3]
-    # Of what the trainer before did not come to nobody knows when it was.
+    # The time of what the killed trainer did not finish is unknown.
     assert rows[3].pop("time") > 1e9
     assert {"time": None, **rows[3]} == {"step": 3, **left, **ahead}
-    # The point at its step is of as many steps as any other.
+    # The point at this step covers as many steps as any other.
     assert scalars.written["train/tokens", 3] == (6.0 if every_steps == 3 else 3.0)
 
 
 def steps(*numbers: int) -> list[StepRecord]:
-    """Each with its own number as reward and as tokens."""
+    """Records whose reward and token count equal the step number."""
     return [
         StepRecord(n, batch=BatchFigures(trajectories=1, attempts=1, reward_mean=n, tokens=n))
         for n in numbers
@@ -281,7 +281,7 @@ def test_steps_are_told_together_and_kept_apart(tmp_path: Path) -> None:
     assert told == {
         ("train/reward_mean", 3): 2.0,
         ("train/tokens", 3): 6.0,
-        # What was left at the end.
+        # The remaining step at the end.
         ("train/reward_mean", 4): 4.0,
         ("train/tokens", 4): 4.0,
     }
@@ -314,7 +314,7 @@ def test_where_there_is_no_terminal_there_are_lines_alone(tmp_path: Path) -> Non
 
 def test_a_terminal_gets_a_bar_and_the_time_left(tmp_path: Path) -> None:
     text, _ = write(tmp_path, *steps(1, 2, 3), terminal=True)
-    # Its clock is the machine's, which may have much to do.
+    # The display uses the real clock, and the machine may be busy.
     assert "step 3 of 9" in text and re.search(r"roughly \d+ s left", text)
     text, _ = write(tmp_path / "done", *steps(9), terminal=True)
     assert "step 9 of 9" in text and "done, in " in text

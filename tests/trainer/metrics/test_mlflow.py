@@ -1,4 +1,4 @@
-"""MLflow itself, in files, and without a server."""
+"""The real MLflow, with files and without a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.trainer.metrics.trackers import Trackers, make_trackers
 def begin(
     monkeypatch: pytest.MonkeyPatch, out: Path, uri: str, *, resumes: bool = False
 ) -> Trackers:
-    # A machine may be slow for a while.
+    # Allow for a slow machine.
     monkeypatch.setattr("penstock.trainer.metrics.trackers.CLOSE_SECONDS", 200.0)
     tracker = {"kind": "mlflow", "tracking_uri": uri, "experiment": "e"}
     config = MetricsConfig.model_validate({"trackers": [tracker]})
@@ -55,11 +55,11 @@ def test_a_run_has_points_and_configuration_and_goes_on_under_its_id(
     assert [(p.step, p.value) for p in points] == [
         (1, 0.25), (2, 0.5), (3, 0.75), (3, 0.75), (4, 1.0),
     ]  # fmt: skip
-    # It takes few characters in a name.
+    # MLflow allows few characters in a name.
     for name in ("a_c", "_", "a", "a_b", "s:__y_.."):
         history = client.get_metric_history(run.info.run_id, f"train/reward_by_source/{name}")
         assert len(history) == 5, name
-    # Nor many; what is cut would tell these two apart.
+    # It also limits the length. These two names differ only in the part that is cut.
     long = [name for name in run.data.metrics if name.startswith("train/reward_by_source/ll")]
     assert [len(name) for name in long] == [250, 250]
 
@@ -75,7 +75,7 @@ def test_a_configuration_that_could_not_be_noted_is_noted_later(
     def log(self: Any, run_id: str, *rest: Any, params: Any = (), **others: Any) -> Any:
         nonlocal noted
         noted += bool(params)
-        # The second hundred, once.
+        # The second hundred fails once.
         if params and noted == 2:
             raise OSError("it is being restarted")
         return log_batch(self, run_id, *rest, params=params, **others)

@@ -1,4 +1,4 @@
-"""The time left, as honest as it can be."""
+"""The estimate of the time left, and its bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Clock:
 
 
 def after(*durations: float, steps: int, step: int = 0) -> tuple[Pace, Clock]:
-    """A pace that has seen these steps of a run of so many, and begins the next."""
+    """A pace that has seen steps of these durations, in a run of `steps`, and begins the next one."""
     clock = Clock()
     pace = Pace(steps, clock)
     for number, duration in enumerate(durations, step + 1):
@@ -43,7 +43,7 @@ def test_even_steps_leave_no_doubt() -> None:
     remaining = pace.remaining()
     assert remaining is not None and remaining.seconds == pytest.approx(178.5)
     clock.now += 100.0
-    # One that stands still for longer than any took is known to before it is over.
+    # A step that already takes longer than any before raises the estimate before it ends.
     remaining = pace.remaining()
     assert remaining is not None and remaining.seconds > 500.0
     assert remaining.most is not None and remaining.most > 2 * remaining.seconds

@@ -1,4 +1,4 @@
-"""Trackers: told of the run, and never in its way."""
+"""Trackers receive the run's figures and never hold it up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 30.0
 
 @dataclass
 class Kept:
-    """Keeps what it is told, unless it is to fail."""
+    """Records what it receives, unless it is set to fail."""
 
     fails_to_open: int = 0
     fails_at: tuple[int, ...] = ()
@@ -127,7 +127,7 @@ def test_one_that_hangs_makes_nobody_wait(tmp_path: Path, caplog: pytest.LogCapt
     assert "9 points did not reach it" in caplog.text
     tracker.may_log.set()
     thread.wait(SECONDS)
-    # What was under way has ended, and nothing else was begun.
+    # The call in flight has ended, and no other was begun.
     assert (told(tracker), tracker.complete) == ([1], None)
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases itself, without a network."""
+"""The real Weights & Biases, without a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.trainer.metrics.trackers import make_trackers
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No account, and nothing that was set here before."""
+    """Provide no account, and remove the machine's own settings."""
     wandb = pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -23,7 +23,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    # A machine may be slow for a while.
+    # Allow for a slow machine.
     monkeypatch.setattr("penstock.trainer.metrics.wandb.OPEN_TIMEOUT_SECONDS", 100.0)
     monkeypatch.setattr("penstock.trainer.metrics.trackers.CLOSE_SECONDS", 200.0)
     yield
@@ -46,7 +46,7 @@ BLOCK, FRAME = 32 * 1024, 7
 
 
 def records(content: bytes) -> Iterator[bytes]:
-    """What a file of W&B's holds: LevelDB's log format, after seven bytes of its own."""
+    """The records of a W&B file: LevelDB's log format, after a header of seven bytes."""
     whole, place = b"", FRAME
     while place + FRAME <= len(content):
         left = BLOCK - place % BLOCK
@@ -76,7 +76,9 @@ def history(file: Path) -> list[dict[str, str]]:
 
 
 def steps_of(file: Path, count: int) -> list[str]:
-    """The steps of its points, once there are so many: W&B's own process writes them in its own time."""
+    """The steps of the file's points. Waits for `count` of them, because W&B writes in another
+    process.
+    """
     until = time.monotonic() + 30
     while len(found := [point["step"] for point in history(file)]) < count:
         if time.monotonic() > until:
@@ -91,7 +93,7 @@ def test_an_offline_run_has_the_points_and_goes_on_under_its_id(tmp_path: Path) 
     name = (tmp_path / "trackers" / "wandb" / "id").read_text()
     first, second = sorted((tmp_path / "trackers" / "wandb").rglob("*.wandb"))
     assert first.name == second.name == f"run-{name}.wandb"
-    # Its own count of steps would refuse the third a second time.
+    # W&B's own step count would refuse step 3 the second time.
     assert steps_of(first, 3) == ["1", "2", "3"]
     assert steps_of(second, 2) == ["3", "4"]
     assert history(second)[-1]["train/reward_mean"] == "1"

@@ -1,4 +1,4 @@
-"""What server and trainer compute in where nobody said: bfloat16 where the machine has it in hardware."""
+"""The default number format of server and trainer: bfloat16 if the hardware supports it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_engine_is_told_float32_only_where_nobody_says_and_bfloat16_is_slow(
         return describe_options(engine_arguments(["--model", "m", *options])).get("dtype")
 
     assert dtype(False) == "float32"
-    # The checkpoint's own.
+    # The checkpoint's own dtype.
     assert dtype(True) is None
     assert dtype(False, "--dtype", "bfloat16") == "bfloat16"
     assert dtype(False, "--dtype", "auto") is None

@@ -1,4 +1,4 @@
-"""Weights by the names of their checkpoint, whatever they are in memory."""
+"""Weights are exported under their checkpoint's names, whatever their layout in memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MIXTURES = {
 
 
 def made(folder: Path, architecture: str, **fields: Any) -> Path:
-    """A model's folder, as one would have it from a hub, with a tokenizer."""
+    """A model's folder as downloaded from a hub, with a tokenizer."""
     torch.manual_seed(0)
     make_tiny_model(folder)
     config = AutoConfig.for_model(architecture, **SMALL, **fields)
@@ -76,13 +76,13 @@ def test_a_mixture_of_experts_is_uploaded_as_its_folder_has_it(
     tokens = [1, 2, 3, 9, 8, 7]
     at_first = policy.score(uploaded, tokens)
     assert policy.step(step_of(1.0, -1.0)).applied
-    # What was uploaded before says what it said, and what is uploaded now what the policy says now.
+    # The earlier upload still gives its old scores, and a new upload gives the policy's current ones.
     assert (policy.score(saved, tokens) == at_first).all()
     moved = weights(policy)
     assert any("experts" in n and not torch.equal(moved[n], saved[n]) for n in saved)
     now = policy.score(moved, tokens)
     assert abs(now - at_first).max() > 1e-3
-    # So does the folder that it leaves.
+    # A saved checkpoint does, too.
     path = save_checkpoint(tmp_path / "run", state(), policy.save, keep=1)
     again = policy_of(tmp_path / "model")
     again.load(path)

@@ -1,4 +1,4 @@
-"""A run that trains an adapter: what it computes, keeps and uploads, and what it refuses."""
+"""Training an adapter: what it computes, saves and uploads, and what it refuses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def lora_policy(model: Path, settings: dict[str, Any] | None = None, **fields: A
 
 
 def scores(model: Any, tokens: list[int] = TOKENS) -> np.ndarray:
-    """By transformers, or PEFT, alone."""
+    """Log-probabilities of the tokens from transformers, or PEFT, alone."""
     ids = torch.tensor([tokens])
     with torch.no_grad():
         logprobs = torch.log_softmax(model(ids).logits[0, :-1], -1)
@@ -172,7 +172,7 @@ def test_a_resumed_run_goes_on_exactly(model: Path, tmp_path: Path) -> None:
     assert found == expected
     for name, tensor in weights(second).items():
         assert torch.equal(tensor, weights(first)[name]), name
-    # The model itself is not in it.
+    # The checkpoint does not contain the base model.
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     assert size < 0.9 * (model / "model.safetensors").stat().st_size
 
@@ -246,7 +246,7 @@ async def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(
         assert code == 0, err
         assert "resuming after step 2" in err
         assert server.engine.versions == [1, 2, 3, 4]
-    # Another server knows only the base: the adapter is the first thing it gets.
+    # Another server knows only the base model, so it gets the whole adapter first.
     async with serving(tiny, adapters=limits) as server, working(server.address, letters):
         path = configure(tmp_path, tiny, server.address, run={"steps": 5}, **sections)
         code, _, err = await (await start_trainer(path, resume=True)).end()
@@ -293,6 +293,6 @@ async def test_a_run_on_a_server_without_lora_ends_at_once_and_says_why(
             address = hub.address
         path = configure(tmp_path, tiny, address, model={"lora": LORA})
         code, _, err = await (await start_trainer(path)).end()
-    # As of any configuration that cannot be used: nobody starts it again.
+    # The exit status of an unusable configuration, with which no supervisor restarts the trainer.
     assert code == 2
     assert "--enable-lora --max-lora-rank 4" in err

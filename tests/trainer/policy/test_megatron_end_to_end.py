@@ -1,4 +1,4 @@
-"""`penstock train` with the backend megatron-core on two ranks, as a user starts it."""
+"""`penstock train` with the megatron-core backend on two ranks, as a user starts it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_pipeline_of_two_ranks_goes_round(tmp_path: Path) -> None:
             tiny,
             server.address,
             model={"backend": {"kind": "megatron", "pipeline_parallel": 2}},
-            # Not relative to a group, for siblings may well be alike.
+            # Not relative to the group, because siblings may be alike.
             algorithm={
                 "advantage": {"kind": "reinforce_plus_plus"},
                 "kl": {"kind": "reward", "coefficient": 0.01},
@@ -59,7 +59,7 @@ async def test_a_pipeline_of_two_ranks_goes_round(tmp_path: Path) -> None:
         assert code == 0, err
         assert out.count("step ") == 3
         assert server.engine.versions == [1, 2, 3]
-        # The engine has the very bits that were trained.
+        # The engine has exactly the bits that were trained.
         assert sampled(server.engine) == trained(tmp_path)
     steps = records(tmp_path)
     assert [step["weight_version"] for step in steps] == [1, 2, 3]
@@ -69,7 +69,7 @@ async def test_a_pipeline_of_two_ranks_goes_round(tmp_path: Path) -> None:
     verify(newest)
     assert read_state(newest).step == 3
     assert (newest / "megatron" / ".metadata").exists()
-    # What it leaves is a model that transformers loads.
+    # The checkpoint is a model that transformers loads.
     model = AutoModelForCausalLM.from_pretrained(newest, dtype=torch.float32)
     saved = load_file(tmp_path / "out" / "model" / "model.safetensors")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.named_parameters())

@@ -1,4 +1,6 @@
-"""The table of names, and what rewrites megatron-core for a CPU: neither needs megatron-core."""
+"""The table of parameter names, and the patches that run megatron-core on a CPU. Needs no
+megatron-core.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def test_each_parameter_is_uploaded_by_one_stage(tied: bool) -> None:
     for stage in (0, 1):
         held = list(held_entries(shape, stage, 2))
         own = [entry for entry in uploaded if stage_of(entry, shape, 2) == stage]
-        # The end of the pipeline needs its own copy of a tied embedding, which it does not upload.
+        # The last pipeline stage needs its own copy of a tied embedding, which it does not upload.
         extra = [entry.hf for entry in held if entry not in own]
         assert extra == ([("model.embed_tokens.weight",)] if tied and stage else [])
         names = [local_name(entry, shape, 2) for entry in held]

@@ -1,4 +1,6 @@
-"""The backend megatron-core next to the default one and to transformers, on one, two and four ranks."""
+"""The megatron-core backend compared with the default one and transformers, on one, two and four
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ SECONDS = 270
 
 
 def run_part(folder: Path, part: str, seconds: float) -> dict[str, Any]:
-    """What its processes found; the name of each step is that of what it did."""
+    """Run a part's processes; return their results by the name of each check."""
     ranks = PARTS[part].ranks
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with contextlib.ExitStack() as stack:
@@ -47,7 +49,7 @@ def run_part(folder: Path, part: str, seconds: float) -> dict[str, Any]:
         try:
             while time.monotonic() < until:
                 codes = [process.poll() for process in processes]
-                # One that fails leaves the others waiting for it.
+                # If one rank fails, the others wait for it forever.
                 if None not in codes or any(codes):
                     break
                 time.sleep(0.1)
@@ -61,12 +63,12 @@ def run_part(folder: Path, part: str, seconds: float) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks found."""
+    """The results of two ranks."""
     return run_part(tmp_path_factory.mktemp("megatron"), "two", SECONDS)
 
 
 def largest_difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> float:
-    """Over the steps and over the figures of each."""
+    """The largest difference over all steps and figures."""
     assert len(found) == len(expected)
     return max(
         abs((own[name] or 0.0) - (value or 0.0))
@@ -87,12 +89,12 @@ def test_it_computes_and_exports_what_transformers_does(
 
 
 def check_as_one(found: dict[str, Any], name: str) -> None:
-    """A case's losses and weights are those of one process of the default."""
+    """Check that a case's losses and weights equal those of one process with the default backend."""
     expected, own = found["default"][name], found[name]
     assert len(own["results"]) == 10
     assert largest_difference(own["results"], expected["results"]) <= 2e-5
     assert own["weights"] <= 1e-6
-    # They moved meanwhile, by much more than that.
+    # The weights moved by much more than that.
     assert own["moved"] >= 5e-5
     assert own["untrained"] and own["exported"]
 
@@ -126,10 +128,10 @@ def check_critic(found: dict[str, Any], name: str) -> None:
 
 
 def check_alone(found: dict[str, Any], name: str) -> None:
-    """A case of one rank: what it resumes is exact, and a gradient that is not finite moves nothing."""
+    """Check a case of one rank: it resumes exactly, and a gradient that is not finite moves nothing."""
     own = found[f"alone {name}"]
     assert own["exact"]
-    # A checkpoint of before the first step goes on with the first.
+    # A checkpoint from before the first step resumes with the first step.
     assert own["begun anew"] == pytest.approx(2e-5 / 2)
     assert {tuple(settings) for settings in own["settings"]} == {(0.5, 0.75, 1e-6)}
     assert own["stayed"]

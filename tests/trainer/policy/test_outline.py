@@ -1,4 +1,4 @@
-"""A model without its weights, which scores with those that it is given."""
+"""A model without its own weights, which scores with the weights it is given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def test_buffers_that_come_with_the_weights_are_there(tmp_path: Path) -> None:
-    """Those that choose experts do: with zeros in their place others would answer."""
+    """Such buffers choose the experts. With zeros instead, other experts would answer."""
     torch.manual_seed(0)
     config = Glm4MoeConfig(
         vocab_size=64,

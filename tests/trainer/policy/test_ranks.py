@@ -1,7 +1,7 @@
-"""Several ranks: the same numbers as one process, and an end for all of them where one fails.
+"""Several ranks compute the same numbers as one process, and all of them end if one fails.
 
-Ranks are processes of their own, forked from one that has loaded what takes long; server and worker are in
-this one.
+Ranks are processes forked from a nursery that has already imported the slow modules. Server and
+worker run in the test's process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.trainer.test_end_to_end import (
     working,
 )
 
-# The nursery is one for all tests here.
+# All tests here share one nursery.
 one_loop = pytest.mark.asyncio(loop_scope="module")
 
 STEPS = 10
@@ -54,13 +54,13 @@ LOSS_TOLERANCE, WEIGHT_TOLERANCE = 2e-5, 1e-6
 
 @dataclass
 class Ranks:
-    """Those of one order, running."""
+    """The running ranks of one order."""
 
     nursery: RankNursery
     pids: list[int]
 
     async def end(self) -> list[int]:
-        """Their exit codes, negative where a signal ended one."""
+        """The exit codes of the ranks, negative if a signal ended one."""
         codes: list[int] = (await self.nursery.hear())["codes"]
         self.nursery.running = []
         return codes
@@ -68,7 +68,7 @@ class Ranks:
 
 @dataclass
 class RankNursery:
-    """Starts ranks, those of one order at a time."""
+    """Forks ranks, for one order at a time."""
 
     process: asyncio.subprocess.Process
     running: list[int] = field(default_factory=list[int])
@@ -114,7 +114,7 @@ async def nursery(model: Path) -> AsyncGenerator[RankNursery]:
 
 @contextlib.asynccontextmanager
 async def synchronous(folder: Path, model: Path) -> AsyncGenerator[Stand]:
-    """A run whose every step can be foretold."""
+    """A run whose every step is deterministic."""
     async with (
         asyncio.timeout(250),
         standing(
@@ -123,7 +123,7 @@ async def synchronous(folder: Path, model: Path) -> AsyncGenerator[Stand]:
             steps=STEPS,
             max_lag=0,
             every_steps=4,
-            # Adam takes a gradient that is all rounding as seriously as any other, at this rate.
+            # At this rate, Adam scales up gradients that consist only of rounding errors.
             train={"learning_rate": 3e-4},
         ) as stand,
     ):
@@ -145,7 +145,7 @@ def left(stand: Stand) -> dict[str, torch.Tensor]:
 KL = {"kind": "reward", "coefficient": 0.1}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    # What the policy samples itself as it learns, which one process does for both.
+    # The policy's own samples, which change as it learns. One process makes them for both runs.
     "rollouts": {"rolled_out": True, "train": {"learning_rate": 2e-4}},
     "updates": {
         "train": {"updates_per_step": 2, "reduce_each_micro_batch": True},
@@ -156,7 +156,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "critic": {"algorithm": {"advantage": {"kind": "gae"}}},
     "adapter": {"lora": {"rank": 4, "alpha": 8.0}},
 }
-# These are compared with the first steps of "plain": they must not change a number.
+# These are compared with the first steps of "plain" and must not change a number.
 NO_DIFFERENCE: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "offload": {"cpu_offload": True},
@@ -167,7 +167,7 @@ NO_DIFFERENCE: dict[str, dict[str, Any]] = {
 async def computed(
     model: Path, nursery: RankNursery, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
-    """Figures of each variant's steps and the weights after them, by its name and the number of ranks."""
+    """Each variant's figures and final weights, by its name and the number of ranks."""
     folder = tmp_path_factory.mktemp("computed")
     variants = {**VARIANTS, **NO_DIFFERENCE}
     for count in (1, 2):
@@ -199,7 +199,7 @@ async def test_two_ranks_compute_what_one_process_does(
     if variant != "adapter":
         torch.testing.assert_close(two["score"], one["score"], atol=LOSS_TOLERANCE, rtol=0)
     if variant == "rollouts":
-        # They have gone a long way together.
+        # Both have moved far from the initial weights.
         before = load_file(model / "model.safetensors")
         moved = max(float((two[name] - t).abs().max()) for name, t in before.items())
         assert len(two["figures"]) == STEPS and moved > 1000 * WEIGHT_TOLERANCE
@@ -213,7 +213,7 @@ async def test_two_ranks_compute_what_one_process_does(
 async def test_what_saves_memory_changes_no_number(
     computed: dict[tuple[str, int], dict[str, torch.Tensor]], variant: str, count: int
 ) -> None:
-    # Each step's figures are of the weights that those before it made.
+    # Each step's figures depend on the weights after the previous steps.
     compare(computed["plain", count], computed[variant, count])
 
 
@@ -226,7 +226,7 @@ def compare(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
 def compare_weights(
     one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], tolerance: float
 ) -> None:
-    # The same names in the same order: tied ones once.
+    # The same names in the same order, with tied tensors once.
     assert list(one) == list(two)
     for name in one.keys() - {"figures", "score"}:
         torch.testing.assert_close(two[name], one[name], atol=tolerance, rtol=0)
@@ -236,7 +236,7 @@ def compare_weights(
 async def undisturbed(
     model: Path, nursery: RankNursery, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """What one process leaves that nobody interrupts."""
+    """The model and records of an uninterrupted run of one process."""
     folder = tmp_path_factory.mktemp("undisturbed")
     async with synchronous(folder, model) as stand:
         assert await (await go(nursery, stand, 1)).end() == [0], stand.said
@@ -252,7 +252,7 @@ async def test_a_run_that_loses_a_rank_says_so_and_resumed_equals_one_process(
 ) -> None:
     async with synchronous(tmp_path, model) as stand:
         ranks = await go(nursery, stand, 2)
-        # The first checkpoint is there, and the fifth step is done or under way.
+        # The first checkpoint exists, and the fifth step is done or in progress.
         await stand.server.engine.loads(5)
         os.kill(ranks.pids[1], signal.SIGKILL)
         assert await ranks.end() == [1, -signal.SIGKILL]
@@ -292,7 +292,7 @@ async def test_torchrun_starts_ranks_stops_them_and_starts_them_again(
         running = await torchrun(stand)
         await stand.server.engine.loads(5)
         running.terminate()
-        # Whatever rank 0 ended with.
+        # torchrun exits with 1, whatever rank 0's own exit code was.
         assert await running.wait() == 1
         assert "SIGTERM: stopping after the step under way" in stand.said
         assert 5 <= len(records(tmp_path)) < STEPS
@@ -302,7 +302,7 @@ async def test_torchrun_starts_ranks_stops_them_and_starts_them_again(
 
 
 async def torchrun(stand: Stand, *arguments: str) -> asyncio.subprocess.Process:
-    """Two ranks, as docs/ranks.md has them."""
+    """Start two ranks with the command of docs/ranks.md."""
     command = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     with stand.log.open("ab") as log:
         return await asyncio.create_subprocess_exec(
@@ -341,7 +341,7 @@ async def test_a_rank_that_is_killed_while_nobody_computes_ends_the_others(
 @one_loop
 async def test_the_others_end_with_rank_zero(nursery: RankNursery, tmp_path: Path) -> None:
     ranks = await idle(nursery, tmp_path)
-    # They take no notice of what asks rank 0 to stop.
+    # Other ranks ignore the signals that ask rank 0 to stop.
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(ranks.pids[1], number)
     os.kill(ranks.pids[0], signal.SIGKILL)
@@ -367,7 +367,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch: pytest.MonkeyPatch
 
 
 async def idle(nursery: RankNursery, folder: Path, **arguments: str) -> Ranks:
-    """Three ranks that have met and wait."""
+    """Three ranks that have joined the group and wait."""
     log = folder / "log"
     ranks = await nursery.begin("stand_still", 3, log, folder=str(folder), **arguments)
     async with asyncio.timeout(60):
@@ -401,7 +401,7 @@ async def test_one_command_starts_all_ranks_of_a_host(model: Path, tmp_path: Pat
         assert process.returncode == 0, said.decode()
         assert server.engine.versions == [1, 2]
         assert sampled(server.engine) == trained(tmp_path)
-    # Only rank 0 says anything.
+    # Only rank 0 prints.
     assert said.decode().count("step 2/2") == 1
     assert said.decode().count("the model after step 2 is in") == 1
 
@@ -427,7 +427,7 @@ def test_a_rank_that_begins_when_rank_zero_has_gone_ends_at_once() -> None:
 def test_rank_zero_listens_where_other_hosts_reach_it(
     monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
-    """What they call it is a loopback address of another number here, as on Debian."""
+    """Here the host's name resolves to a loopback address other than 127.0.0.1, as on Debian."""
     handed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     led: queue.SimpleQueue[Leader] = queue.SimpleQueue()
     monkeypatch.setattr(
@@ -446,7 +446,7 @@ def test_rank_zero_listens_where_other_hosts_reach_it(
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
     address = ("127.0.1.1" if local else "127.0.0.1", port)
-    # Who reaches the port and is no rank: one that says nothing, one that goes, one with another key.
+    # Strangers on the port: one that sends nothing, one that disconnects, one with another key.
     silent = socket.create_connection(address)
     socket.create_connection(address).close()
     with pytest.raises(AuthenticationError):
@@ -454,7 +454,7 @@ def test_rank_zero_listens_where_other_hosts_reach_it(
     with silent, Client(address, authkey=key) as connection:
         connection.send_bytes(b"1")
         leader = led.get(timeout=20)
-        # For longer than anybody has to prove what it is.
+        # Longer than a connection has to authenticate.
         time.sleep(1.5)
         leader.end(0)
         assert (connection.recv_bytes(), connection.recv_bytes()) == (b"end", b"0")

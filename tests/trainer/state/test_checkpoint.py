@@ -1,4 +1,4 @@
-"""Checkpoints, and the policy they hold."""
+"""Checkpoints, and the policy they contain."""
 
 from __future__ import annotations
 
@@ -133,12 +133,12 @@ def test_only_whole_checkpoints_are_seen_and_old_ones_go(tmp_path: Path) -> None
     for fails in (broken, broken_tensors):
         with pytest.raises(StorageFailed, match=r"step 11 cannot be written .*disk full"):
             save_checkpoint(tmp_path, state(11), fails, keep=2)
-    # What it had written already gives its room back.
+    # The files it had already written are removed.
     assert not list(tmp_path.glob(".unfinished*"))
     newest = restore(tmp_path)
     assert newest is not None and newest.state.step == 10
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000009", "step-00000010"]
-    # A killed trainer leaves more; the next save clears it away. A step may be saved again.
+    # A killed trainer leaves more behind, which the next save removes. A step can be saved again.
     (tmp_path / ".unfinished-step-00000011").mkdir()
     (tmp_path / ".removed-step-00000001").mkdir()
     save_checkpoint(tmp_path, state(10), write, keep=2)
@@ -219,7 +219,7 @@ def test_an_optimizer_of_another_arithmetic_is_named_where_it_cannot_be_gone_on_
     assert load_progress(tmp_path, **kept, dtype=torch.bfloat16, same_dtype=True) == 3
     with pytest.raises(CheckpointUnusable, match=r'in float32: .* model\.dtype = "bfloat16"'):
         load_progress(tmp_path, **kept, dtype=torch.float32, same_dtype=True)
-    # Before the first update there is nothing of it.
+    # Before the first update there is no progress that depends on the dtype.
     save_progress(tmp_path, 0, **kept, dtype=torch.bfloat16)
     assert load_progress(tmp_path, **kept, dtype=torch.float32, same_dtype=True) == 0
 
@@ -281,10 +281,10 @@ def test_without_a_gradient_nothing_moves(model: Path) -> None:
     result = policy.step(nothing)
     assert not result.applied
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
-    # A learning rate of zero would draw what is shown of the run down to it.
+    # A learning rate of zero would pull down the aggregated figure.
     line = StepRecord(1, result=result).line()
     assert "learning_rate" not in scalars(FIGURES, aggregate(FIGURES, [line]))
-    # Neither does the schedule.
+    # The schedule does not advance either.
     assert policy.step(plan(0)).learning_rate == pytest.approx(1e-3 / 5)
 
 

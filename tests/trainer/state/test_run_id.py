@@ -1,4 +1,4 @@
-"""Which start of its run a folder is of."""
+"""The id that tells one start of a run from another in the same folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One copy of the weights for several servers, each of which is sent what it needs."""
+"""One copy of the weights for several servers, each of which gets a delta or a whole version."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ async def test_a_version_is_packed_once_and_each_server_is_sent_what_it_needs(
             for version in range(1, 5):
                 await publisher.fill(weights, version, "float32")
                 if version == 3:
-                    # It was restarted: what it held as a base is gone, there and not here.
+                    # This server was restarted, so it lost its base. The trainer still has it for
+                    # the other server.
                     publisher.senders[1].forget_base()
                 deltas.append([sent.delta for sent in await upload_to_all(publisher, version)])
                 for sender in publisher.senders:
@@ -109,7 +110,7 @@ async def test_a_server_that_has_switched_first_changes_no_base_of_the_other() -
             await publisher.fill(weights, 1, "float32")
             await upload_to_all(publisher, 1)
             publisher.senders[0].switched(1)
-            # The second is lost before it says so, and is sent the version once more.
+            # The second server is lost before it answers, and gets the version again.
             publisher.senders[1].forget_base()
             again = await publisher.senders[1].upload(1, trainer_epoch=lambda: 18, in_flight=KEEP)
             assert again is not None and not again.delta

@@ -1,4 +1,4 @@
-"""The trainer's own score of a probe, beside an independent forward pass of transformers."""
+"""The trainer's own score of a probe, compared with a separate forward pass of transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_scores_what_is_uploaded_and_not_what_is_trained(
     policy = FsdpPolicy(settings, TrainConfig(), total_steps=1, seed=0)
     payload = Payload(policy.weights(), dtype)
     payload.fill(policy.weights())
-    # The policy itself has moved on: what counts is the payload.
+    # The policy itself has changed since, but the payload counts.
     with torch.no_grad():
         for _, parameter in policy.weights():
             parameter.add_(0.01)
@@ -50,7 +50,7 @@ def test_scores_what_is_uploaded_and_not_what_is_trained(
     scored = policy.score(payload.tensors(), TOKENS)
     served = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).float()
     np.testing.assert_allclose(scored, independent(served.eval(), TOKENS), atol=1e-6)
-    # And it leaves the policy as it was, in training.
+    # Scoring leaves the policy unchanged and in training mode.
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
     assert policy._module.training
     payload.close()
@@ -75,7 +75,7 @@ def group(*lengths: int) -> TrainingGroup:
     ("tokens", "lengths", "expected"),
     [
         (4, [6, 8], (10, 11, 12, 13)),
-        # One that is shorter is taken whole, one that cannot be scored is not.
+        # A shorter sequence is taken whole; one that cannot be scored is left out.
         (4, [1, 0, 3, 8], (10, 11, 12)),
         (4, [1], ()),
         (0, [6], ()),

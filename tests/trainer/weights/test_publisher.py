@@ -1,4 +1,4 @@
-"""Uploads, against a server that speaks UpdateWeights."""
+"""Uploads to a server that implements UpdateWeights."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def upload(publisher: Publisher, version: int) -> Sent | None:
 
 
 async def publish(publisher: Publisher, weights: Weights, version: int) -> Sent:
-    """Fills, uploads and is told that the server switched."""
+    """Fill and upload a version, and report the server's switch to the publisher."""
     await publisher.fill(weights, version, "float32")
     sent = await upload(publisher, version)
     assert sent is not None
@@ -188,7 +188,7 @@ async def test_a_server_that_cannot_see_this_memory_gets_a_stream(
 
 async def test_an_upload_that_is_in_the_way_is_waited_out() -> None:
     async def busy(requests: AsyncIterator[Any], context: Any) -> None:
-        # As a server does: a call that ends unread may look like a broken one to who still writes to it.
+        # Read first, as a server does. A call that ends unread can look broken to a client still writing.
         await anext(requests)
         await refuse(context, grpc.StatusCode.ABORTED, "UPLOAD_IN_PROGRESS")
 
@@ -263,7 +263,7 @@ async def test_a_dtype_torch_does_not_know_is_named() -> None:
 
 
 async def test_what_is_not_finite_keeps_its_bytes() -> None:
-    # Refusing it is the server's part: the payload must not quietly become something else.
+    # Refusing it is up to the server. The payload must not silently change.
     weights, received = Weights({"a": torch.tensor([np.inf, -np.inf, 1.0])}), Received()
     async with ScriptedServer() as server, publishing(server) as publisher:
         server.uploads = [received.take]
@@ -272,7 +272,7 @@ async def test_what_is_not_finite_keeps_its_bytes() -> None:
     assert torch.equal(received.tensor("a").float(), weights.tensors["a"])
 
 
-# Differences.
+# Differences
 
 
 def changing(count: int = 20_000) -> Weights:
@@ -280,7 +280,7 @@ def changing(count: int = 20_000) -> Weights:
 
 
 def change(weights: Weights, elements: int = 7) -> None:
-    """A few elements of one tensor."""
+    """Change a few elements of one tensor."""
     places = torch.randperm(len(weights.tensors["a.weight"]))[:elements]
     weights.tensors["a.weight"][places] += 1e-3
 
@@ -343,7 +343,7 @@ async def test_whether_differences_pay_is_the_transports_unless_told(
         await publish(publisher, weights, 1)
         change(weights)
         assert (await publish(publisher, weights, 2)).delta == expected
-        # A second copy is there only where it is of use.
+        # A second copy exists only if it is useful.
         assert len(publisher._copy.payloads) == 1 + expected
 
 
@@ -395,7 +395,7 @@ async def test_a_server_with_another_base_gets_the_same_version_whole_at_once(
         server.uploads = [first.take, mismatch, again.take, third.take]
         await publish(publisher, weights, 1)
         change(weights)
-        # No pause comes in between.
+        # The second attempt follows without a pause.
         monkeypatch.setattr("penstock.trainer.weights.sender.FIRST_PAUSE_SECONDS", 1e6)
         sent = await publish(publisher, weights, 2)
         assert (sent.delta, sent.bytes_sent) == (False, sent.dense_bytes)
@@ -429,7 +429,7 @@ async def test_a_server_that_keeps_no_base_is_not_asked_for_ever(
                 publisher.senders[0].switched(version)
             assert len(publisher._copy.payloads) == 1
     assert sent == [False] * 5
-    # Versions 2, 3 and 4 were tried as differences.
+    # Versions 2, 3 and 4 were first tried as differences.
     assert caplog.text.count("whole") == 4
     assert caplog.text.count("the server keeps no base for differences") == 1
 
@@ -442,7 +442,7 @@ async def test_a_forgotten_base_is_followed_by_a_whole_version() -> None:
         publisher.senders[0].forget_base()
         assert not (await publish(publisher, weights, 2)).delta
         assert (await publish(publisher, weights, 3)).delta
-        # Also one that is filled already.
+        # Also for a version that is already filled.
         await publisher.fill(weights, 4, "float32")
         publisher.senders[0].forget_base()
         sent = await upload(publisher, 4)
@@ -479,14 +479,14 @@ async def test_bytes_of_attempts_that_failed_are_counted() -> None:
         assert sent.bytes_sent == 2 * sent.dense_bytes
 
 
-# Uploads that begin before the payload is filled.
+# Uploads that begin before the payload is filled
 
 
 ANNOUNCED = Announcement(17, KEEP)
 
 
 class Halting(Weights):
-    """Weights of which the second tensor comes only when it may, once it is known what there is."""
+    """Weights whose second tensor waits for the test, except on the first pass that reads the names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -504,7 +504,7 @@ async def test_the_server_sees_what_is_filled_while_the_rest_is_still_copied() -
     weights, first_tensor = Halting(), 700 * 500 * 4
 
     def goes_on() -> None:
-        # Only when the server has seen the whole of the first tensor.
+        # Continue only after the server has received the whole first tensor.
         if received.progress[-1] >= first_tensor:
             weights.go_on.set()
 
@@ -562,7 +562,7 @@ async def test_what_was_begun_and_is_of_no_use_any_more_ends_without_a_commit(ho
     async def forgotten(requests: AsyncIterator[Any], context: Any) -> None:
         header = (await anext(requests)).header
         try:
-            # Its end can come while the answer is written.
+            # The call can be cancelled while this message is written.
             begun.set()
             await context.write(
                 Progress(weight_version=header.weight_version, state=weights_pb2.WEIGHT_STATE_READY)
@@ -612,7 +612,7 @@ async def test_a_version_goes_through_a_real_server_while_it_is_filled(harness: 
     assert list(info.staged_weight_versions) == [1, 2]
 
 
-# Other ways.
+# Other transports
 
 
 async def test_a_checkpoint_folder_for_each_version_of_which_the_newest_stay(
@@ -625,7 +625,7 @@ async def test_a_checkpoint_folder_for_each_version_of_which_the_newest_stay(
     kept: list[list[str]] = []
     async with ScriptedServer() as server, publishing(server, checkpoints) as publisher:
         received = uploads(server, 4)
-        # Left by a run that went further.
+        # Left by a run that had gone further.
         (tmp_path / "weights" / "17").mkdir(parents=True)
         for version, upload in enumerate(received, 1):
             sent = await publish(publisher, weights, version)
@@ -690,7 +690,7 @@ async def test_requests_are_the_bytes_protobuf_writes() -> None:
 
     sizes: list[int] = []
     rng = np.random.default_rng(0)
-    # Many small pieces share a chunk, and a large one is cut.
+    # Many small pieces share a chunk, and a large piece is split.
     pieces = [rng.bytes(size) for size in (3, 0, 127, 128, 3 << 20, 16_384, 1 << 20, 5)]
     payload = b"".join(pieces)
     header = weights_pb2.WeightHeader(weight_version=300, trainer_epoch=1 << 62)

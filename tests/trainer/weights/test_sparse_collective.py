@@ -1,7 +1,8 @@
-"""A version as patches: what the trainer hands to vLLM's sparse engine, and what it tells the server.
+"""A version as patches: what the trainer gives vLLM's sparse engine, and what it reports to the
+server.
 
-vLLM's own engine needs NCCL. In its place is one that makes the same calls with the same fields
-and applies the patches here, so that all but the broadcasts is what runs between GPUs.
+vLLM's own engine needs NCCL. A stand-in makes the same calls with the same fields, and applies the
+patches here. Everything except the broadcasts is the code that runs between GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KEEP = weights_pb2.IN_FLIGHT_POLICY_KEEP
 
 
 class StandIn:
-    """As vLLM's SparseNCCLTrainerWeightTransferEngine speaks; holds what workers would."""
+    """Stands in for vLLM's SparseNCCLTrainerWeightTransferEngine, and holds the workers' tensors."""
 
     def __init__(self, client: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         self._client = client
@@ -77,7 +78,7 @@ class Weights:
 
 
 class Trainer:
-    """Publishes to a server by patches."""
+    """A trainer that publishes to a server with patches."""
 
     def __init__(self, harness: Harness, weights: Weights, publisher: Publisher) -> None:
         self._harness = harness
@@ -111,7 +112,7 @@ async def training(
     transport = CollectiveTransport(harness.address, settings)
     publisher = Publisher(copy, [Sender(harness.channel, copy, transports=[transport])])
     trainer = Trainer(harness, weights, publisher)
-    # What the engine loaded from its checkpoint.
+    # The tensors that the engine loaded from its checkpoint.
     loaded = {name: torch.zeros_like(tensor) for name, tensor in weights.tensors.items()}
 
     def join(self: CollectiveTransport, source: object) -> StandIn:
@@ -144,7 +145,7 @@ async def test_what_changed_travels_and_the_engine_has_every_bit(
         first = weights.tensors[first_name].view(-1)
         first[0], first[1] = 0.0, -0.0
         await trainer.publish(2)
-        # Equal as numbers and not as weights.
+        # Zero and minus zero are equal as numbers but not as weights.
         first[0] = -0.0
         weights.tensors[second_name].view(-1)[-1] += 1
         sent = await trainer.publish(3)
@@ -153,7 +154,7 @@ async def test_what_changed_travels_and_the_engine_has_every_bit(
         assert [found["names"] for found in names_of(harness)] == [[first_name, second_name]]
         assert bytes_of_all(engine.tensors) == bytes_of(weights)
 
-        # The server has to hear of a version that changes nothing, too.
+        # The server must learn about a version that changes nothing, too.
         sent = await trainer.publish(4)
         assert (sent.delta, engine.elements) == (True, 1)
         assert bytes_of_all(engine.tensors) == bytes_of(weights)

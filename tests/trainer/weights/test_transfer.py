@@ -1,4 +1,4 @@
-"""vLLM's weight-sync protocol over the wire, around the fake engine; and how gloo's buckets lie."""
+"""vLLM's weight-sync protocol over the wire, with the fake engine; and the layout of gloo's buckets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def update(*names: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture
 async def client(harness: Harness) -> AsyncGenerator[PenstockWeightSyncClient]:
-    """One that has joined."""
+    """A client that has joined."""
     client = PenstockWeightSyncClient(harness.address, "gloo", timeout_seconds=2.0)
     await asyncio.to_thread(client.init_weight_transfer_engine, {"port": 7})
     assert harness.engine.joined == ("gloo", {"port": 7})
@@ -54,7 +54,7 @@ async def test_the_four_calls_make_one_update(
             client.prepare(NextUpdate(version, 1, tensors=tensors))
             client.start_weight_update()
             assert bool(harness.engine._updating) == bool(tensors)
-            # Without `prepare` naming them, the first round has to name them all.
+            # If `prepare` does not name the tensors, the first round must name them all.
             rounds = [update(*NAMES)] if not tensors else [update(name) for name in NAMES]
             for found in rounds:
                 client.update_weights(found)
@@ -106,7 +106,7 @@ async def test_an_answer_that_does_not_come_ends_at_the_deadline(
         assert 2.0 <= time.monotonic() - began < 20.0
 
     await asyncio.to_thread(run)
-    # Its call is gone, so once the round is over nothing is left of it.
+    # The client's call is gone, so nothing of the update remains once the round is over.
     harness.engine.arriving.set()
     turn = await harness.generate("t")
     assert set(turn.versions) == {0}

@@ -1,6 +1,6 @@
-"""How weights go from step to step: differences, rejected switches, the probe, what is recorded.
+"""How weights move from step to step: differences, rejected switches, the probe, and records.
 
-The whole walk in this process, around a policy that computes nothing, against a scripted server.
+The whole run is in the test's process, with a policy that computes nothing and a scripted server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ELEMENTS = 10_000
 
 
 class MovingPolicy(StillPolicy):
-    """Each step moves a few elements of one tensor."""
+    """Each step changes a few elements of one tensor."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.copies += 1
@@ -45,13 +45,14 @@ class MovingPolicy(StillPolicy):
 
 
 class Following(ScriptedServer):
-    """A server that takes every upload and answers every switch, as `answers` has it."""
+    """A server that accepts every upload and answers each switch with the next of `answers`."""
 
     def __init__(self, *answers: Any) -> None:
         super().__init__(self._serve)
         self._answers = list(answers)
-        """A reason to reject with, a probe's difference, or None; all are None where there are no
-        more."""
+        """A reason to reject with, a probe's difference, or None. Once these run out, every answer
+        is None.
+        """
         self.received: list[Received] = []
         self.heard: list[str] = []
         self.active = 0
@@ -100,7 +101,8 @@ class Following(ScriptedServer):
     def _answer(self, version: int) -> Any:
         answer = self._answers.pop(0) if self._answers else None
         if isinstance(answer, str):
-            # What is in use may carry the same number: only `rejection` says that it was refused.
+            # The version in use can have the same number: only `rejection` shows that the switch
+            # was refused.
             active = version if answer == "WEIGHTS_INCONSISTENT" else self.active
             return WeightReceipt(
                 weight_version=version,
@@ -157,11 +159,11 @@ async def test_a_rejected_switch_is_asked_for_once_more_with_the_whole_version(
     ):
         await run.ends()
         dense = run.publisher.length_bytes
-    # Version 2 twice, the second time whole; then differences from it.
+    # Version 2 is sent twice, the second time whole; then differences follow from it.
     assert [one.header.weight_version for one in server.received] == [1, 2, 2, 3, 4]
     assert server.bases == [0, 1, 0, 2, 3]
     assert server.tensors(2) == server.received[2].tensors()
-    # Its groups are receipted once, with the first switch.
+    # Its groups get one receipt, with the first switch.
     told = [said for said in server.heard if said.startswith(("switch", "receipt"))]
     receipts = [said for said in told if said.startswith("receipt")]
     assert receipts == ["receipt 1", "receipt 2", "receipt 3", "receipt 4"]
@@ -235,7 +237,7 @@ async def test_the_probe_is_the_beginning_of_the_first_trajectory_and_goes_with_
         running(tmp_path, server.address, steps=3, policy=MovingPolicy(), weights=settings) as run,
     ):
         await run.ends()
-    # Two prompt tokens and one of the policy.
+    # Two prompt tokens and one policy token.
     assert run.probe.token_ids == (1, 2, 3)
     for received in server.received:
         probe = received.header.probe
@@ -279,7 +281,7 @@ async def test_it_is_one_too_where_only_the_trainer_can_tell(
         def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
             yield "a.weight", torch.full((3,), 2.0)
 
-    # A server that was restarted compares with nothing, and says that every tensor changed.
+    # A restarted server has nothing to compare with, and reports that every tensor changed.
     async with (
         Following() as server,
         running(tmp_path, server.address, steps=3, policy=StuckPolicy()) as run,
@@ -304,7 +306,7 @@ def test_the_alarm_is_in_the_table_and_counted(
             record = StepRecord(1, unchanged=unchanged, upload_bytes=300, upload_dense_bytes=10**9)
             writer.write(record, writer.begin_step(1))
     shown = out.getvalue()
-    # A table is drawn again and again.
+    # A terminal redraws the table repeatedly.
     assert shown.count("unchanged!") >= 1 if terminal else shown.count("unchanged!") == 1
     assert "0.000" in shown
     data = reader.get_metrics_data()
