@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -68,14 +69,17 @@ def room_of(module: str) -> str:
     return max((r for r in ROOMS if f"{module}.".startswith(f"{r}.")), key=len)
 
 
-def imported(source: str) -> Iterator[str]:
+@lru_cache(None)
+def imported(source: str) -> tuple[str, ...]:
     """Every name that is imported, as far as it can be a module's."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"line {node.lineno} imports relatively"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(found)
 
 
 def own_imports(all_sources: Sources) -> Iterator[tuple[str, str]]:
