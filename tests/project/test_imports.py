@@ -14,87 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OWN = ("penstock.", "tests.", "benchmarks.")
-<<<<<<< HEAD
 HEAVY = ("torch", "vllm", "transformers", "pydantic", "xxhash", "click", "opentelemetry.sdk")
 
 
-=======
-PACKAGES = {
-    "wire": ROOT / "clients/python/penstock/wire",
-    "client": ROOT / "clients/python/penstock/client",
-    "server": ROOT / "server",
-    "trainer": ROOT / "trainer",
-}
-MAY_IMPORT = {
-    "wire": {"v1", "wire"},
-    "client": {"v1", "wire", "client"},
-    "server": {"v1", "wire", "server"},
-    "trainer": {"v1", "wire", "trainer", "client"},
-}
-SEAMS = {
-    "vllm": {
-        *(
-            f"vllm_{part}.py"
-            for part in (
-                "engine",
-                "weight_engine",
-                "description",
-                "options",
-                "process",
-                "collective",
-                "reload",
-                "preparation",
-                "lora",
-                "sampling",
-                "parsers",
-            )
-        ),
-        "gloo_weight_engine.py",
-        # vLLM's models of the protocols that the HTTP endpoints use, and its converters.
-        *("http_requests.py", "http_chat.py", "http_responses.py", "http_messages.py"),
-        # The trainer's modules that drive vLLM's own weight transfer.
-        *("weight_sync.py", "gloo_weights.py", "collective_source.py", "collective_transport.py"),
-    },
-    "megatron": {
-        *(
-            f"megatron_{part}.py"
-            for part in ("policy", "layout", "model", "schedule", "checkpoint")
-        ),
-    },
-}
-HEAVY = ("torch", "vllm", "transformers", "pydantic", "xxhash", "click", "opentelemetry.sdk")
-
-
-def imports() -> Iterator[tuple[str, str, str]]:
-    """Yield (package, file, imported module) for every import statement, including lazy ones."""
-    for package, folder in PACKAGES.items():
-        for path in folder.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom):
-                    assert not node.level, f"{path} imports relatively"
-                    names = [f"{node.module}.{alias.name}" for alias in node.names]
-                else:
-                    continue
-                for name in names:
-                    yield package, path.name, name
-
-
-def test_arrows_point_one_way():
-    for package, file, name in imports():
-        parts = name.split(".")
-        if parts[0] == "penstock":
-            assert parts[1] in MAY_IMPORT[package], f"{package}/{file} imports {name}"
-
-
-@pytest.mark.parametrize("library", SEAMS)
-def test_a_heavy_library_is_imported_in_its_seam_only(library):
-    found = {file for _, file, name in imports() if name.split(".")[0] == library}
-    assert found <= SEAMS[library]
-
-
->>>>>>> en-t2
 def test_benchmarks_and_examples_import_what_there_is():
     """Most of these files run in no test. Without this check, users would be the first to see a
     removed name.
