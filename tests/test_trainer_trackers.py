@@ -225,7 +225,7 @@ def test_one_of_your_own_that_cannot_be_made_ends_the_start(function: str, words
     ("trackers", "words"),
     [
         ([{"kind": "neptune"}], "neptune"),
-        ([{"kind": "mlflow"}, {"kind": "mlflow"}], "'mlflow' is there more than once"),
+        ([{"kind": "mlflow"}, {"kind": "mlflow"}], "'mlflow' is listed more than once"),
         ([{"kind": "wandb", "tracking_uri": "x"}], "Extra inputs"),
     ],
 )
