@@ -362,7 +362,7 @@ async def test_the_error_of_a_rank_is_what_the_run_ends_with(
 def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigInvalid, match="local rank 1 on a host of 1 GPUs"):
+    with pytest.raises(ConfigInvalid, match="local rank 1 on a host with 1 GPUs"):
         join_group(Place(1, 2, 1), None)
 
 

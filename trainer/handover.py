@@ -1,18 +1,21 @@
-"""Stages weight versions on the servers and sees their switches through, with one retry per rejection.
+"""Stages weight versions on the servers and sees their switches through, with one retry per
+rejection.
 
-All servers get a version concurrently and independently; a stage is complete once every server is done:
+All servers get a version concurrently and independently; a stage is complete once every server is
+done:
 
     upload to each -> every one has it STAGED -> SwitchWeights to each -> a receipt: it samples the version
                                                                        -> a rejection: uploaded to it once
                                                                             more, whole, and asked again
 
-A switch is requested only once every server has the version staged. A server that has restarted since then
-has lost the staged version, and rejects the switch. If a server has no room for a version, the trainer
-waits for room. If the run is to stop, it abandons that server instead, as it abandons an unreachable one.
+A switch is requested only once every server has the version staged. A server that has restarted
+since then has lost the staged version, and rejects the switch. If a server has no room for a
+version, the trainer waits for room. If the run is to stop, it abandons that server instead, as it
+abandons an unreachable one.
 
-Every wait here lasts across the server's restarts. It ends in one of two other ways. The exchange may give
-the server up, which ends the run. Or the run stops without the server (`Exchanges.left`), and the wait
-returns None.
+Every wait here lasts across the server's restarts. It ends in one of two other ways. The exchange
+may give the server up, which ends the run. Or the run stops without the server (`Exchanges.left`),
+and the wait returns None.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 5.0
-# Rejections after which the version may still be good: the server has lost what was staged, or the engine
-# did not load it, or its results are off.
+# Rejections after which the version may still be good: the server has lost what was staged, or the
+# engine did not load it, or its results are off.
 SENT_AGAIN = (
     Reason.WEIGHT_VERSION_NOT_STAGED,
     Reason.WEIGHT_LOAD_FAILED,
@@ -104,10 +107,11 @@ class Handover:
         return merge(took) if took and len(took) == len(sent) else None
 
     async def confirm(self, weight_version: int, switches: Switches) -> Switched | None:
-        """Wait for the answers to a switch. After a rejection, upload the version and ask once more.
+        """Wait for the answers to a switch. After a rejection, upload the version and ask once
+        more.
 
-        Raises SwitchRejected for a rejection that a second upload cannot help, and WeightsRefused if
-        the second switch is rejected too. Returns None if a server was abandoned.
+        Raises SwitchRejected for a rejection that a second upload cannot help, and WeightsRefused
+        if the second switch is rejected too. Returns None if a server was abandoned.
         """
         answers = await together(
             self._confirm(server, weight_version, switch) for server, switch in switches.items()
@@ -192,9 +196,9 @@ async def keep_trying(
 ) -> T:
     """Retry `attempt` until it succeeds, awaiting `ready` before each try.
 
-    A full server is left alone for as long as it asks. Raises ServerFull if the server is full although
-    the run is `stopping`. Also raises it if the server is still full after `full_seconds` of waiting for
-    room. That time starts again whenever the server was unreachable.
+    A full server is left alone for as long as it asks. Raises ServerFull if the server is full
+    although the run is `stopping`. Also raises it if the server is still full after `full_seconds`
+    of waiting for room. That time starts again whenever the server was unreachable.
     """
     pause, left = RETRY_SECONDS, full_seconds
     while True:

@@ -7,17 +7,17 @@
     switch   request the switch on the exchange, send receipts, demand the next batch
     conclude write the step's record once the server has answered the switch
 
-A run may have several servers (`exchanges`). Each server delivers its part of the batch. Each is sent
-the weights, is asked to switch, and gets the receipts of its own groups. The step continues once all
-servers are done. Below, "the server" means each of them.
+A run may have several servers (`exchanges`). Each server delivers its part of the batch. Each is
+sent the weights, is asked to switch, and gets the receipts of its own groups. The step continues
+once all servers are done. Below, "the server" means each of them.
 
-The server samples throughout. Groups that it finishes during a step wait for the next gather. A step's
-demand follows its switch, because that is when the trainer's version changes, and lag is counted from
-the trainer's version. Every step publishes a separate version, even if nothing had a gradient, because
-the server counts batches by the versions between them.
+The server samples throughout. Groups that it finishes during a step wait for the next gather. A
+step's demand follows its switch, because that is when the trainer's version changes, and lag is
+counted from the trainer's version. Every step publishes a separate version, even if nothing had a
+gradient, because the server counts batches by the versions between them.
 
-A switch can be rejected: the engine could not load the version, or its probe failed. The server then
-keeps sampling the previous version. The order of events is:
+A switch can be rejected: the engine could not load the version, or its probe failed. The server
+then keeps sampling the previous version. The order of events is:
 
     1. SwitchWeights(v), the receipts of v's batch, the next demand; the next step gathers
     2. WeightReceipt(v) with a rejection. v's step still counts. The policy contains it, so its
@@ -43,13 +43,15 @@ The next version is not published until this is settled.
     server full         as for a lost server, if it has no room for the weights or the tasks of
                         the current step
 
-In all cases the checkpoint holds the last step that the policy contains, if checkpoints are kept and
-that step is not saved yet. The checkpoint is written after the step's receipts and before the notice
-of it. If a group was receipted but is in no checkpoint, the server delivers it again to a trainer that
-resumes before that step. If a group is in a checkpoint but was not receipted, the server delivers it
-again as well. The ledger knows that group, so it is refused rather than trained twice.
+In all cases the checkpoint holds the last step that the policy contains, if checkpoints are kept
+and that step is not saved yet. The checkpoint is written after the step's receipts and before the
+notice of it. If a group was receipted but is in no checkpoint, the server delivers it again to a
+trainer that resumes before that step. If a group is in a checkpoint but was not receipted, the
+server delivers it again as well. The ledger knows that group, so it is refused rather than trained
+twice.
 
-A resumed run repeats the steps that the previous trainer did beyond the checkpoint: see `agreement`.
+A resumed run repeats the steps that the previous trainer did beyond the checkpoint: see
+`agreement`.
 """
 
 from __future__ import annotations
@@ -130,10 +132,10 @@ class TrainingLoop:
         """`checkpoint(step, weight_version, figures)` collects what to save, and returns a function
         that saves it in the compute thread. `figures` are those of the step, if not written yet.
 
-        `stopping` is shared with the exchanges and ends the run after the current step. If a checkpoint
-        is broken, `forgotten_step` is its step. Up to that step the server may have forgotten groups
-        that the ledger still has ahead. Without an `evaluator` there are no evaluations. Plans are made
-        for `data_ranks` ranks.
+        `stopping` is shared with the exchanges and ends the run after the current step. If a
+        checkpoint is broken, `forgotten_step` is its step. Up to that step the server may have
+        forgotten groups that the ledger still has ahead. Without an `evaluator` there are no
+        evaluations. Plans are made for `data_ranks` ranks.
         """
         self._data_ranks = data_ranks
         self._config = config
@@ -292,8 +294,8 @@ class TrainingLoop:
         task_id = notice.task_id
         if self._evaluator is not None and self._evaluator.dropped(task_id, notice.reason):
             return
-        # Older servers send notices without an id: those may concern any task. Other unknown ids are an
-        # agent's, a finished evaluation's, or repeat a notice from a stream that was lost.
+        # Older servers send notices without an id: those may concern any task. Other unknown ids
+        # are an agent's, a finished evaluation's, or repeat a notice from a stream that was lost.
         if not task_id or self._tasks.awaits(task_id):
             group.create_task(self._give_up(server, notice))
 

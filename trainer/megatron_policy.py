@@ -1,9 +1,9 @@
 """The policy at scale: a megatron-core model with tensor, pipeline and data parallelism.
 
-Supports Llama, Qwen2 and Qwen3 in Hugging Face's format, with AdamW driven by megatron-core. Each rank
-creates one policy, and `ranked_policy` describes how its methods are called. Only rank 0 has the tokenizer.
-The losses, the plan, the learning rate and the order of a step are those of `fsdp_policy`. For the suffixes
-of tensor names see `batching`.
+Supports Llama, Qwen2 and Qwen3 in Hugging Face's format, with AdamW driven by megatron-core. Each
+rank creates one policy, and `ranked_policy` describes how its methods are called. Only rank 0 has
+the tokenizer. The losses, the plan, the learning rate and the order of a step are those of
+`fsdp_policy`. For the suffixes of tensor names see `batching`.
 
     ranks -> layout: tensor x pipeline x data parallel
     step     the reference's log-probabilities and the critic's values -> advantages that depend on them ->
@@ -13,12 +13,14 @@ of tensor names see `batching`.
     save     rank 0 writes a model folder; all ranks write megatron-core's distributed format and their
                random states
 
-The critic is the same as in `fsdp_policy`: a second model, computed by transformers and sharded over all
-ranks. The ranks of a copy divide its micro-batches among them, and all of them get the value of each token.
+The critic is the same as in `fsdp_policy`: a second model, computed by transformers and sharded
+over all ranks. The ranks of a copy divide its micro-batches among them, and all of them get the
+value of each token.
 
-This differs from the default backend: with `bfloat16` the weights that compute are bfloat16 too. The
-optimizer keeps float32 ones, which are uploaded and saved. Each copy of the model has a separate optimizer,
-because megatron-core's distributed one needs Transformer Engine or apex to save and load.
+This differs from the default backend: with `bfloat16` the weights that compute are bfloat16 too.
+The optimizer keeps float32 ones, which are uploaded and saved. Each copy of the model has a
+separate optimizer, because megatron-core's distributed one needs Transformer Engine or apex to save
+and load.
 """
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
@@ -334,7 +336,8 @@ class MegatronPolicy:
         return [next(found) if len(batch.tokens_N) else nothing for batch in batches]
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Compute each trained token's log-probability under the current weights, float32, shape [N].
+        """Compute each trained token's log-probability under the current weights, float32, shape
+        [N].
 
         Only the last stage returns them; earlier stages return zeros.
         """
@@ -396,10 +399,10 @@ class MegatronPolicy:
         self._ranks.wait()
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint written by the same number of ranks; see `policy.Policy`."""
+        """Restore a checkpoint written by any number of ranks; see `policy.Policy`."""
         try:
             ranks = distributed.get_world_size()
-            # The optimizer's tensors depend on the number of ranks and the dtype.
+            # The dtype must match, because each dtype has other optimizer tensors.
             self._steps = load_progress(
                 folder, backend=BACKEND, ranks=ranks, dtype=self._dtype, same_dtype=True
             )

@@ -30,14 +30,14 @@ PREFIX = "train/"
 class MetricsWriter:
     """Writes each record to all destinations.
 
-    `metrics.jsonl` and the traces get every step. The other destinations get points: the aggregate of
-    `every_steps` steps. A point is due at each step whose number is a multiple of `every_steps`. At the
-    end of the run, one more point has the remaining steps. A run that resumes between two points reads
-    the steps since the last one from `metrics.jsonl`. Its next point then has as many steps as any other,
-    including those that the previous run sent in its final point.
+    `metrics.jsonl` and the traces get every step. The other destinations get points: the aggregate
+    of `every_steps` steps. A point is due at each step whose number is a multiple of `every_steps`.
+    At the end of the run, one more point has the remaining steps. A run that resumes between two
+    points reads the steps since the last one from `metrics.jsonl`. Its next point then has as many
+    steps as any other, including those that the previous run sent in its final point.
 
-    Methods that write raise StorageFailed if the disk refuses `metrics.jsonl` or TensorBoard's files.
-    TensorBoard writes in a separate thread, so its failure is raised at the next point.
+    Methods that write raise StorageFailed if the disk refuses `metrics.jsonl` or TensorBoard's
+    files. TensorBoard writes in a separate thread, so its failure is raised at the next point.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class MetricsWriter:
         trackers: Trackers | None = None,
         load: LoadMeter | None = None,
     ) -> None:
-        """`folder` holds `metrics.jsonl`, to which records are appended. `steps` is the number of the
-        run's last step, `step` the last one already done. `trackers` are only asked for the points they
-        lost; points reach them through `scalars`."""
+        """`folder` holds `metrics.jsonl`, to which records are appended. `steps` is the number of
+        the run's last step, `step` the last one already done. `trackers` are only asked for the
+        points they lost; points reach them through `scalars`."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE
         self._lines: list[Line] = _lines_between(self._path, step - step % every_steps, step)
@@ -155,8 +155,8 @@ class MetricsWriter:
     def _trace(self, record: StepRecord, span: Span, traceparents: Sequence[str]) -> None:
         """Link the step's span and the trajectories' spans in both directions.
 
-        The step's span links to each trajectory's span. Each trajectory's trace gets a child span that
-        covers the computation and links to the step's span.
+        The step's span links to each trajectory's span. Each trajectory's trace gets a child span
+        that covers the computation and links to the step's span.
         """
         start, end = int(record.time_train_start * 1e9), int(record.time_train_end * 1e9)
         attributes = {
@@ -229,8 +229,9 @@ class _Instruments:
 def keep_until(folder: Path, step: int, measured: int | None = None) -> int:
     """Remove from `metrics.jsonl` what a resumed run will do again: everything if `step` is zero.
 
-    Evaluations stay up to the step `measured`, if given. They are not repeated for steps that the ledger
-    contains, unless a step has a different result. Returns the last step in the file; zero if none.
+    Evaluations stay up to the step `measured`, if given. They are not repeated for steps that the
+    ledger contains, unless a step has a different result. Returns the last step in the file; zero
+    if none.
     """
     path = folder / FILE
     with storing(path):

@@ -59,8 +59,8 @@ class MetricsConfig(Section):
     """How the run's figures are reported while it runs."""
 
     every_steps: int = Field(default=1, ge=1)
-    """Steps per reported point, on the terminal, in TensorBoard and in trackers. Each figure is aggregated
-    by its own rule. `metrics.jsonl` has every step."""
+    """Steps per reported point, on the terminal, in TensorBoard and in trackers. Each figure is
+    aggregated by its own rule. `metrics.jsonl` has every step."""
     load_every_seconds: float = Field(default=1.0, ge=0)
     """Interval at which the server is asked for its engine's load; zero disables it."""
     trackers: tuple[TrackerConfig, ...] = ()

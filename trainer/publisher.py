@@ -2,9 +2,9 @@
 
     fill (compute thread) -> upload to each server: whole, or as a difference -> STAGED -> switched
 
-The switch itself travels on the exchange. Each server has a separate connection and a `Sender`, which
-decides what to send when, and how to react to a refusal. The `WeightCopy` owns the bytes. Uploads to
-several servers run concurrently, and a change of the copy waits for all of them.
+The switch itself travels on the exchange. Each server has a separate connection and a `Sender`,
+which decides what to send when, and how to react to a refusal. The `WeightCopy` owns the bytes.
+Uploads to several servers run concurrently, and a change of the copy waits for all of them.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class Publisher:
     ) -> None:
         """Copy weights into the payload as this version, and score the probe with them.
 
-        `dtype` is the one the servers asked for. With `announcements`, one per server, uploads begin
-        during the copy if they can. Waits for uploads in progress.
+        `dtype` is the one the servers asked for. With `announcements`, one per server, uploads
+        begin during the copy if they can. Waits for uploads in progress.
         """
         async with AsyncExitStack() as stack:
             for sender in self.senders:
                 await stack.enter_async_context(sender.lock)
-            # Before the copy begins, so that a partly overwritten payload never counts as a version.
+            # Before the copy begins, so that a partly overwritten payload never counts as a
+            # version.
             self._copy.relabel(weight_version)
             self._leave_ahead()
             if not any(sender.has_base for sender in self.senders):

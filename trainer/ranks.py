@@ -1,10 +1,10 @@
 """One run on several processes: rank 0 leads, the others follow.
 
-Rank 0 is the trainer that `loop` describes. It holds the configuration, the data, the server connections
-and the run's folder. The other ranks hold their shard of the model and execute rank 0's commands. Each
-process reads its place from torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT. Ranks may be on any number of hosts. `penstock train --ranks N` starts N - 1 more processes
-on this host and sets the same variables for them.
+Rank 0 is the trainer that `loop` describes. It holds the configuration, the data, the server
+connections and the run's folder. The other ranks hold their shard of the model and execute rank 0's
+commands. Each process reads its place from torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT. Ranks may be on any number of hosts. `penstock train --ranks N` starts
+N - 1 more processes on this host and sets the same variables for them.
 
     rank 0                                          every other rank
     joins the process group                         joins the process group
@@ -16,17 +16,17 @@ on this host and sets the same variables for them.
     end(0) ──────────────────────────────────────►  its process exits
     waits until all are gone; exits
 
-There are two kinds of connection. The **process group** runs the collectives, which have torch's deadline.
-Only a command starts a collective, so no rank sits in one while rank 0 waits for a batch. The **control
-connections**, one from each rank to rank 0, carry commands in one direction and a failure in the other.
-They are silent while rank 0 has no command, and have no deadline. If a process dies, the kernel closes its
-connection at once, whatever the other end is doing. Frames are bytes and are never pickled. Rank 0 creates
-a key and broadcasts it over the process group; a process without the key is not accepted. Rank 0 listens on
-a port that the kernel chooses, at every address of its host. If it started the other ranks itself, it
-listens on the loopback address only.
+There are two kinds of connection. The **process group** runs the collectives, which have torch's
+deadline. Only a command starts a collective, so no rank sits in one while rank 0 waits for a batch.
+The **control connections**, one from each rank to rank 0, carry commands in one direction and a
+failure in the other. They are silent while rank 0 has no command, and have no deadline. If a
+process dies, the kernel closes its connection at once, whatever the other end is doing. Frames are
+bytes and are never pickled. Rank 0 creates a key and broadcasts it over the process group; a
+process without the key is not accepted. Rank 0 listens on a port that the kernel chooses, at every
+address of its host. If it started the other ranks itself, it listens on the loopback address only.
 
-A failure ends the run in every case, with a non-zero exit status. The files on disk are then as after a
-kill -9, which every file format here is designed for:
+A failure ends the run in every case, with a non-zero exit status. The files on disk are then as
+after a kill -9, which every file format here is designed for:
 
     an error on another rank    the rank waits MOMENT_SECONDS, in case its error is only the consequence of
                                   another rank's end. Then it reports to rank 0 and exits. Rank 0 prints the
@@ -76,8 +76,8 @@ KEY_BYTES = 32
 PORT_BYTES = 4
 PR_SET_PDEATHSIG = 1
 END = b"end"
-# Variable with rank 0's process id, set if rank 0 started the other ranks. There is then no torchrun
-# whose store the ranks could use.
+# Variable with rank 0's process id, set if rank 0 started the other ranks. There is then no
+# torchrun whose store the ranks could use.
 LOCAL = "PENSTOCK_LOCAL_RANKS"
 EXIT_STOPPED, EXIT_CONFIG = 1, 2
 # Time that a process has to prove that it is a rank, after it connects to rank 0.

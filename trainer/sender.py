@@ -1,9 +1,10 @@
 """Uploads weight versions to one server: chooses the transport, and tracks what the server holds.
 
-If the transport allows it, and the header needs nothing that is not known yet, an upload begins ahead: it
-starts before the payload is filled. The server then verifies the weights while the rest is copied, and
-`upload` only commits. Before the commit the server may forget such an upload, and `leave_ahead` makes it
-do so. If an upload that began ahead fails for any reason, the version is sent again like any other.
+If the transport allows it, and the header needs nothing that is not known yet, an upload begins
+ahead: it starts before the payload is filled. The server then verifies the weights while the rest
+is copied, and `upload` only commits. Before the commit the server may forget such an upload, and
+`leave_ahead` makes it do so. If an upload that began ahead fails for any reason, the version is
+sent again like any other.
 
 If differences are enabled, these versions are still sent whole:
 
@@ -40,8 +41,8 @@ Number = TypeVar("Number", int, float)
 
 GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
 INFO_TIMEOUT_SECONDS = 30.0
-# Transient refusals: a broken upload that the server has not noticed yet, a flipped bit, an epoch that a
-# reconnection of the exchange has just outdated.
+# Transient refusals: a broken upload that the server has not noticed yet, a flipped bit, an epoch
+# that a reconnection of the exchange has just outdated.
 PASSING = (Reason.UPLOAD_IN_PROGRESS, Reason.CHECKSUM_MISMATCH, Reason.STALE_EPOCH)
 # A server that keeps no base refuses every difference; two refusals can be chance.
 REFUSALS_IN_A_ROW = 3
@@ -90,9 +91,9 @@ class Sender:
         anchor_every: int = 50,
         adapter: weights_pb2.LoraAdapter | None = None,
     ) -> None:
-        """Starts with the first of `transports`; moves to the next if the server cannot read from it.
-        The default is shared memory, then the stream over `channel`. Nothing else may use `channel`.
-        With `adapter`, the adapter is uploaded instead of the model, always whole.
+        """Starts with the first of `transports`; moves to the next if the server cannot read from
+        it. The default is shared memory, then the stream over `channel`. Nothing else may use
+        `channel`. With `adapter`, the adapter is uploaded instead of the model, always whole.
         """
         self._channel = channel
         self._copy = copy

@@ -1,17 +1,17 @@
 """Submits tasks from the data source so that every server has enough of them waiting.
 
-`data_indices` tracks which index of the data is in which state, and which server it belongs to. If a
-server may have lost tasks, only the outstanding ones are submitted again. A server that lost a group
-and made another one delivers both under the same task. That task is still trained once: `take`
-returns False for the second group.
+`data_indices` tracks which index of the data is in which state, and which server it belongs to. If
+a server may have lost tasks, only the outstanding ones are submitted again. A server that lost a
+group and made another one delivers both under the same task. That task is still trained once:
+`take` returns False for the second group.
 
-Each reply to `SubmitTasks` reports how many tasks wait at the server. Between submissions, the count
-goes down by one for every group that the server delivers or reports as dropped. Servers are filled
-independently, so an unreachable server does not keep tasks from the others.
+Each reply to `SubmitTasks` reports how many tasks wait at the server. Between submissions, the
+count goes down by one for every group that the server delivers or reports as dropped. Servers are
+filled independently, so an unreachable server does not keep tasks from the others.
 
 A full server is left alone for a while, whether it is full of tasks or of anything else. The way to
-make room may be for this trainer to take groups and train them. `keep_filled` submits again after the
-delay that the server asked for.
+make room may be for this trainer to take groups and train them. `keep_filled` submits again after
+the delay that the server asked for.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def build_task(
 ) -> task_service_pb2.Task:
     """Build the task of one index. The same run and index always give the same task.
 
-    `attempts` is the number of attempts to start if that is more than the group's size. `again` makes
-    a distinct task id, so that a server that knows the first id accepts the task.
+    `attempts` is the number of attempts to start if that is more than the group's size. `again`
+    makes a distinct task id, so that a server that knows the first id accepts the task.
     """
     task = describe_problem(problem, config.system_prompt, config.sampling)
     task.task_id = f"{run_id}/{index}{AGAIN}{again}" if again else f"{run_id}/{index}"
@@ -225,8 +225,8 @@ class TaskFeeder:
     def data_source(self, task_id: str) -> str:
         """Return the data source under which the task's rewards are counted.
 
-        It is the task's `data_source` as agents see it. It follows from the index alone, so a resumed
-        trainer finds it too. For a task of another run, returns `UNKNOWN_SOURCE`.
+        It is the task's `data_source` as agents see it. It follows from the index alone, so a
+        resumed trainer finds it too. For a task of another run, returns `UNKNOWN_SOURCE`.
         """
         index = self._index(task_id)
         if index is None:
@@ -261,8 +261,8 @@ class TaskFeeder:
         index = int(number)
         before = self._indices.known(index)
         if before:
-            # A killed trainer submitted these. It may have used other servers, one of which may be gone
-            # for good. A server that has the tasks already ignores the repetition.
+            # A killed trainer submitted these. It may have used other servers, one of which may be
+            # gone for good. A server that has the tasks already ignores the repetition.
             server = self._division.server_of(index)
             self._servers[server].lacking.extend(_calls(before))
         return index
@@ -297,7 +297,8 @@ class TaskFeeder:
         await self.fill(server)
 
     async def fill(self, server: int) -> None:
-        """Submit what the server lacks, then new tasks until enough are waiting or the server is full.
+        """Submit what the server lacks, then new tasks until enough are waiting or the server is
+        full.
 
         Raises ServerLost and SessionRefused.
         """
@@ -395,10 +396,10 @@ async def submit_tasks(
 ) -> int:
     """Submit tasks in as many calls as they need; return how many then wait at the server.
 
-    The call names the run and the trainer's current epoch. If a newer trainer took over, the stream of
-    `Exchange` ends for good; here that counts as a lost server. A server without room for a whole call
-    is sent halves of it, for as long as they fit. The caller submits everything again later, and the
-    server ignores the tasks it has accepted before.
+    The call names the run and the trainer's current epoch. If a newer trainer took over, the stream
+    of `Exchange` ends for good; here that counts as a lost server. A server without room for a
+    whole call is sent halves of it, for as long as they fit. The caller submits everything again
+    later, and the server ignores the tasks it has accepted before.
 
     Raises ServerFull, ServerLost and SessionRefused.
     """
