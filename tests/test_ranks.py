@@ -277,7 +277,7 @@ async def test_ranks_that_are_asked_to_stop_do_and_one_process_goes_on(
             os.kill(pid, signal.SIGTERM)  # As torchrun does.
         assert await ranks.end() == [ASKED, 0]
         assert await (await go(nursery, stand, 1, resume=True)).end() == [0], stand.said
-        assert "computed with 2 ranks, this run goes on with 1" in stand.said
+        assert "computed with 2 ranks, this run continues with 1" in stand.said
         check_lineage(stand)
         compare_runs(stand, *undisturbed)
 
