@@ -413,7 +413,7 @@ def test_a_rank_that_ends_before_it_joined_ends_the_run() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 3
-    assert "rank 1 ended with 3 before it joined" in ended.stderr
+    assert "rank 1 exited with status 3 before it joined" in ended.stderr
 
 
 def test_a_rank_that_begins_when_rank_zero_has_gone_ends_at_once() -> None:

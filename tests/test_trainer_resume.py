@@ -695,7 +695,7 @@ async def test_it_goes_on_only_with_the_run_it_was(
         with (tmp_path / "prompts.jsonl").open("a") as file:
             file.write(json.dumps({"prompt": "One more?"}) + "\n")
         assert await go(nursery, stand) == 1
-        assert "its place in the data is one in 'jsonl " in stand.said
+        assert "its data is 'jsonl " in stand.said
         lines = (tmp_path / "prompts.jsonl").read_text().splitlines(keepends=True)
         (tmp_path / "prompts.jsonl").write_text("".join(lines[:-1]))
         ledger = Ledger(tmp_path / "out")

@@ -148,8 +148,8 @@ class Ledger:
                 break
         if length_bytes is not None and length_bytes != self._length:
             raise CheckpointUnusable(
-                f"{self.path}: the line of step {step} ends at byte {self._length}, and ended at "
-                f"{length_bytes} when the checkpoint was written"
+                f"{self.path}: the line of step {step} ends at byte {self._length}, but ended at "
+                f"{length_bytes} when the checkpoint was written: the ledger is of another run"
             )
         self.trained = dict(
             islice(self.trained.items(), max(0, len(self.trained) - REMEMBERED), None)

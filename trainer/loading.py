@@ -98,7 +98,7 @@ def load_config(path: str) -> PretrainedConfig:
             else getattr(quantized, "quant_method", None)
         )
         raise ConfigInvalid(
-            f"model.path: {path!r} is quantized ({kind or 'in some way'}): "
+            f"model.path: {path!r} is quantized ({kind or 'unknown method'}): "
             "use the model that it was quantized from"
         )
     return cast("PretrainedConfig", config)

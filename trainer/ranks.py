@@ -123,7 +123,9 @@ def find_place(environment: Mapping[str, str]) -> Place:
     except ValueError as error:
         raise ConfigInvalid(f"the variables RANK, WORLD_SIZE, LOCAL_RANK: {error}") from error
     if not 0 <= place.rank < place.size:
-        raise ConfigInvalid(f"the variables RANK, WORLD_SIZE: no rank {rank} among {size}")
+        raise ConfigInvalid(
+            f"the variables RANK, WORLD_SIZE: rank {rank} is out of range for {size} ranks"
+        )
     return place
 
 
@@ -177,7 +179,7 @@ class LocalRanks:
         status = process.wait()
         if not self._joined.is_set():
             # If its configuration was unusable, the rank has printed the reason itself.
-            exit_at_once(f"rank {rank} ended with {status} before it joined", max(status, 1))
+            exit_at_once(f"rank {rank} exited with status {status} before it joined", max(status, 1))
 
 
 class Leader:

@@ -48,5 +48,5 @@ class ServerConfig(Section):
         if isinstance(address, str):
             return address
         if twice := next((one for one in address if address.count(one) > 1), None):
-            raise ValueError(f"{twice} is listed twice; a server has one part of the run")
+            raise ValueError(f"{twice} is listed twice; list each server once")
         return address

@@ -142,6 +142,5 @@ def _check_same_run(folder: Path, state: TrainerState, run_id: str, data: str) -
         raise CheckpointUnusable(f"{folder}: run {state.run_id!r}, not {run_id!r}")
     if state.data != data:
         raise CheckpointUnusable(
-            f"{folder}: its position is one in the data {state.data!r}, but the configuration "
-            f"names {data!r}"
+            f"{folder}: its data is {state.data!r}, but the configuration names {data!r}"
         )

@@ -309,7 +309,7 @@ class TaskFeeder:
                 await self._fill(server)
             except ServerFull as error:
                 if not tasks.full.is_set():
-                    log.warning("%s; asking again until there is room", error)
+                    log.warning("%s; submitting again until there is room", error)
                 tasks.full_seconds = error.retry_after_seconds
                 tasks.full.set()
                 return

@@ -105,7 +105,7 @@ class TrackerThread:
             log.warning("%s: not done after %g s; stopping without it", self.name, CLOSE_SECONDS)
         lost = self._refused + self._sent - self._logged
         if lost:
-            log.warning("%s: %d points did not reach it; metrics.jsonl has them", self.name, lost)
+            log.warning("%s: %d points were not delivered; metrics.jsonl has them", self.name, lost)
 
     def _run(self) -> None:
         opened = False
@@ -124,7 +124,7 @@ class TrackerThread:
             return False
         if self._attempt(lambda: self._tracker.log(point.step, point.figures)):
             if self._failing:
-                log.warning("%s: points reach it again, from step %d on", self.name, point.step)
+                log.warning("%s: points are delivered again from step %d", self.name, point.step)
             self._logged += 1
             self._failing = False
         else:
@@ -139,7 +139,7 @@ class TrackerThread:
             # The library may raise anything; only this point is lost.
             if not self._failing:
                 kind = type(error).__name__
-                log.warning("%s: points are lost: %s: %s", self.name, kind, error)
+                log.warning("%s: cannot deliver points: %s: %s", self.name, kind, error)
             self._failing = True
             return False
         return True
