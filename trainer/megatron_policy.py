@@ -361,7 +361,7 @@ class MegatronPolicy:
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Score a sequence under the given weights with transformers; see `policy.Policy`."""
         if self._outline is None:
-            # On the CPU, where there is room for a model that does not fit on one device.
+            # On the CPU, whose memory can hold a model that does not fit on one device.
             self._outline = outline(str(self._folder), torch.device("cpu"))
         return self._outline.score(tensors, token_ids).numpy()
 

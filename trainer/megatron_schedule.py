@@ -157,7 +157,7 @@ def read_tokens(
 
 
 def _sum_over_columns(partial_M: Tensor) -> Tensor:
-    """Sum over the ranks that share the vocabulary; each rank gets the gradient of its own part."""
+    """Sum over the ranks that share the vocabulary; each rank gets its part's gradient."""
     reduce = cast(
         "Callable[[Tensor], Tensor]",
         tensor_parallel.reduce_from_tensor_model_parallel_region,  # pyright: ignore[reportUnknownMemberType]

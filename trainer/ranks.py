@@ -179,7 +179,9 @@ class LocalRanks:
         status = process.wait()
         if not self._joined.is_set():
             # If its configuration was unusable, the rank has printed the reason itself.
-            exit_at_once(f"rank {rank} exited with status {status} before it joined", max(status, 1))
+            exit_at_once(
+                f"rank {rank} exited with status {status} before it joined", max(status, 1)
+            )
 
 
 class Leader:
