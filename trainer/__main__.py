@@ -165,8 +165,8 @@ def _follow(config: TrainerConfig, place: Place) -> int:
 
 def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) -> bool:
     """Returns True once training is done, False if it was asked to stop."""
-    from penstock.trainer.core.compute import ComputeThread
     from penstock.common import allocator, telemetry
+    from penstock.trainer.core.compute import ComputeThread
 
     allocator.keep_freed_memory(allocator.TRAINER_TRIM_BYTES, allocator.TRAINER_MAP_BYTES)
     telemetry.configure("penstock-trainer")

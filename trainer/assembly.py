@@ -1,4 +1,4 @@
-"""What a run is made of, put together."""
+"""Builds the parts of a run and connects them."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ from penstock.trainer.weights.transports import (
 from penstock.v1 import weights_pb2
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
 
-# Batches' worth of tasks that wait at the server beyond what the gate may admit at once.
+# Batches of tasks to keep waiting at the server, beyond what the gate can admit at once.
 SPARE_BATCHES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The connections to one server."""
+    """The two connections to one server."""
 
     address: str
     channel: grpc.aio.Channel
     bulk: grpc.aio.Channel
-    """Carries weights, and nothing else."""
+    """Carries weights and nothing else."""
 
 
 @asynccontextmanager
 async def open_links(server: ServerConfig) -> AsyncGenerator[tuple[Link, ...]]:
-    """A link to every server, in their order. Raises ConfigInvalid."""
+    """Open a link to every server, in the configured order. Raises ConfigInvalid."""
     security = security_of(server)
     async with AsyncExitStack() as stack:
         links: list[Link] = []
@@ -75,7 +75,7 @@ async def open_links(server: ServerConfig) -> AsyncGenerator[tuple[Link, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a run is made of."""
+    """The parts of a run."""
 
     exchanges: Exchanges
     publisher: Publisher
@@ -126,7 +126,7 @@ def wire(
 
         def save() -> None:
             save_checkpoint(folder, reached, start.policy.save, keep=keep)
-            # From now on a folder without checkpoints is not one to go on from.
+            # The run can resume from a checkpoint now, so the id of its start is no longer needed.
             remove_start_id(run.out)
 
         return save
@@ -159,11 +159,11 @@ def _make_writers(
     console: Console,
     trackers: Trackers,
 ) -> tuple[MetricsWriter, EvaluationWriter]:
-    """What writes steps and evaluations, after what the run before left unwritten."""
+    """Create the writers, after showing and writing what the previous run left unwritten."""
     run = config.run
     state = start.state
     unwritten: Mapping[str, object] = state.record if start.written_step < state.step else {}
-    # Evaluations before the first step are at zero.
+    # Evaluations before the first step have step zero.
     begins = state.step + 1 if state.step else 0
     tensorboard = SummaryWriter(str(run.out / "tensorboard"), purge_step=begins)
     for line in lines_from(run.out, begins):
@@ -211,7 +211,7 @@ def make_publisher(
     probe: Probe,
     adapter: weights_pb2.LoraAdapter | None = None,
 ) -> Publisher:
-    """What uploads the weights to every server. Raises ConfigInvalid."""
+    """Create the publisher, with a sender for every server. Raises ConfigInvalid."""
     weights = config.weights
     copy = WeightCopy(compute, probe)
     folders = VersionFolders(compute, config.run.out / "weights", keep=weights.keep)
@@ -251,8 +251,11 @@ def _make_transports(config: TrainerConfig, link: Link, folders: VersionFolders)
 
 
 def security_of(server: ServerConfig, given: Security | None = None) -> Security:
-    """How the servers are called; what a command line has `given` counts over the file. Raises
-    ConfigInvalid."""
+    """Return how to authenticate to the servers. Options `given` on a command line override the
+    file.
+
+    Raises ConfigInvalid if the credentials are unusable.
+    """
     own = Security(
         tls=server.tls,
         ca=server.ca,

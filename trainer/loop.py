@@ -1,54 +1,57 @@
-"""The walk, seen from the trainer: batch -> gradient -> weights, again and again.
+"""The training loop: gathers a batch, computes a step, publishes the weights, and repeats.
 
     gather   wait for the groups of one step, which the server delivers on demand
-    train    advantages, packing, one optimizer step
-    note     what the step was made of, in the ledger
-    publish  upload the new weights while generation goes on
-    switch   ask for them on the exchange, send receipts, demand the next batch
-    conclude when the switch is answered: the step's record
+    train    compute advantages, pack, take one optimizer step
+    note     record the groups of the step in the ledger
+    publish  upload the new weights while the server keeps generating
+    switch   request the switch on the exchange, send receipts, demand the next batch
+    conclude write the step's record once the server has answered the switch
 
-A run may have several servers (`exchanges`). Each delivers its part of the batch, is sent the weights and
-asked to switch, and gets the receipts of its own groups; the step goes on when all have. What follows says
-"the server" of each.
+A run may have several servers (`exchanges`). Each server delivers its part of the batch. Each is
+sent the weights, is asked to switch, and gets the receipts of its own groups. The step continues
+once all servers are done. Below, "the server" means each of them.
 
-The server goes on sampling all the while; what it has finished meanwhile is waiting at the next
-gather. A step's demand follows its switch, because from then on the trainer holds the new version,
-from which lag is counted. Every step publishes a version of its own, also where nothing had a
-gradient: the server counts batches by the versions between them.
+The server samples throughout. Groups that it finishes during a step wait for the next gather. A
+step's demand follows its switch, because that is when the trainer's version changes, and lag is
+counted from the trainer's version. Every step publishes a separate version, even if nothing had a
+gradient, because the server counts batches by the versions between them.
 
-A switch can be rejected: the engine could not load the version, or its probe was off. The server then
-samples the version before. The order of events:
+A switch can be rejected: the engine could not load the version, or its probe failed. The server
+then keeps sampling the previous version. The order of events is:
 
     1. SwitchWeights(v), the receipts of v's batch, the next demand; the next step gathers
-    2. WeightReceipt(v) with a rejection. v's step is done all the same: the policy contains it, so its
-       receipts stand and its groups are not trained again; only the engine lags behind
-    3. v once more, whole, out of the payload, which the policy's next step does not touch. The groups
-       that come meanwhile carry one version more of lag, and are masked or held back as any others
-    4. SwitchWeights(v) again. Accepted: the step is concluded. Rejected: the run ends. What it has not
-       saved the server delivers again to the trainer that resumes
+    2. WeightReceipt(v) with a rejection. v's step still counts. The policy contains it, so its
+       receipts stand and its groups are not trained again. Only the engine lags behind
+    3. v is sent again, whole, from the payload; the policy's next step does not touch the payload.
+       Groups that arrive meanwhile have one more version of lag, and the late policy treats them
+       like any others
+    4. SwitchWeights(v) again. If accepted, the step is concluded. If rejected, the run ends. The
+       server delivers everything unsaved again to the trainer that resumes
 
-The next version is not published before that is settled.
+The next version is not published until this is settled.
 
-A run is asked to stop by `stopping`, and ends in one of these ways:
+`stopping` asks a run to stop. It then ends in one of these ways:
 
-    server there     gathering ends at once; a step that computes is finished: publish, switch,
-                     receipts, checkpoint, conclude
-    server away      computing is finished, and so is its step, but only here: the server hears
-                     nothing of it. Checkpoint; the record as far as known. Whoever waits for the
-                     server (`Handover`) stops waiting as `Exchanges.left` is set. A step that the ledger
-                     has ahead is compared with its line all the same
-    server lost      as with the server there until the loss, from then on as with the server away
-      after that
-    server full      as with the server lost, where it has no room for the weights or the tasks of the
-                     step under way
+    server reachable    gathering ends at once. A step that is computing is finished: publish,
+                        switch, receipts, checkpoint, conclude
+    server unreachable  a step that is computing is finished, but only locally: the server hears
+                        nothing about it. The checkpoint is written, and the record as far as it
+                        is known. `Exchanges.left` is set, which ends every wait for the server
+                        (`Handover`). A step that the ledger already contains is still compared
+                        with its line
+    server lost later   as for a reachable server until the loss, then as for an unreachable one
+    server full         as for a lost server, if it has no room for the weights or the tasks of
+                        the current step
 
-In all of them the checkpoint holds the last step the policy contains, where checkpoints are kept
-and it is not saved yet. It is written after the step's receipts and before its notice: what is
-receipted and not in a checkpoint, the server delivers again to a trainer that resumes before it.
-What is in a checkpoint and was not receipted it delivers again too; the ledger knows the group, and
-it is refused then, not trained twice.
+In all cases the checkpoint holds the last step that the policy contains, if checkpoints are kept
+and that step is not saved yet. The checkpoint is written after the step's receipts and before the
+notice of it. If a group was receipted but is in no checkpoint, the server delivers it again to a
+trainer that resumes before that step. If a group is in a checkpoint but was not receipted, the
+server delivers it again as well. The ledger knows that group, so it is refused rather than trained
+twice.
 
-A run that resumes does what the trainer before did beyond the checkpoint again: see `agreement`.
+A resumed run repeats the steps that the previous trainer did beyond the checkpoint: see
+`agreement`.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ IN_FLIGHT = {
 
 
 class TrainingLoop:
-    """One run, from the step its policy is at to its last."""
+    """One run, from the policy's current step to the last."""
 
     def __init__(
         self,
@@ -126,11 +129,14 @@ class TrainingLoop:
         evaluator: Evaluator | None = None,
         data_ranks: int = 1,
     ) -> None:
-        """`checkpoint(step, weight_version, figures)` notes what there is to save, among it the step's
-        figures where they are not written yet; what it returns saves it, and runs in the compute thread.
-        `stopping`, which the exchanges have too, ends the run after the step under way. Up to
-        `forgotten_step`, of a checkpoint that is broken, the server may have forgotten what the ledger
-        has ahead. Without an `evaluator` nothing is measured. A plan is for `data_ranks` ranks."""
+        """`checkpoint(step, weight_version, figures)` collects what to save, and returns a function
+        that saves it in the compute thread. `figures` are those of the step, if not written yet.
+
+        `stopping` is shared with the exchanges and ends the run after the current step. If a
+        checkpoint is broken, `forgotten_step` is its step. Up to that step the server may have
+        forgotten groups that the ledger still has ahead. Without an `evaluator` there are no
+        evaluations. Plans are made for `data_ranks` ranks.
+        """
         self._data_ranks = data_ranks
         self._config = config
         self._evaluator = evaluator
@@ -170,13 +176,12 @@ class TrainingLoop:
         self._saved_step = step
         self._unconcluded: StepRecord | None = None
         self.step = step
-        """Last step the policy contains."""
+        """The last step that the policy contains."""
 
     async def run(self) -> None:
-        """Consumes delivered groups; waits for a batch of them; produces weight versions and
-        receipts.
+        """Gather batches, train on them, and produce weight versions and receipts.
 
-        Ends after the last step or, sooner, when it is asked to stop: the module says how.
+        Ends after the last step, or earlier if asked to stop. The module docstring describes how.
         """
         async with asyncio.TaskGroup() as concluding:
             self._exchanges.on_notice = lambda server, notice: self._heed(
@@ -198,7 +203,7 @@ class TrainingLoop:
                     filler.cancel()
 
     def _seconds_afterwards(self) -> float | None:
-        """What the evaluation of the last weights takes, after the last step."""
+        """Estimate the seconds that the evaluation of the final weights takes after the last step."""
         return self._evaluator.seconds_after(self._config.run.steps) if self._evaluator else 0.0
 
     async def _steps(self, concluding: asyncio.TaskGroup) -> None:
@@ -217,10 +222,10 @@ class TrainingLoop:
             result = await self._train(batch, record)
             hit("train.computed")
             if conclusion is not None:
-                # The payload is the server's until it has answered the switch before.
+                # The server reads the payload until it has answered the previous switch.
                 await conclusion
             if self._config.weights.transport == "collective":
-                # Its upload is the switch.
+                # For a collective, the upload is the switch.
                 await self._may_switch(record)
             await self._publish(batch, result, record)
             hit("train.published")
@@ -238,12 +243,14 @@ class TrainingLoop:
             await self._evaluator.finish(self.step, self._exchanges.held_version)
 
     async def begin(self) -> None:
-        """Agrees with the servers on weights and tasks before the first step. Raises ConfigInvalid where
-        one does not take this run's adapter."""
+        """Agree with the servers on weights and tasks before the first step.
+
+        Raises ConfigInvalid if a server does not accept this run's adapter.
+        """
         await self._agreement.begin(self.step)
 
     async def restore(self, server: int, welcome: trainer_service_pb2.Welcome) -> None:
-        """Brings a server up to date that came back with less than it had. Raises ServerLost."""
+        """Bring a server up to date that came back without some of its state. Raises ServerLost."""
         samples_it = await self._agreement.restore(server, welcome)
         if self._evaluator is not None:
             if not samples_it:
@@ -251,7 +258,7 @@ class TrainingLoop:
             await self._evaluator.submit_again(server)
 
     def _measure(self, weight_version: int) -> None:
-        """The server samples what the trainer holds: evaluations that are due begin."""
+        """Start the evaluations that are due, now that the server samples the trainer's version."""
         behind = self._agreement.catching_up or self._exchanges.left.is_set()
         if self._evaluator is not None and not behind:
             self._evaluator.version_active(self.step, weight_version)
@@ -261,7 +268,7 @@ class TrainingLoop:
             record.seconds_held += await self._evaluator.may_switch()
 
     async def _gather(self, record: StepRecord) -> Batch | None:
-        """The next batch, without groups that failed altogether; None where the run is to stop."""
+        """Return the next batch, without groups whose attempts all failed; None to stop the run."""
         batch = await self._gatherer.gather(record)
         if batch is None:
             return None
@@ -281,26 +288,26 @@ class TrainingLoop:
     def _heed(
         self, server: int, notice: trainer_service_pb2.Notice, group: asyncio.TaskGroup
     ) -> None:
-        """A dropped group took its task with it; a requeued one did not."""
+        """Give up the task of a dropped group. The task of a requeued group stays."""
         if notice.reason not in TAKE_THEIR_TASK:
             return
         task_id = notice.task_id
         if self._evaluator is not None and self._evaluator.dropped(task_id, notice.reason):
             return
-        # Without an id, as an older server sends it, it may be any; others are an agent's, of an evaluation
-        # that is over, or were told before on a stream that was lost.
+        # Older servers send notices without an id: those may concern any task. Other unknown ids
+        # are an agent's, a finished evaluation's, or repeat a notice from a stream that was lost.
         if not task_id or self._tasks.awaits(task_id):
             group.create_task(self._give_up(server, notice))
 
     async def _give_up(self, server: int, notice: trainer_service_pb2.Notice) -> None:
-        """No group of that task will come: as of one that was refused, which this server knows already."""
+        """Settle a task that will get no group, as if refused. The server knows about this already."""
         self._tasks.settled(notice.task_id)
         self._tasks.arrived(server)
         self._gatherer.given_up(notice.reason)
         entry = RefusedEntry(notice.group_id, notice.task_id, notice.reason)
         await together(
             (
-                # A checkpoint before this says that its index is outstanding.
+                # Without this entry, an older checkpoint would still list its index as outstanding.
                 self._compute.run(self._ledger.refuse, entry),
                 self._handover.ask(server, lambda: self._tasks.fill(server)),
             )
@@ -326,13 +333,15 @@ class TrainingLoop:
         return self._policy.step(plan)
 
     async def _publish(self, batch: Batch, result: StepResult, record: StepRecord) -> None:
-        """Notes the step and uploads its weights, staged: generation goes on meanwhile. An upload that
-        begins with the copy is committed only after the note."""
+        """Note the step in the ledger and stage its weights while the server keeps generating.
+
+        An upload that starts while the payload is filled is committed only after the note.
+        """
         record.time_upload_start = record.time_upload_end = time.time()
         record.weight_version = self._exchanges.held_version + 1
         left = self._exchanges.left.is_set()
-        # Nobody takes these weights, but where the step was done before, the ledger has their checksum:
-        # without it this line would be another one, which cuts off those of the steps that follow.
+        # No server takes these weights. But if the step was done before, its ledger line has their
+        # checksum. A line without it would differ and cut off the lines of the steps that follow.
         if left and record.step not in self._ledger.ahead:
             await self._note(_entry(batch, record, ""))
             return
@@ -349,27 +358,29 @@ class TrainingLoop:
         record.seconds_upload = record.time_upload_end - record.time_upload_start
         if sent is not None:
             _describe_upload(sent, record)
-        # A server cannot say it of the first version that it gets, nor one whose answer was lost.
+        # A server cannot report this for its first version, or if its answer was lost.
         same = before == self._publisher.digest or not result.applied
         if same or record.changed_tensors == 0:
             record.unchanged = True
-            why = "" if result.applied else ", for the step had no gradient"
+            why = "" if result.applied else ", because the step had no gradient"
             log.warning("version %d changes no tensor%s", record.weight_version, why)
 
     async def _note(self, entry: StepEntry) -> None:
         if self._evaluator is not None and self._ledger.ahead.get(entry.step, entry) != entry:
-            # Before the ledger loses what says so.
+            # Must precede the ledger write, which removes the evidence of the mismatch.
             self._metrics.forget(entry.step)
             self._evaluator.forget(entry.step)
-        # Before the server hears of the version, so that the ledger knows of all it may sample.
+        # The ledger must contain every version that the server may sample, so it is written first.
         await self._compute.run(self._ledger.write, entry)
         hit("train.noted")
 
     def _switch(
         self, batch: Batch, record: StepRecord
     ) -> Mapping[int, asyncio.Future[SwitchReceipt]]:
-        """Switch, receipts, and the demand of the next step, in this order on each stream; the answers to
-        come, none of a server that is past this version."""
+        """Send the switch, the receipts and the next step's demand, in this order on each stream.
+
+        Returns the pending answers. Servers already past this version have none.
+        """
         record.time_switch_start = time.time()
         switches = self._agreement.switch(record.weight_version)
         self.step = record.step
@@ -383,13 +394,13 @@ class TrainingLoop:
         return switches
 
     async def _save_if_due(self) -> float:
-        """Saves what is not saved yet, each so many steps and at the end; returns its seconds."""
+        """Save a checkpoint every `every_steps` steps and at the end; return the seconds it took."""
         every = self._config.checkpoint.every_steps
         last = self.step == self._config.run.steps or self._stopping.is_set()
         if not every or self.step == self._saved_step or (self.step % every and not last):
             return 0.0
         begun = time.time()
-        # Noted here, while nothing moves; written there.
+        # Collected here, while nothing changes; the compute thread writes it.
         figures: Mapping[str, object] = (
             {} if self._unconcluded is None else as_json(self._unconcluded.line())
         )
@@ -397,7 +408,7 @@ class TrainingLoop:
         await self._compute.run(save)
         self._saved_step = self.step
         hit("checkpoint.before_notice")
-        # Only now: what the notice makes final, the server forgets.
+        # Not before the save: the notice is final, and the server forgets these groups.
         self._exchanges.checkpoint(self.step)
         return time.time() - begun
 

@@ -1,5 +1,4 @@
-"""Where a run begins: its policy and its place in the data, from the newest whole checkpoint where it
-resumes."""
+"""Starts or resumes a run: loads its policy, its position in the data, and its ledger."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run begins."""
+    """The state from which a run begins."""
 
     policy: RankPolicy
     state: TrainerState
@@ -33,16 +32,17 @@ class Start:
     evaluations: tuple[EvaluationSet, ...]
     ledger: Ledger
     resumes: bool
-    """Whether it goes on with what is in the run's folder; false where it begins anew."""
+    """Whether the run continues what is in its folder; false for a new start."""
     share_prefixes: bool
     passed_over: int
-    """Step of a newer checkpoint that is broken; zero where none is."""
+    """Step of a newer checkpoint that is broken; zero if none is."""
     written_step: int
-    """Last step whose figures are written; the state has those of its own step where they are not."""
+    """The last step whose figures are in `metrics.jsonl`. If it is before the state's own step, the
+    state contains the figures to write."""
 
 
 def make_policy(config: TrainerConfig) -> RankPolicy:
-    """This rank's part of the policy. Raises ConfigInvalid."""
+    """Create this rank's part of the policy. Raises ConfigInvalid."""
     if config.model.backend.kind == "megatron":
         from penstock.trainer.policy.megatron.hook import install
 
@@ -61,24 +61,27 @@ def make_policy(config: TrainerConfig) -> RankPolicy:
 
 
 def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger: Ledger) -> Start:
-    """The policy, from the newest whole checkpoint where the run resumes. In the compute thread."""
+    """Load the policy and the state, from the newest complete checkpoint if `resume`.
+
+    Runs in the compute thread. Raises ConfigInvalid and CheckpointUnusable.
+    """
     run, folder = config.run, config.run.out / "checkpoints"
     if not resume and has_checkpoints(folder):
         raise ConfigInvalid(
             f"run.out: {folder} holds checkpoints of an earlier start: "
-            "go on from them with --resume, or choose another folder"
+            "resume from them with --resume, or choose another folder"
         )
     checkpoint = restore(folder) if resume else None
     if checkpoint is not None and not config.checkpoint.every_steps:
         raise ConfigInvalid(
-            f"checkpoint.every_steps: 0 keeps no checkpoints, and this run goes on from "
-            f"{checkpoint.folder}: what it trains then could not be done again. Any number will do: the "
-            "last step is saved, too"
+            f"checkpoint.every_steps: 0 keeps no checkpoints, but this run resumes from "
+            f"{checkpoint.folder}, and its further steps could not be repeated after a crash. Set any "
+            "positive number: the last step is always saved"
         )
     start_id = read_start_id(run.out) if resume and config.checkpoint.every_steps else ""
     resumes = checkpoint is not None or bool(start_id)
     if not resumes:
-        # First of all: whatever stops this start, nobody takes the one before for it.
+        # First of all, so that a failed start never leaves the previous start's id in use.
         remove_start_id(run.out)
     source = open_source(config.data, run.seed)
     data = source.identity
@@ -95,23 +98,23 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         measured = max(ledger.ahead, default=state.step)
         log.info("resuming after step %d from %s", state.step, checkpoint.folder)
     elif start_id:
-        # Nothing is final before the first checkpoint: the server still has what it was trained on.
+        # Nothing is final before the first checkpoint: the server still has all trained groups.
         ledger.resume(0)
         measured = max(ledger.ahead, default=0)
-        log.warning("no checkpoint in %s yet; beginning at step 1, with the same groups", folder)
+        log.warning("no checkpoint in %s yet; starting at step 1 with the same groups", folder)
     else:
         ledger.begin()
         start_id = new_start_id(run.out if config.checkpoint.every_steps else None)
         state = replace(state, start_id=start_id)
         if resume:
-            log.warning("nothing to resume from in %s; beginning at step 1, anew", folder)
+            log.warning("nothing to resume from in %s; starting at step 1 as a new run", folder)
     share_prefixes = config.train.share_prefixes and policy.supports_trees()
     if config.train.share_prefixes and not share_prefixes:
         log.warning(
-            "this model cannot share prefixes: its layers do not attend as the mask of a tree says"
+            "this model cannot share prefixes: its layers do not follow the mask of a prefix tree"
         )
     passed_over = checkpoint.passed_over if checkpoint is not None else 0
-    # Before anything reads or adds to it.
+    # Before the file is read or appended to.
     written_step = keep_until(run.out, state.step, measured)
     evaluations = _open_evaluations(config)
     return Start(
@@ -128,17 +131,16 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
 
 
 def _open_evaluations(config: TrainerConfig) -> tuple[EvaluationSet, ...]:
-    """The sets to measure, each with what a run that resumes has measured of it."""
+    """Open the evaluation sets, each with the last step at which it was measured."""
     last = last_steps(config.run.out)
     return tuple(EvaluationSet(e, config.data, last.get(e.name)) for e in config.evaluation)
 
 
 def _check_same_run(folder: Path, state: TrainerState, run_id: str, data: str) -> None:
-    """Raises CheckpointUnusable where the configuration is of another run, or its data are others."""
+    """Raise CheckpointUnusable if the checkpoint is of another run or has other data."""
     if state.run_id != run_id:
         raise CheckpointUnusable(f"{folder}: run {state.run_id!r}, not {run_id!r}")
     if state.data != data:
         raise CheckpointUnusable(
-            f"{folder}: its place in the data is one in {state.data!r}; the configuration now "
-            f"names {data!r}"
+            f"{folder}: its data is {state.data!r}, but the configuration names {data!r}"
         )

@@ -344,7 +344,7 @@ async def test_steps_without_gradient_still_advance(tiny: Path, tmp_path: Path) 
     steps = records(tmp_path)
     assert [step["applied"] for step in steps] == [False, False, False]
     assert [step["unchanged"] for step in steps] == [True, True, True]
-    assert "version 1 changes no tensor, for the step had no gradient" in err
+    assert "version 1 changes no tensor, because the step had no gradient" in err
     assert [step["groups_without_gradient"] for step in steps] == [2, 2, 2]
     assert all(step["loss"] == 0.0 and step["grad_norm"] == 0.0 for step in steps)
 

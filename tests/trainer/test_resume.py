@@ -182,7 +182,7 @@ async def test_a_run_with_nothing_saved_yet_begins_again_with_the_same_groups(
         code = await go(nursery, stand, resume=False, failpoints="train.published=kill@4")
         assert code == KILLED
         assert await go(nursery, stand) == 0, stand.said
-        assert "beginning at step 1" in stand.said
+        assert "starting at step 1" in stand.said
         assert model_of(stand) == undisturbed[0]
         check_lineage(stand)
         assert stand.server.engine.versions == list(range(1, STEPS + 1))
@@ -694,11 +694,11 @@ async def test_it_goes_on_only_with_the_run_it_was(
         code = await go(nursery, stand, resume=False, failpoints="train.published=kill@3")
         assert code == KILLED
         assert await go(nursery, stand, resume=False) == 2
-        assert "go on from them with --resume, or choose another folder" in stand.said
+        assert "resume from them with --resume, or choose another folder" in stand.said
         with (tmp_path / "prompts.jsonl").open("a") as file:
             file.write(json.dumps({"prompt": "One more?"}) + "\n")
         assert await go(nursery, stand) == 1
-        assert "its place in the data is one in 'jsonl " in stand.said
+        assert "its data is 'jsonl " in stand.said
         lines = (tmp_path / "prompts.jsonl").read_text().splitlines(keepends=True)
         (tmp_path / "prompts.jsonl").write_text("".join(lines[:-1]))
         ledger = Ledger(tmp_path / "out")

@@ -1,6 +1,6 @@
-"""A step's plan as bytes, for the ranks that follow: one safetensors blob, each field a tensor.
+"""Encodes a step's plan for the other ranks as one safetensors blob, with a tensor for each field.
 
-unmoved, rewards/FIELD, U/counts, U/B/FIELD    of update U and its micro-batch B
+unmoved, rewards/FIELD, U/counts, U/B/FIELD    for update U and its micro-batch B
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TENSOR_FIELDS = tuple(field.name for field in fields(MicroBatch) if field.name !
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """All of it."""
+    """Encode the whole plan."""
     tensors = {"unmoved": torch.tensor([plan.groups_without_gradient, plan.updates_skipped])}
     for name in REWARD_FIELDS:
         tensors[f"rewards/{name}"] = torch.as_tensor(getattr(plan.rewards, name))
@@ -38,12 +38,12 @@ def encode_plan(plan: StepPlan) -> bytes:
                     tensors[f"{u}/{b}/{name}"] = tensor
             tensors[f"{u}/{b}/index"] = batch.sequences.index_N
             tensors[f"{u}/{b}/count"] = torch.tensor(batch.sequences.count)
-    # Some may be the same memory, which the format refuses.
+    # Cloned, because some tensors may share memory, which the format refuses.
     return save({name: tensor.clone().contiguous() for name, tensor in tensors.items()})
 
 
 def decode_plan(content: bytes) -> StepPlan:
-    """What `encode_plan` was given."""
+    """Decode the output of `encode_plan`."""
     tensors = load(content)
     updates: list[Update] = []
     while f"{len(updates)}/counts" in tensors:

@@ -1,19 +1,20 @@
-"""From the groups of a step to its updates: advantages, what has a gradient, micro-batches, counts.
+"""Plans a step: turns its groups into updates, with advantages, micro-batches and counts.
 
     groups -> RewardBatch -> advantages -> per update: PlacedSamples -> MicroBatches, StepCounts
 
-Advantages are made of the whole step, before it is cut into updates. Where rewards are penalized with
-the KL to a reference, or measured by a critic, they can be made only when that has spoken: the plan then
-has every sequence, with advantage zero, and `complete` fills advantages in, and leaves those out that
-only the reference needed.
+Advantages are computed over the whole step before it is cut into updates. If rewards are penalized
+with the KL to a reference, or a critic estimates values, the advantages must wait for the output of
+these models. The plan then contains every sequence, with advantage zero. `complete` fills the
+advantages in and removes the sequences that turn out to have no gradient.
 
-On several ranks the micro-batches of an update are those of all of them in turn, as many for each: those
-of rank r of n are `batches[r::n]`, which is what `StepPlan.share` takes. Counts and rewards are of the
-whole step on every rank.
+On several ranks, an update's micro-batches are dealt out in turn, the same number to each rank.
+Rank r of n has `batches[r::n]`, which is what `StepPlan.share` returns. Counts and rewards are
+those of the whole step on every rank.
 
-A sequence that no term of the objective gives a gradient costs no forward pass. It counts all the same, in
-what the update is cut from and divided by: lest what others weigh depend on it, or on a term that gives it
-one. An update in which nothing has a gradient is skipped, and counted.
+A sequence to which no term of the objective gives a gradient costs no forward pass. It still counts
+toward the boundaries of updates and toward their denominators. Otherwise one sequence's weight
+would depend on whether another one happened to have a gradient. An update without any gradient is
+skipped and counted.
 """
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
@@ -46,32 +47,32 @@ SumOverRanks = Callable[["NDArray[np.float64]"], "NDArray[np.float64]"]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer update."""
+    """The micro-batches of one optimizer update."""
 
     batches: tuple[MicroBatch, ...]
     counts: StepCounts
-    """What its sums are divided by: all its tokens and sequences, those that are not computed included."""
+    """The denominators: all tokens and sequences of the update, including skipped ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a step computes."""
+    """The computation of one step."""
 
     updates: tuple[Update, ...]
-    """Those that have a gradient, in their order."""
+    """The updates that have a gradient, in order."""
     rewards: RewardBatch
     groups_without_gradient: int
     updates_skipped: int = 0
-    """Those that have none, because every token is masked or no advantage moves them."""
+    """Updates without a gradient, because every token is masked or no advantage is nonzero."""
 
     def share(self, index: int, count: int) -> StepPlan:
-        """What the one of `count` ranks computes whose number this is."""
+        """Return the plan of rank `index` among `count` data-parallel ranks."""
         updates = [replace(u, batches=u.batches[index::count]) for u in self.updates]
         return replace(self, updates=tuple(updates))
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens in the loss, those included that no term of it moves."""
+        """Tokens in the loss, including those without a gradient."""
         return sum(update.counts.tokens for update in self.updates)
 
 
@@ -84,7 +85,7 @@ def plan_step(
     update_count: int = 1,
     ranks: int = 1,
 ) -> StepPlan:
-    """Plans a step of `update_count` updates, each of about as many groups, for so many ranks."""
+    """Plan a step for `ranks` ranks, with `update_count` updates of about equally many groups."""
     rewards = reward_batch(groups)
     advantages_N = np.zeros(len(rewards.sequences_N), np.float32)
     if not objective.advantages_wait:
@@ -106,7 +107,7 @@ def plan_step(
 
 
 def reward_batch(groups: Sequence[TrainingGroup]) -> RewardBatch:
-    """Every sample of the groups, in their order."""
+    """Collect the rewards of every sample of the groups, in order."""
     samples = [sample for group in groups for sample in group.samples]
     lengths_S = np.array([int(sample.trained.sum()) for sample in samples], np.int64)
     return RewardBatch(
@@ -126,10 +127,13 @@ def complete(
     values: Sequence[Tensor] = (),
     sum_over_ranks: SumOverRanks = lambda own: own,
 ) -> StepPlan:
-    """The plan with the advantages that waited: for the reference's log-probabilities of each micro-batch,
-    for the critic's values, or both; each of shape [N], in the order of the micro-batches. What turns out
-    to have no gradient is left out. Where these are a rank's share, `sum_over_ranks` makes what each rank
-    knows what all know."""
+    """Fill in the advantages that waited for the reference's log-probabilities or the critic's
+    values.
+
+    `references` and `values` have one tensor of shape [N] per micro-batch, in the plan's order.
+    Sequences that turn out to have no gradient are removed. If the plan is a rank's share,
+    `sum_over_ranks` adds each rank's part up for all ranks.
+    """
     batches = [batch for update in plan.updates for batch in update.batches]
     rewards = plan.rewards
     if references:
@@ -160,8 +164,11 @@ def complete(
 
 
 def by_place(plan: StepPlan, values: Sequence[Tensor]) -> Tensor:
-    """What is known of the tokens of each micro-batch, of which there is at least one, in the order of the
-    step's tokens, so that it is found again in what `complete` leaves; zero for those of other ranks."""
+    """Arrange values of the micro-batches' tokens in the order of the step's tokens.
+
+    They can then be found again in the result of `complete`. Tokens of other ranks are zero. The
+    plan must have at least one micro-batch.
+    """
     found_N = values[0].new_zeros(len(plan.rewards.sequences_N))
     batches = (batch for update in plan.updates for batch in update.batches)
     for batch, own_N in zip(batches, values, strict=True):
@@ -172,8 +179,7 @@ def by_place(plan: StepPlan, values: Sequence[Tensor]) -> Tensor:
 def _leave_out(
     plan: StepPlan, moved_N: NDArray[np.bool_], sum_over_ranks: SumOverRanks
 ) -> StepPlan:
-    """The plan without sequences none of whose tokens is moved. Each rank still has as many micro-batches
-    as any other."""
+    """Remove the sequences without a moved token, keeping as many micro-batches on each rank."""
     left: list[list[MicroBatch]] = []
     for update in plan.updates:
         kept = [
@@ -181,7 +187,8 @@ def _leave_out(
             for b in update.batches
         ]
         left.append([batch for batch in kept if not batch.is_empty])
-    # At [u, k], on how many ranks more than k are left of update u; there are no more than sequences.
+    # [u, k]: number of ranks with more than k micro-batches left in update u. There cannot be more
+    # micro-batches than sequences.
     longer = np.zeros((len(left), len(plan.rewards.rewards_S)))
     for row, own in zip(longer, left, strict=True):
         row[: len(own)] = 1.0

@@ -1,4 +1,4 @@
-"""A micro-batch without some of its sequences. Suffixes as in `batching`."""
+"""Removes sequences from a micro-batch. For the suffixes of tensor names see `batching`."""
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from penstock.trainer.batching.batching import EMPTY, MicroBatch
 
 
 def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
-    """What is left of a micro-batch with these of its sequences alone, bool: the positions that their
-    predictions look at, and no others. What it predicts of them is the same."""
+    """Return the micro-batch with only the sequences for which `kept_S`, a bool tensor, is true.
+
+    Positions that no remaining prediction attends to are removed. The remaining predictions are
+    unchanged.
+    """
     if bool(kept_S.all()):
         return batch
     kept_N = kept_S[batch.sequences.index_N]
@@ -34,9 +37,9 @@ def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
     token_ids_BT, positions_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     parents_BT = None if batch.parents_BT is None else torch.full(shape, -1)
     if parents_BT is None:
-        # As in `batching`.
+        # Rows without parents have consecutive positions, as in `batching`.
         positions_BT += torch.arange(shape[1])
-    # Where each position that is kept comes to lie.
+    # The new flat place of each remaining position.
     places_BT = torch.zeros_like(batch.token_ids_BT)
     for new, (row, columns) in enumerate(zip(rows, own, strict=True)):
         count = len(columns)
@@ -45,7 +48,7 @@ def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
         positions_BT[new, :count] = batch.positions_BT[row, columns]
         if parents_BT is not None and batch.parents_BT is not None:
             before = batch.parents_BT[row, columns]
-            # What a position looks at is kept with it.
+            # The parent of a kept position is always kept too.
             own_places = places_BT[row, before.clamp(min=0)] - new * shape[1]
             parents_BT[new, :count] = torch.where(before < 0, before, own_places)
     return MicroBatch(
@@ -64,7 +67,7 @@ def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
 
 
 def _seen_from(batch: MicroBatch, rows_M: Tensor, columns_M: Tensor) -> Tensor:
-    """Positions that at least one of these looks at, shape [B, T]."""
+    """Return which positions any of these predictions attends to, shape [B, T]."""
     count, width = batch.token_ids_BT.shape
     mask = batch.attention_mask()
     if mask is not None:
@@ -75,5 +78,5 @@ def _seen_from(batch: MicroBatch, rows_M: Tensor, columns_M: Tensor) -> Tensor:
 
 
 def _numbers(kept: Tensor) -> Tensor:
-    """Of each that is kept, counted from zero."""
+    """Number the kept entries from zero."""
     return kept.long().cumsum(0) - 1

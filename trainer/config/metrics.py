@@ -1,4 +1,4 @@
-"""The section `[metrics]`: how often figures are told, and whom."""
+"""The section `[metrics]`: how often the run's figures are reported, and where to."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from penstock.common.section import Section
 
 
 class WandbConfig(Section):
-    """Weights & Biases; takes the extra `wandb`."""
+    """Weights & Biases; needs the extra `wandb`."""
 
     kind: Literal["wandb"]
     """Weights & Biases."""
     project: str = Field(default="penstock", min_length=1)
-    """Project the run appears in."""
+    """Project in which the run appears."""
     entity: str = ""
-    """Team or user it belongs to; empty takes the account's own."""
+    """Team or user that owns the run; empty for the account's default."""
     name: str = ""
-    """Name of the run there; empty takes `run.id`."""
+    """Name of the run in Weights & Biases; empty for `run.id`."""
     mode: Literal["online", "offline"] = "online"
-    """Whether points are sent, or kept in the run's folder for `wandb sync`."""
+    """Whether points are sent, or stored in the run's folder for `wandb sync`."""
 
 
 class MlflowConfig(Section):
-    """MLflow; takes the extra `mlflow`."""
+    """MLflow; needs the extra `mlflow`."""
 
     kind: Literal["mlflow"]
     """MLflow."""
     tracking_uri: str = ""
-    """Where its server is; empty takes MLflow's own setting, such as MLFLOW_TRACKING_URI."""
+    """URI of the MLflow server; empty for MLflow's own setting, such as MLFLOW_TRACKING_URI."""
     experiment: str = Field(default="penstock", min_length=1)
-    """Experiment the run belongs to, made where there is none."""
+    """Experiment that the run belongs to; created if it does not exist."""
     name: str = ""
-    """Name of the run there; empty takes `run.id`."""
+    """Name of the run in MLflow; empty for `run.id`."""
 
 
 class CustomTrackerConfig(Section):
-    """A tracker of your own."""
+    """A tracker supplied by you, as a class or function."""
 
     kind: Literal["custom"]
-    """A tracker of your own."""
+    """A tracker supplied by you, as a class or function."""
     function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
-    """Class or function that makes it, as pkg.module:function: see `tracker.Tracker`."""
+    """Class or function that creates the tracker, as pkg.module:function; see `tracker.Tracker`."""
     options: dict[str, bool | int | float | str] = Field(
         default_factory=dict[str, bool | int | float | str]
     )
-    """Keyword arguments of the call."""
+    """Keyword arguments of that call."""
 
 
 TrackerConfig = Annotated[
@@ -56,20 +56,20 @@ TrackerConfig = Annotated[
 
 
 class MetricsConfig(Section):
-    """What is told of the run while it goes on."""
+    """How the run's figures are reported while it runs."""
 
     every_steps: int = Field(default=1, ge=1)
-    """Steps that are told together, each figure by its rule: on the terminal, to TensorBoard, to trackers.
-    `metrics.jsonl` has every step."""
+    """Steps per reported point, on the terminal, in TensorBoard and in trackers. Each figure is
+    aggregated by its own rule. `metrics.jsonl` has every step."""
     load_every_seconds: float = Field(default=1.0, ge=0)
-    """How often the server is asked what its engine is busy with; zero for never."""
+    """Interval at which the server is asked for its engine's load; zero disables it."""
     trackers: tuple[TrackerConfig, ...] = ()
-    """Who is told beside TensorBoard."""
+    """Trackers that get the points, in addition to TensorBoard."""
 
     @field_validator("trackers")
     @classmethod
     def _one_of_a_kind(cls, trackers: tuple[TrackerConfig, ...]) -> tuple[TrackerConfig, ...]:
         kinds = [tracker.kind for tracker in trackers]
         if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
-            raise ValueError(f"{twice!r} is there more than once")
+            raise ValueError(f"{twice!r} is listed more than once")
         return trackers

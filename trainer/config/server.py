@@ -1,4 +1,4 @@
-"""`[server]`: where the rollout servers are, and how they are called."""
+"""`[server]`: the addresses of the rollout servers, and how to connect to them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from penstock.wire.channel import check_target
 
 
 class ServerConfig(Section):
-    """The rollout server, or servers."""
+    """The rollout server or servers."""
 
     address: str | tuple[str, ...] = "127.0.0.1:50051"
-    """HOST:PORT it listens on. A list of several divides the run over them: docs/many-hubs.md."""
+    """HOST:PORT of the server. A list divides the run over several servers: docs/many-hubs.md."""
     tls: bool = False
     """Whether the connection is encrypted; implied by `ca` and `certificate`."""
     ca: Path | None = None
-    """PEM file of the authority that signed the server's certificate; unset trusts those that come with
-    gRPC."""
+    """PEM file of the authority that signed the server's certificate; unset for gRPC's default roots."""
     certificate: Path | None = None
-    """PEM file of the trainer's own certificate, for mutual TLS."""
+    """PEM file of the trainer's certificate, for mutual TLS."""
     key: Path | None = None
-    """PEM file of its private key."""
+    """PEM file of the certificate's private key."""
     server_name: str = ""
-    """Name that the server's certificate is for, where it is not the address's."""
+    """Name in the server's certificate, if it differs from the address."""
     token_file: Path | None = None
-    """File with the token to show, read again for each call; unset takes the variable PENSTOCK_TOKEN."""
+    """File with the token to present, read again for each call; unset for the variable PENSTOCK_TOKEN."""
     give_up_after_seconds: float = Field(default=120.0, gt=0)
-    """How long a server may be away, at the start or in mid-run, before the trainer stops."""
+    """How long a server may be unreachable, at the start or during the run, before the trainer stops."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of every server; what follows is of each of them."""
+        """The address of every server. All other settings apply to each of them."""
         return (self.address,) if isinstance(self.address, str) else self.address
 
     @field_validator("address")
@@ -49,5 +48,5 @@ class ServerConfig(Section):
         if isinstance(address, str):
             return address
         if twice := next((one for one in address if address.count(one) > 1), None):
-            raise ValueError(f"{twice} is listed twice; a server has one part of the run")
+            raise ValueError(f"{twice} is listed twice; list each server once")
         return address

@@ -8,22 +8,24 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.common.section import Section
 
-# Transports that know neither differences nor adapters.
+# Transports that support neither differences nor adapters.
 ALWAYS_WHOLE = ("checkpoint", "collective")
 
 
 class ProbeConfig(Section):
-    """A fixed sequence, scored by the trainer with the weights it uploads and by the engine once it has
-    loaded them. It is the beginning of the first trajectory trained on."""
+    """A fixed sequence that detects an engine with wrong weights. The trainer scores it with the
+    weights it uploads, and the engine scores it once it has loaded them. The sequence is the
+    beginning of the first trajectory trained on."""
 
     tokens: int = Field(default=0, ge=0)
-    """Length of the sequence, at least two; zero for no probe. Each upload takes longer by the trainer's
-    scoring, and needs memory for the weights in float32 meanwhile; each switch by the engine's."""
+    """Length of the sequence, at least two; zero disables the probe. Each upload takes longer by
+    the trainer's scoring, which also needs memory for the weights in float32. Each switch takes
+    longer by the engine's scoring."""
     tolerance: float = Field(default=0.1, gt=0)
-    """Largest mean difference allowed, in nats. The trainer scores in float32, with the weights rounded
-    as they are uploaded, so it has to cover what the engine's own arithmetic rounds: with vLLM on a CPU
-    and a model of 135 million parameters 0.04 to 0.05 in bfloat16, which varies less the longer the
-    sequence, and less than 0.0001 in float32."""
+    """Largest allowed mean difference, in nats. It has to cover the rounding of the engine's
+    arithmetic, because the trainer scores in float32 with the uploaded, rounded weights. With vLLM
+    on a CPU and a model of 135 million parameters, the difference was 0.04 to 0.05 in bfloat16 and
+    below 0.0001 in float32. In bfloat16 it varies less with a longer sequence."""
 
     @field_validator("tokens")
     @classmethod
@@ -34,59 +36,60 @@ class ProbeConfig(Section):
 
 
 class CollectiveConfig(Section):
-    """How this process and the engine's workers meet, and what they have to agree on."""
+    """How this process and the engine's workers form a group, and the settings they must share."""
 
     backend: Literal["gloo", "nccl", "ipc", "sparse_nccl"] = "nccl"
-    """vLLM's weight transfer engine; "gloo" is Penstock's own, for CPUs. "sparse_nccl" sends the elements
-    that changed, and every one in the first version and in an anchor."""
+    """vLLM's weight transfer engine; "gloo" is Penstock's own, for CPUs. "sparse_nccl" sends only
+    the elements that changed, except that the first version and each anchor are sent whole."""
     master_address: str = "127.0.0.1"
-    """Of this host, as the engine's workers reach it."""
+    """Address of this host, as the engine's workers reach it."""
     master_port: int = Field(default=0, ge=0, le=65_535)
-    """Where they meet; zero takes a free one."""
+    """Port at which the group meets; zero for a free one."""
     world_size: int = Field(default=2, ge=2)
-    """This process and every worker of the engine."""
+    """Number of members: this process and every worker of the engine."""
     bucket_bytes: int = Field(default=64 * 1024 * 1024, ge=1)
-    """Length of one broadcast."""
+    """Size of one broadcast in bytes."""
     timeout_seconds: float = Field(default=300.0, gt=0)
-    """Longest time that joining takes, and each step of an upload."""
+    """Time limit for joining, and for each step of an upload."""
 
 
 class WeightsConfig(Section):
     """How new weights reach the server."""
 
     transport: Literal["auto", "shared_memory", "stream", "checkpoint", "collective"] = "auto"
-    """Shared memory, for a server on the same host; the stream, for any; a checkpoint, a folder below
-    `run.out` that the server sees under the same path; or a collective that this process and the engine's
-    workers join. "auto" is shared memory where the server can read it and the stream otherwise."""
+    """How weights reach the server. "shared_memory" needs a server on the same host. "stream" works
+    with any server. "checkpoint" writes a folder below `run.out`, which the server must see under
+    the same path. "collective" is a group that this process and the engine's workers join. "auto"
+    is shared memory if the server can read it, otherwise the stream."""
     collective: CollectiveConfig = CollectiveConfig()
-    """Where transport "collective" meets."""
+    """Settings of transport "collective"."""
     keep: int = Field(default=2, ge=1)
-    """Newest versions that transport "checkpoint" keeps in `run.out`/weights; the one being sampled
-    always stays."""
+    """Number of newest versions that transport "checkpoint" keeps in `run.out`/weights. The version
+    being sampled always stays."""
     delta: Literal["auto", "on", "off"] = "auto"
-    """Whether only what changed is sent, at the price of a second copy of the weights in memory. "auto"
+    """Whether only changes are sent, at the price of a second copy of the weights in memory. "auto"
     is on for the stream and off for shared memory. A checkpoint is always whole."""
     anchor_every: int = Field(default=50, ge=1)
-    """Each so many-th version is sent whole all the same; one sends every version whole."""
+    """Every this many versions, one is sent whole even if differences are on; one sends all whole."""
     probe: ProbeConfig = ProbeConfig()
-    """Proof that the engine computes with the weights it was given."""
+    """Check that the engine computes with the weights it was given."""
     in_flight: Literal["keep", "recompute", "drain", "abort"] = "keep"
-    """What happens to turns in flight at a switch."""
+    """How turns in flight are treated at a switch."""
 
     @model_validator(mode="after")
     def _some_are_always_whole(self) -> WeightsConfig:
         patches = self.transport == "collective" and self.collective.backend == "sparse_nccl"
         if self.transport in ALWAYS_WHOLE and self.delta == "on" and not patches:
-            raise ValueError(f'delta = "on" cannot be had with transport = "{self.transport}"')
+            raise ValueError(f'delta = "on" cannot be combined with transport = "{self.transport}"')
         return self
 
     @model_validator(mode="after")
     def _some_is_of_one_transport(self) -> WeightsConfig:
-        # Defaults may be written: a rendered configuration has them all.
+        # Defaults are accepted: a rendered configuration contains all of them.
         for name, transport in (("keep", "checkpoint"), ("collective", "collective")):
             default = type(self).model_fields[name].default
             if self.transport != transport and getattr(self, name) != default:
                 raise ValueError(
-                    f'{name} means nothing with transport = "{self.transport}": it is of "{transport}"'
+                    f'{name} means nothing with transport = "{self.transport}": it belongs to "{transport}"'
                 )
         return self

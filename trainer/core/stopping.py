@@ -10,9 +10,10 @@ T = TypeVar("T")
 
 
 async def unless(event: asyncio.Event, wait: Awaitable[T]) -> T | None:
-    """What `wait` brings; None where the event is set before, and then `wait` is cancelled.
+    """Return the result of `wait`, or cancel it and return None if the event is set first.
 
-    Returns only when `wait` has ended. What it brings, an error too, counts more than the event.
+    Returns only once `wait` has ended. If it ends with a result or an error after all, that takes
+    precedence over the event.
     """
     answer = asyncio.ensure_future(wait)
     happening = asyncio.ensure_future(event.wait())

@@ -1,4 +1,4 @@
-"""Several things at the same time."""
+"""Awaits several awaitables concurrently."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ T = TypeVar("T")
 
 
 async def together(waits: Iterable[Awaitable[T]]) -> list[T]:
-    """What each of them brings, in their order, once all have. The first error ends the others, and is
-    raised."""
+    """Return all results, in order. The first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_wait(one)) for one in waits]

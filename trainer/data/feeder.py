@@ -1,15 +1,17 @@
-"""Data source to `SubmitTasks`: keeps enough tasks waiting at every server.
+"""Submits tasks from the data source so that every server has enough of them waiting.
 
-Which index of the data is where, and of which server, is in `data_indices`. Only outstanding ones are
-submitted again to a server that may have lost them. A task of which a second group comes, because the
-server lost the first one and made another, is trained once all the same: `take` says so.
+`data_indices` tracks which index of the data is in which state, and which server it belongs to. If
+a server may have lost tasks, only the outstanding ones are submitted again. A server that lost a
+group and made another one delivers both under the same task. That task is still trained once:
+`take` returns False for the second group.
 
-A server says how many tasks wait with each submission; between submissions every group that
-arrives from it, or that it reports as dropped, means one less. Each is filled by itself: one that is away
-keeps no other from having tasks.
+Each reply to `SubmitTasks` reports how many tasks wait at the server. Between submissions, the
+count goes down by one for every group that the server delivers or reports as dropped. Servers are
+filled independently, so an unreachable server does not keep tasks from the others.
 
-A server that is full, of tasks or of anything else, is left for now: what makes room there may be this
-trainer, which takes its groups and trains them. `keep_filled` asks it again, after as long as it said.
+A full server is left alone for a while, whether it is full of tasks or of anything else. The way to
+make room may be for this trainer to take groups and train them. `keep_filled` submits again after
+the delay that the server asked for.
 """
 
 from __future__ import annotations
@@ -40,21 +42,21 @@ log = logging.getLogger(__name__)
 
 SUBMIT_TASKS = "/penstock.v1.TaskService/SubmitTasks"
 SUBMIT_TIMEOUT_SECONDS = 60.0
-# Until a server that is full is asked again, where it does not say.
+# Delay before submitting again to a full server that named no delay.
 FULL_SECONDS = 1.0
-# Messages stay far below the limit of a message, and the server's reply comes soon.
+# Keeps a request far below the message size limit, and the server's reply quick.
 MOST_TASKS_PER_CALL = 512
 MOST_BYTES_PER_CALL = 8 << 20
 
-# Before what sets an id apart from others of the same index.
+# Separates an index from the suffix that tells apart several task ids of that index.
 AGAIN = "~"
-# Before how often a prompt was asked again because a group of it was of no use.
+# Separates the suffix from the number of times the prompt was asked again after an unusable group.
 TIMES = "+"
 
-# What rewards are counted under whose task is of another run.
+# Data source under which rewards are counted if the task belongs to another run.
 UNKNOWN_SOURCE = "unknown"
 
-# Reason for which a group is refused whose task is settled by that.
+# Refusal reason for a group in which every attempt failed. Refusing the group settles its task.
 ALL_FAILED = "ALL_FAILED"
 
 ROLES = {
@@ -79,10 +81,10 @@ def build_task(
     attempts: int | None = None,
     again: str = "",
 ) -> task_service_pb2.Task:
-    """The task of one index: the same run and index always give the same task.
+    """Build the task of one index. The same run and index always give the same task.
 
-    `attempts` are begun, where that is more than make a group; `again` gives it an id of its own, under
-    which a server takes it that knows the first one.
+    `attempts` is the number of attempts to start if that is more than the group's size. `again`
+    makes a distinct task id, so that a server that knows the first id accepts the task.
     """
     task = describe_problem(problem, config.system_prompt, config.sampling)
     task.task_id = f"{run_id}/{index}{AGAIN}{again}" if again else f"{run_id}/{index}"
@@ -95,8 +97,10 @@ def build_task(
 def describe_problem(
     problem: Problem, system_prompt: str, sampling: SamplingConfig
 ) -> task_service_pb2.Task:
-    """What an agent is to know of a problem, and how to sample: a task without its id, purpose, size and
-    place in the data."""
+    """Build a task that carries the problem as agents see it and the sampling parameters.
+
+    Its id, purpose, group size and index are not set.
+    """
     task = Task(data_source=problem.data_source, sampling_params=_sampling(sampling))
     messages = problem.messages
     if system_prompt:
@@ -109,29 +113,29 @@ def describe_problem(
 
 @dataclass(slots=True, eq=False)
 class ServerTasks:
-    """The tasks that wait at one server."""
+    """The tasks waiting at one server."""
 
     channel: grpc.aio.Channel
     target: int
-    """How many are to wait."""
+    """How many tasks should wait."""
     pending: int = 0
-    """How many do, as far as is known."""
+    """How many tasks wait, as far as the trainer knows."""
     trainer_epoch: Callable[[], int] = lambda: 0
-    """Of the live session with that server; zero where there is none to name."""
+    """Epoch of the live session with that server; zero without one."""
     filling: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Two fillers at once would submit the same indices."""
+    """Held while filling: two concurrent fills would submit the same indices."""
     lacking: deque[tuple[Sequence[int], str]] = field(
         default_factory=deque[tuple[Sequence[int], str]]
     )
-    """What it may have lost and has not been given since: indices, and what sets their ids apart."""
+    """Tasks that the server may have lost and has not been given again: indices and their id suffix."""
     full: asyncio.Event = field(default_factory=asyncio.Event)
-    """It was full when it was last filled."""
+    """Set if the server was full at the last fill."""
     full_seconds: float = 0.0
-    """What it asked to be waited for then."""
+    """The delay that the full server asked for."""
 
 
 class TaskFeeder:
-    """Keeps tasks waiting at the servers."""
+    """Keeps enough tasks waiting at every server."""
 
     def __init__(
         self,
@@ -144,7 +148,7 @@ class TaskFeeder:
         division: Division,
         attempts: int | None = None,
     ) -> None:
-        """`attempts` are begun for each group (`groups.attempts`)."""
+        """`attempts` is the number of attempts to start for each group (`groups.attempts`)."""
         self._servers = servers
         self._source = source
         self._config = config
@@ -152,20 +156,20 @@ class TaskFeeder:
         self._division = division
         self._attempts = attempts
         self._run_id = run_id
-        # Of indices that are asked again: what sets their ids apart from now on.
+        # Id suffixes of the indices whose prompt is asked again.
         self._again: dict[int, str] = {}
         self._to_ask_again: dict[int, str] = {}
         self._data_sources: dict[int, str] = {}
-        """Of indices that this process submitted and that are not settled."""
+        """Data sources of the unsettled indices that this process submitted."""
 
     @property
     def next_index(self) -> int:
-        """First index after all that were submitted."""
+        """The first index after all submitted ones."""
         return self._indices.next_index
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Indices submitted and neither trained nor refused, those taken included."""
+        """Indices submitted and neither trained nor refused, including those in hand."""
         return self._indices.outstanding
 
     @property
@@ -174,24 +178,25 @@ class TaskFeeder:
         return self._indices.unasked
 
     def arrived(self, server: int) -> None:
-        """A group arrived, or was dropped by its server: one task less waits there."""
+        """Count one task less at the server: it delivered a group, or reported one as dropped."""
         self._servers[server].pending -= 1
 
     def take(self, task_id: str) -> bool:
-        """A group of this task is in hand; False where another one of it is, or was trained or refused.
+        """Mark a group of this task as in hand.
 
-        Of tasks that are not of this run nothing is known: true.
+        Returns False if another group of the task is in hand, or was already trained or refused.
+        Always returns True for a task of another run.
         """
         index = self._index(task_id)
         return True if index is None else self._indices.take(index)
 
     def awaits(self, task_id: str) -> bool:
-        """Whether a group of this task may still come: it is of this run's data, and not settled."""
+        """Return whether a group of this task can still arrive: it is this run's, and unsettled."""
         index = self._index(task_id)
         return index is not None and self._indices.is_outstanding(index)
 
     def settled(self, task_id: str) -> None:
-        """A group of this task was trained or refused; it need not be asked for again."""
+        """Mark the task as done: its group was trained or refused, and no other one is needed."""
         index = self._index(task_id)
         if index is not None:
             self._indices.settle(index)
@@ -200,8 +205,10 @@ class TaskFeeder:
             self._data_sources.pop(index, None)
 
     def ask_again(self, task_id: str) -> None:
-        """A group of this task was refused, and its prompt is to be answered by another one: the next
-        `fill` submits it, under an id of its own. Not where it is trained already."""
+        """Have the prompt of a refused group answered by another group.
+
+        The next `fill` submits it under a new task id. Does nothing if the task is already settled.
+        """
         index = self._index(task_id)
         if index is None or not self._indices.is_outstanding(index):
             return
@@ -211,14 +218,16 @@ class TaskFeeder:
         self._again[index] = self._to_ask_again[index] = suffix
 
     def place(self, task_id: str) -> int:
-        """Where a task is in the data; after all others where it is not of this run."""
+        """Return the task's index in the data; tasks of other runs sort after all others."""
         index = self._index(task_id)
         return sys.maxsize if index is None else index
 
     def data_source(self, task_id: str) -> str:
-        """What a task's rewards are counted under: what agents are told as `data_source`. It follows
-        from the index alone, so a trainer that resumes knows it too; of a task that is not of this run
-        nothing is known."""
+        """Return the data source under which the task's rewards are counted.
+
+        It is the task's `data_source` as agents see it. It follows from the index alone, so a
+        resumed trainer finds it too. For a task of another run, returns `UNKNOWN_SOURCE`.
+        """
         index = self._index(task_id)
         if index is None:
             return UNKNOWN_SOURCE
@@ -226,8 +235,10 @@ class TaskFeeder:
         return self._source.problem(index).counted_under if found is None else found
 
     def task(self, task_id: str) -> task_service_pb2.Task | None:
-        """What is asked by a task, as agents are told it; None where it is not of this run. Raises
-        ConfigInvalid where the data cannot be read."""
+        """Rebuild the task as agents saw it; None if it belongs to another run.
+
+        Raises ConfigInvalid if the data cannot be read.
+        """
         index = self._index(task_id)
         if index is None:
             return None
@@ -242,7 +253,7 @@ class TaskFeeder:
         return task
 
     def _index(self, task_id: str) -> int | None:
-        """Its place in the data, which is known to have been submitted from now on."""
+        """Return the task's index and record that it was submitted; None for another run's task."""
         run_id, _, place = task_id.rpartition("/")
         number = place.partition(AGAIN)[0]
         if run_id != self._run_id or not number.isdecimal():
@@ -250,15 +261,17 @@ class TaskFeeder:
         index = int(number)
         before = self._indices.known(index)
         if before:
-            # Of a trainer that was killed. Other servers than now may have been given them, of which one is
-            # gone for good: to who has them already they are no news.
+            # A killed trainer submitted these. It may have used other servers, one of which may be
+            # gone for good. A server that has the tasks already ignores the repetition.
             server = self._division.server_of(index)
             self._servers[server].lacking.extend(_calls(before))
         return index
 
     async def submit_again(self, server: int) -> None:
-        """Submits what is outstanding and not in hand to a server that may have lost it; what it knows
-        is unharmed. Raises ServerLost and SessionRefused."""
+        """Submit again what is outstanding and not in hand, to a server that may have lost it.
+
+        Tasks that the server still knows are unaffected. Raises ServerLost and SessionRefused.
+        """
         tasks = self._servers[server]
         async with tasks.filling:
             tasks.lacking.clear()
@@ -266,8 +279,10 @@ class TaskFeeder:
         await self.fill(server)
 
     async def submit_anew(self, server: int, task_ids: Iterable[str], again: int) -> None:
-        """Submits tasks whose groups a server has forgotten, but whose ids it still knows; those of other
-        servers are passed over. Raises ServerLost and SessionRefused."""
+        """Submit, under new ids, tasks whose groups a server lost while it still knows their ids.
+
+        Tasks of other servers are skipped. Raises ServerLost and SessionRefused.
+        """
         tasks = self._servers[server]
         async with tasks.filling:
             known = (self._index(task_id) for task_id in task_ids)
@@ -282,8 +297,11 @@ class TaskFeeder:
         await self.fill(server)
 
     async def fill(self, server: int) -> None:
-        """Submits what a server lacks, and then until enough tasks wait there or it is full. Raises
-        ServerLost and SessionRefused."""
+        """Submit what the server lacks, then new tasks until enough are waiting or the server is
+        full.
+
+        Raises ServerLost and SessionRefused.
+        """
         tasks = self._servers[server]
         async with tasks.filling:
             try:
@@ -291,7 +309,7 @@ class TaskFeeder:
                 await self._fill(server)
             except ServerFull as error:
                 if not tasks.full.is_set():
-                    log.warning("%s; asking again until there is room", error)
+                    log.warning("%s; submitting again until there is room", error)
                 tasks.full_seconds = error.retry_after_seconds
                 tasks.full.set()
                 return
@@ -300,8 +318,10 @@ class TaskFeeder:
     async def keep_filled(
         self, server: int, ask: Callable[[Callable[[], Awaitable[None]]], Awaitable[object]]
     ) -> None:
-        """Waits until a server is full, and fills it by `ask` until it is not; for as long as groups are
-        taken. Raises as `fill` does."""
+        """Whenever the server is full, fill it through `ask` until it no longer is.
+
+        Runs until it is cancelled. Raises what `fill` raises.
+        """
         tasks = self._servers[server]
         while True:
             await tasks.full.wait()
@@ -322,7 +342,7 @@ class TaskFeeder:
         while asked := self._asked_again(server):
             await self._submit(server, [index for index, _ in asked])
             for index, suffix in asked:
-                # While the server was asked, it may have become another one.
+                # During the call, the index may have been given another suffix.
                 if self._to_ask_again.get(index) == suffix:
                     del self._to_ask_again[index]
         while tasks.pending < tasks.target:
@@ -332,7 +352,7 @@ class TaskFeeder:
             self._indices.submitted(indices)
 
     def _asked_again(self, server: int) -> list[tuple[int, str]]:
-        """What is to be asked again of a server, as much as one call takes."""
+        """Return the server's indices to ask again with their suffixes, at most one call's worth."""
         own = (
             (index, suffix)
             for index, suffix in self._to_ask_again.items()
@@ -356,14 +376,14 @@ class TaskFeeder:
                     again=_renamed(self._again.get(index, ""), again),
                 )
             )
-            # A problem may take its time to be computed, and streams and uploads go on.
+            # Computing a problem may take long; let streams and uploads proceed in between.
             await asyncio.sleep(0)
         at = self._servers[server]
         at.pending = await submit_tasks(at.channel, tasks, self._run_id, at.trainer_epoch)
 
 
 def _calls(indices: Sequence[int], again: str = "") -> Iterable[tuple[Sequence[int], str]]:
-    """As many as one call takes, together."""
+    """Split indices into portions that each fit one call."""
     for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
         yield indices[begin : begin + MOST_TASKS_PER_CALL], again
 
@@ -374,11 +394,12 @@ async def submit_tasks(
     run_id: str = "",
     trainer_epoch: Callable[[], int] = lambda: 0,
 ) -> int:
-    """How many tasks wait at the server once it has taken these, in as many calls as they need.
+    """Submit tasks in as many calls as they need; return how many then wait at the server.
 
-    They are of this run, and of the trainer whose epoch that is by now. Where a newer one took over, the
-    stream of `Exchange` ends for good: here it is a server that is away. One that has room for fewer than a
-    call has is given as many as it has room for: those are known when all are submitted again.
+    The call names the run and the trainer's current epoch. If a newer trainer took over, the stream
+    of `Exchange` ends for good; here that counts as a lost server. A server without room for a
+    whole call is sent halves of it, for as long as they fit. The caller submits everything again
+    later, and the server ignores the tasks it has accepted before.
 
     Raises ServerFull, ServerLost and SessionRefused.
     """
@@ -392,7 +413,7 @@ async def submit_tasks(
 def _parts(
     tasks: Sequence[task_service_pb2.Task],
 ) -> Iterator[Sequence[task_service_pb2.Task]]:
-    """As many as one call takes, together; where there are none, none."""
+    """Split tasks into portions that each fit one call. Without tasks, yield one empty portion."""
     begin = size = 0
     for end, task in enumerate(tasks):
         count = task.ByteSize()
@@ -447,13 +468,13 @@ async def _call_submit(
 
 
 def _renamed(before: str, again: str) -> str:
-    """What sets a task's id apart, with a part of it anew; how often it was asked again stays counted."""
+    """Replace the suffix's first part by `again`, keeping the count of times asked again."""
     part, plus, times = before.partition(TIMES)
     return f"{again or part}{plus}{times}"
 
 
 def times_asked_again(task_id: str) -> int:
-    """How often its prompt was asked again before, because a group of it was of no use."""
+    """Return how often the task's prompt was asked again because a group of it was unusable."""
     times = task_id.rpartition("/")[2].partition(TIMES)[2]
     return int(times) if times.isdecimal() else 0
 

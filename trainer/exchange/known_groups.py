@@ -1,10 +1,10 @@
-"""What became of each group that a server delivered, for the day that it delivers one again.
+"""Tracks what became of each delivered group, in case a server delivers it again.
 
 States of a group:
 
     new -> in hand -> settled: trained by a step, or refused
-             |           +-> delivered again: the receipt once more. One that a durable checkpoint contains
-             |                 is refused instead: it must never come again
+             |           +-> delivered again: the receipt is repeated. If a durable checkpoint contains the
+             |                 group, it is refused instead, so that the server never delivers it again
              +-> delivered again, because a stream was lost: the newest delivery is the one to receipt
 """
 
@@ -17,8 +17,8 @@ from penstock.trainer.exchange.stored_groups import Delivered
 from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec
 
-# The server forgets a refused group at once and a trained one with its checkpoint; so many of each are
-# remembered here.
+# Groups of each kind to remember. The server forgets a refused group at once, and a trained group
+# with its checkpoint.
 REMEMBERED_GROUPS = 65_536
 
 GroupReceipt = codec.twin(trainer_service_pb2.GroupReceipt)
@@ -28,20 +28,22 @@ class KnownGroups:
     """The groups of one server."""
 
     def __init__(self, trained: Mapping[str, int] | None = None) -> None:
-        """`trained` are the steps of groups that the trainer's state contains, zero where one was refused;
-        of each kind the oldest first."""
+        """`trained` has the step of each group that the trainer's state contains, zero if refused.
+
+        Trained and refused groups each come oldest first.
+        """
         self._in_hand: dict[str, int] = {}
-        """Delivery id of each group delivered and not yet receipted, the newest."""
-        # Apart, so that however many are refused, none that was trained is forgotten for them.
+        """Newest delivery id of each group that was delivered and not yet receipted."""
+        # Separate maps, so that many refused groups never displace a trained one.
         self._trained: OrderedDict[str, int] = OrderedDict()
-        """Step that used each group."""
+        """The step that used each group."""
         self._refused: OrderedDict[str, int] = OrderedDict()
-        """Zero for each group that was refused."""
+        """Zero for each refused group."""
         for group_id, step in (trained or {}).items():
             self._remember(group_id, step)
 
     def take(self, delivery: Delivered) -> bool:
-        """Whether the group is new; it is in hand from now on."""
+        """Take the group in hand unless it is settled; return whether it is new."""
         group_id = delivery.group.group_id
         if self._step(group_id) is not None:
             return False
@@ -50,15 +52,17 @@ class KnownGroups:
         return not known
 
     def settle(self, group_id: str, step: int) -> int:
-        """A step used a group in hand, or it was refused where that is zero; returns its delivery's id."""
+        """Settle a group in hand: trained by `step`, or refused if zero. Returns its delivery id."""
         self._remember(group_id, step)
         return self._in_hand.pop(group_id)
 
     def answer(
         self, delivery: Delivered, final_step: int
     ) -> trainer_service_pb2.GroupReceipt | None:
-        """The receipt of a group that was delivered again; None while it is in hand. A durable checkpoint
-        contains what was trained up to `final_step`."""
+        """Return the receipt of a group that was delivered again; None while it is in hand.
+
+        A durable checkpoint contains the groups trained up to `final_step`.
+        """
         step = self._step(delivery.group.group_id)
         if step is None:
             return None
@@ -79,5 +83,5 @@ class KnownGroups:
             settled.popitem(last=False)
 
     def _step(self, group_id: str) -> int | None:
-        """What `settle` was told of it; None where nothing is known."""
+        """Return the step the group was settled with; None if it is unknown."""
         return self._trained.get(group_id, self._refused.get(group_id))

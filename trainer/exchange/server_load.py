@@ -1,9 +1,9 @@
-"""What the servers' engines are busy with, sampled: whether one idles is known to its server alone.
+"""Samples the load of the servers' engines. Only its server can report whether an engine idles.
 
-A sample is taken every so many seconds while the run goes on, of what GetServerInfo says at that
-moment. It measures, and nothing waits for it: a sample that the server does not answer in time is left
-out. A step gets the samples of its own time; a short one may have none. Each sample is of one server: means
-over several are means of a server.
+A sample is taken at a fixed interval during the run, with GetServerInfo. Nothing waits for it, and
+a sample without a timely answer is skipped. A step gets the samples taken during its own time; a
+short step may have none. Each sample is of one server, so means over several servers are means per
+server.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ PER_SAMPLE = weighted("load_samples")
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """The load of a server over one step; None without a sample."""
+    """The mean load of a server during one step; None without samples."""
 
-    load_samples: int = figure(0, SUM, "samples", "How often a server was asked for its load.")
+    load_samples: int = figure(0, SUM, "samples", "Number of load samples from all servers.")
     engine_idle_ratio: float | None = figure(
-        None, PER_SAMPLE, "share", "Samples in which the engine had no turn to sample."
+        None, PER_SAMPLE, "share", "Share of samples in which the engine had no running turn."
     )
     engine_turns_running: float | None = figure(
-        None, PER_SAMPLE, "turns", "Turns the engine was sampling."
+        None, PER_SAMPLE, "turns", "Turns that the engine was sampling."
     )
     engine_turns_waiting: float | None = figure(
-        None, PER_SAMPLE, "turns", "Turns that waited for a place in the engine."
+        None, PER_SAMPLE, "turns", "Turns that waited for a slot in the engine."
     )
     engine_kv_cache_usage: float | None = figure(
-        None, PER_SAMPLE, "share", "Part of the engine's cache that was taken."
+        None, PER_SAMPLE, "share", "Share of the engine's key-value cache in use."
     )
     groups_buffered: float | None = figure(
-        None, PER_SAMPLE, "groups", "Finished groups that waited at the server."
+        None, PER_SAMPLE, "groups", "Finished groups waiting at the server."
     )
 
 
@@ -55,17 +55,17 @@ class _Sample:
 
 
 class LoadMeter:
-    """Samples servers."""
+    """Samples the load of servers."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel], every_seconds: float) -> None:
-        """Zero seconds take no sample."""
+        """`every_seconds` is the interval between samples; zero takes none."""
         self._channels = channels
         self._every = every_seconds
         self._samples: list[_Sample] = []
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Samples meanwhile."""
+        """Sample the servers in this context."""
         channels = self._channels if self._every else ()
         tasks = [asyncio.create_task(self._run(channel)) for channel in channels]
         try:
@@ -76,7 +76,7 @@ class LoadMeter:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def take(self, start: float, end: float) -> LoadFigures:
-        """What was sampled in this time, in unix seconds; nothing before its end is kept."""
+        """Return the load from `start` to `end`, in unix seconds; discard samples before `end`."""
         own = [s.load for s in self._samples if start <= s.time < end]
         self._samples = [s for s in self._samples if s.time >= end]
         if not own:

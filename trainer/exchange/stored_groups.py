@@ -1,11 +1,12 @@
-"""Groups that the server only tells the place of: they lie in its journal's folder, on this host.
+"""Reads groups from the server's journal folder, if it is on this host and the server sends places
+only.
 
-    Welcome with a folder -> the same folder is found here -> demands say `by_place` -> StoredGroup -> read
-                          -> another host, another file system, not allowed to -> groups come as messages
+    Welcome with a folder -> the same folder is found here -> demands set `by_place` -> StoredGroup -> read
+                          -> another host or file system, or no permission -> groups arrive as messages
 
-What may go wrong with one: its file was removed by a compaction that did not wait for us, or what is read
-is not what was written. Then nobody has the group here, and the server, to which the trainer says Hello
-again without `by_place`, delivers it as a message, or finds itself that it is lost.
+A stored group can be unreadable, because a compaction removed its file without waiting, or because
+the content is not what was written. The trainer then says Hello again without `by_place`. The
+server delivers the group as a message, or finds that it has lost the group itself.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ JournalRecord = codec.twin(journal_pb2.JournalRecord)
 
 
 class GroupUnreadable(Exception):
-    """A group is not where the server says."""
+    """A group cannot be read from the place that the server named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """A group that came, in whatever way."""
+    """A delivered group, read from a message or from the journal."""
 
     delivery_id: int
     group: trajectory_pb2.TrajectoryGroup
 
 
 class StoredGroups:
-    """A folder of groups that can be read here."""
+    """A journal folder from which groups can be read."""
 
     def __init__(self, folder: Path) -> None:
-        """`find` says whether it is the server's."""
+        """Use `find`, which checks that the folder is the server's."""
         self._folder = folder
 
     @classmethod
     def find(cls, told: trainer_service_pb2.GroupFolder) -> StoredGroups | None:
-        """The server's folder; None where it is not here, or not for us to read."""
+        """Open the server's folder; None if it is on another host or not readable."""
         if not told.path:
             return None
         folder = Path(told.path)
         try:
-            # A host that has no boot id is not the server's, which told one.
+            # A host without a boot id cannot be the server's, which sent one.
             here = host_id() == told.host_id and os.access(folder, os.R_OK | os.X_OK)
             lock = (folder / LOCK).stat() if here else None
         except OSError:
@@ -63,14 +64,14 @@ class StoredGroups:
         return cls(folder) if same else None
 
     def read(self, stored: trainer_service_pb2.StoredGroup) -> trajectory_pb2.TrajectoryGroup:
-        """A group. Raises GroupUnreadable."""
+        """Read a group. Raises GroupUnreadable."""
         with contextlib.ExitStack() as stack:
             files = _Files(self._folder, stack)
             record = files.read(stored)
             if record.HasField("group_finished"):
                 return record.group_finished.group
             if not record.HasField("group_referred"):
-                raise GroupUnreadable(f"{stored.file} at {stored.offset_bytes}: it is no group")
+                raise GroupUnreadable(f"{stored.file} at {stored.offset_bytes}: not a group")
             turns = (files.read(turn).turn_changed for turn in stored.turns)
             try:
                 return put_together(record.group_referred, turns).group
@@ -79,10 +80,10 @@ class StoredGroups:
 
 
 class _Files:
-    """Files of the folder that are open while a group is read."""
+    """The files of the folder that are open while a group is read."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        """`stack` closes them."""
+        """`stack` closes the files."""
         self._folder = folder
         self._stack = stack
         self._descriptors: dict[str, int] = {}
@@ -90,7 +91,7 @@ class _Files:
     def read(
         self, place: trainer_service_pb2.StoredGroup | trainer_service_pb2.StoredTurn
     ) -> journal_pb2.JournalRecord:
-        """The record at a place. Raises GroupUnreadable."""
+        """Read the record at a place. Raises GroupUnreadable."""
         try:
             if place.file not in self._descriptors:
                 self._descriptors[place.file] = self._open(place.file)
@@ -102,14 +103,14 @@ class _Files:
         try:
             return JournalRecord.FromString(payload)
         except DecodeError as error:
-            raise GroupUnreadable(f"{place.file} at {place.offset_bytes}: no record") from error
+            raise GroupUnreadable(f"{place.file} at {place.offset_bytes}: not a record") from error
 
     def _open(self, name: str) -> int:
         if not name or Path(name).name != name:
-            raise GroupUnreadable(f"{name!r} is no file of {self._folder}")
+            raise GroupUnreadable(f"{name!r} is not a file of {self._folder}")
         path = self._folder / name
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         self._stack.callback(os.close, descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise GroupUnreadable(f"{path} is no file")
+            raise GroupUnreadable(f"{path} is not a regular file")
         return descriptor

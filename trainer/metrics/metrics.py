@@ -1,5 +1,4 @@
-"""What each step was like: one record, shown to a person, kept as JSONL and for TensorBoard, and
-traced."""
+"""Writes the record of each step: to the terminal, `metrics.jsonl`, TensorBoard, trackers and traces."""
 
 from __future__ import annotations
 
@@ -29,16 +28,16 @@ PREFIX = "train/"
 
 
 class MetricsWriter:
-    """Writes each record wherever records go: to `metrics.jsonl` and the traces step by step, to everybody
-    else the point of `every_steps` of them.
+    """Writes each record to all destinations.
 
-    A point is due where the number of its step is a multiple of `every_steps`, and at the end, of the
-    steps that came since. A run that resumes between two takes the steps since the last one from
-    `metrics.jsonl`, so that its next point is of as many steps as any other, those of a point at the
-    end of the run before included.
+    `metrics.jsonl` and the traces get every step. The other destinations get points: the aggregate
+    of `every_steps` steps. A point is due at each step whose number is a multiple of `every_steps`.
+    At the end of the run, one more point has the remaining steps. A run that resumes between two
+    points reads the steps since the last one from `metrics.jsonl`. Its next point then has as many
+    steps as any other, including those that the previous run sent in its final point.
 
-    Whatever writes raises StorageFailed where the disk does not take it, for `metrics.jsonl` and for
-    TensorBoard, which writes in a thread of its own and says so at the next point.
+    Methods that write raise StorageFailed if the disk refuses `metrics.jsonl` or TensorBoard's
+    files. TensorBoard writes in a separate thread, so its failure is raised at the next point.
     """
 
     def __init__(
@@ -53,9 +52,9 @@ class MetricsWriter:
         trackers: Trackers | None = None,
         load: LoadMeter | None = None,
     ) -> None:
-        """`folder` gets `metrics.jsonl`, to whose end records are added. `steps` is the number of the run's
-        last step, `step` the last that is done already. `trackers` are asked what they lost; points reach
-        them by `scalars`."""
+        """`folder` holds `metrics.jsonl`, to which records are appended. `steps` is the number of
+        the run's last step, `step` the last one already done. `trackers` are only asked for the
+        points they lost; points reach them through `scalars`."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE
         self._lines: list[Line] = _lines_between(self._path, step - step % every_steps, step)
@@ -72,18 +71,20 @@ class MetricsWriter:
         self._instruments = _Instruments()
 
     def measuring(self) -> AbstractAsyncContextManager[None]:
-        """The server's load is sampled meanwhile."""
+        """Return a context in which the server's load is sampled."""
         return nullcontext() if self._load is None else self._load.running()
 
     def begin_step(self, step: int, afterwards: float | None = 0.0) -> Span:
-        """The step's span, in a trace of its own; `write` ends it. `afterwards` is how many seconds the run
-        takes after its last step, None where nobody knows."""
+        """Start the step's span, in a separate trace. `write` ends it.
+
+        `afterwards` is how many seconds the run takes after its last step; None if that is unknown.
+        """
         self._pace.begin(step)
         self._pace.afterwards = afterwards
         return self._tracer.start_span("penstock.step", attributes={"penstock.step": step})
 
     def write(self, record: StepRecord, span: Span) -> None:
-        """The step is over, its switch answered."""
+        """Write a step's record once its switch has been answered."""
         if self._load is not None:
             begun = record.time_gather_start
             record.load = self._load.take(begun, begun + record.seconds)
@@ -96,9 +97,11 @@ class MetricsWriter:
         self._add(record.step, line)
 
     def restore(self, step: int, line: Mapping[str, object]) -> None:
-        """Writes the figures of the last step that is done, which the trainer that did it left in its
-        checkpoint and did not live to write. Its traces are lost, and when that happened which was still to
-        come then."""
+        """Write the figures of the last finished step, which the checkpoint holds.
+
+        The previous trainer died before it wrote them. The step's traces are lost, and so are the
+        times of events that were still to come when the checkpoint was written.
+        """
         moments = [each.name for each in FIGURES if each.unit == MOMENT]
         ahead = {name: None for name in moments if not line.get(name)}
         line = {**line, **ahead, "time": time.time()}
@@ -111,8 +114,11 @@ class MetricsWriter:
             self._file.flush()
 
     def forget(self, step: int) -> None:
-        """Removes the evaluations of this step, which is not written yet, and of later ones: they are of
-        weights that the run has no more. What showed them goes on showing them."""
+        """Remove the evaluations of `step` and later steps from `metrics.jsonl`.
+
+        The step is not written yet, and the evaluated weights no longer belong to the run.
+        TensorBoard and the trackers still show them.
+        """
         self._file.close()
         keep_until(self._path.parent, step - 1, step - 1)
         self._file = self._path.open("a", encoding="utf-8")
@@ -125,11 +131,11 @@ class MetricsWriter:
         self._display.step(step)
 
     def doing(self, what: str) -> None:
-        """Every step is done, and this is not."""
+        """Show what the run is doing after its last step."""
         self._display.doing(what)
 
     def close(self) -> None:
-        """Sends what is left, flushes, and ends the display, which it does whatever else fails."""
+        """Send the remaining steps, flush, and end the display whatever else fails."""
         with closing(self._display), storing(self._path.parent), ExitStack() as stack:
             stack.callback(self._scalars.close)
             stack.callback(self._file.close)
@@ -137,7 +143,7 @@ class MetricsWriter:
                 self._send()
 
     def _send(self) -> None:
-        """The point of the lines that came since the last one."""
+        """Send one point with the lines since the last one."""
         point = aggregate(FIGURES, self._lines)
         self._lines, self._unsent = [], False
         with storing(self._path.parent):
@@ -147,8 +153,11 @@ class MetricsWriter:
         self._display.show(self._last_step, point)
 
     def _trace(self, record: StepRecord, span: Span, traceparents: Sequence[str]) -> None:
-        """Ties both ways: the step's span links to the trajectories' spans, and each of their
-        traces gets a child that lies where the step computed and links to it."""
+        """Link the step's span and the trajectories' spans in both directions.
+
+        The step's span links to each trajectory's span. Each trajectory's trace gets a child span
+        that covers the computation and links to the step's span.
+        """
         start, end = int(record.time_train_start * 1e9), int(record.time_train_end * 1e9)
         attributes = {
             "penstock.step": record.step,
@@ -181,7 +190,7 @@ class MetricsWriter:
 
 
 class _Instruments:
-    """OpenTelemetry's instruments; no-ops without an SDK."""
+    """OpenTelemetry instruments; no-ops without an SDK."""
 
     def __init__(self) -> None:
         meter = metrics.get_meter("penstock.trainer")
@@ -218,11 +227,12 @@ class _Instruments:
 
 
 def keep_until(folder: Path, step: int, measured: int | None = None) -> int:
-    """Removes from `metrics.jsonl` what a resumed run is about to do again; all of it at step
-    zero. Returns the last step that it has, zero where it has none.
+    """Remove from `metrics.jsonl` what a resumed run will do again: everything if `step` is zero.
 
-    Evaluations stay up to the step `measured`, where there is one: nobody makes them again of steps that
-    the ledger has, unless one comes out otherwise."""
+    Evaluations stay up to the step `measured`, if given. They are not repeated for steps that the
+    ledger contains, unless a step has a different result. Returns the last step in the file; zero
+    if none.
+    """
     path = folder / FILE
     with storing(path):
         return _keep_until(path, step, measured) if path.exists() else 0
@@ -236,14 +246,14 @@ def _keep_until(path: Path, step: int, measured: int | None) -> int:
             line = json.loads(text)
             of = int(line["step"])
         except ValueError:
-            break  # The killed trainer wrote half a line.
-        # What says of what kind it is is no step's.
+            break  # The killed trainer left half a line.
+        # A line with a kind, such as an evaluation, is not a step's record.
         if "kind" in line and measured is not None and of <= measured:
             kept.append(text)
         elif step and of <= step:
             kept.append(text)
             last = max(last, of if "kind" not in line else 0)
-    # As a whole: who is killed meanwhile keeps what there was.
+    # Replaced atomically: if the process is killed meanwhile, the old file stays.
     shorter = path.with_name(f".{FILE}")
     shorter.write_text("".join(kept), encoding="utf-8")
     shorter.replace(path)
@@ -251,8 +261,10 @@ def _keep_until(path: Path, step: int, measured: int | None) -> int:
 
 
 def _lines_between(path: Path, after: int, until: int) -> list[Line]:
-    """The figures of the steps after one and up to another, from a file without half a line; a line that
-    says of what kind it is is no step's."""
+    """Read the figures of the steps after `after`, up to and including `until`.
+
+    The file has no incomplete line. Lines with a kind are not step records and are skipped.
+    """
     if after == until or not path.exists():
         return []
     with path.open(encoding="utf-8") as file:

@@ -1,8 +1,8 @@
-"""MLflow.
+"""The MLflow tracker.
 
-A point at a step that has one is kept beside it: after a resume the steps that were done again have
-two, of which the later is the one with the greater timestamp. Each setting is noted once, as it was at the
-run's beginning, for MLflow lets no parameter change.
+MLflow keeps several points at the same step. After a resume, repeated steps have two points, and
+the one with the greater timestamp is the later one. Each setting is logged once, with its value at
+the start of the run, because MLflow does not allow a parameter to change.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from mlflow.entities import Metric, Param
 from penstock.trainer.config.metrics import MlflowConfig
 from penstock.trainer.metrics.tracker import RunStart
 
-# What it takes in the name of a metric; a data source can be called anything.
+# Characters that MLflow refuses in a metric's name; a data source can have any name.
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
-# Nor does it take a path that could be written shorter; and in a folder no name may be the beginning of
-# another, as the data sources "sums" and "sums/hard" would be. Our own names have two levels above a key.
+# MLflow also refuses paths that are not normalized. A name may not be a folder of another name
+# either, as with the data sources "sums" and "sums/hard". The trainer's own names have two levels
+# above a key.
 LEVELS = 3
 LONGEST_NAME = 250
 NO_PARTS = frozenset({"", ".", ".."})
@@ -31,7 +32,7 @@ PARAMETERS_PER_CALL = 100
 
 
 class MlflowTracker:
-    """A run there; see `tracker.Tracker`."""
+    """Logs to a run in MLflow; see `tracker.Tracker`."""
 
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
@@ -39,7 +40,7 @@ class MlflowTracker:
         self._run_id = ""
 
     def open(self, start: RunStart) -> None:
-        """Begins the run, or goes on with it."""
+        """Create the MLflow run, or reopen it; log the settings that it does not have yet."""
         client = MlflowClient(tracking_uri=self._config.tracking_uri or None)
         if start.tracked_id:
             self._run_id = start.tracked_id
@@ -54,7 +55,7 @@ class MlflowTracker:
             run = client.create_run(experiment, run_name=self._config.name or start.run_id)
             self._run_id = run.info.run_id
             start.keep(self._run_id)
-        # Whoever began the run may not have come to all of it.
+        # An earlier attempt may have failed before it logged all parameters.
         noted = client.get_run(self._run_id).data.params
         settings = [(name, value) for name, value in _flat(start.config) if name not in noted]
         parameters = [Param(name, value) for name, value in settings]
@@ -64,7 +65,6 @@ class MlflowTracker:
         self._client = client
 
     def log(self, step: int, point: Mapping[str, float]) -> None:
-        """One point."""
         if self._client is None:
             return
         now = int(time.time() * 1000)
@@ -74,7 +74,7 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=some)
 
     def close(self, complete: bool) -> None:
-        """Says how the run ended."""
+        """Mark the run as finished or killed."""
         if self._client is not None:
             self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
 
@@ -84,13 +84,13 @@ def _metric_name(name: str) -> str:
     taken = "/".join("_" if part in NO_PARTS else part.replace("/", "_") for part in parts)
     if len(taken) <= LONGEST_NAME:
         return taken
-    # What is cut would tell some apart.
+    # The hash keeps names apart that differ only in the part cut off.
     digest = xxhash.xxh64_hexdigest(name.encode())
     return f"{taken[: LONGEST_NAME - len(digest) - 1]}_{digest}"
 
 
 def _flat(config: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:
-    """Each setting by its dotted name."""
+    """Yield each setting with its dotted name."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _flat(cast("Mapping[str, object]", value), f"{before}{name}.")

@@ -1,15 +1,17 @@
-"""How long steps take, and what that says of those that are left.
+"""Estimates a run's remaining time from the durations of its steps.
 
-A step lasts from its beginning to the next one's: checkpoints, evaluations, and whatever else comes
-between two steps are in it. Only steps of this process count, so after a resume it begins anew; and its
-first step, in which the server has yet to sample what is trained, counts only until there are others.
+A step lasts until the next one begins, so it includes checkpoints, evaluations and anything else
+between two steps. Only steps of this process count, so after a resume the estimate starts again.
+During its first step the server has yet to sample the data. That step counts only until there are
+enough others.
 
-The remaining time is the number of steps left times the mean of the durations seen, in which the recent
-ones weigh more (each older one by DECAY), less what the step under way has had. A mean, not a median: a
-long step every so often, such as one with a checkpoint, is to count with its share. Its bounds are
-those that four of five runs would stay between if the steps to come were drawn from those seen, the
-mean's own error included. What comes after the last step, the evaluation of the last weights, is added
-as long as it took before; as long as that is not known, the time told ends before it, and says so.
+The remaining time is the number of steps left times the weighted mean of the durations, minus the
+time that the current step has taken so far. Each older step weighs less, by DECAY. The mean is used
+rather than the median, so that an occasional long step, such as one with a checkpoint, counts with
+its share. The bounds would hold for four of five runs if the remaining steps were drawn from those
+seen. They include the error of the mean itself. The evaluation of the last weights, after the last
+step, is added with its previous duration. If that is unknown, the estimate ends before the
+evaluation, and the text states that.
 """
 
 from __future__ import annotations
@@ -20,23 +22,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 DECAY = 0.97
-# Older ones weigh nothing.
+# The weight of older steps is negligible.
 REMEMBERED = 200
-# Durations it takes before there are bounds.
+# Steps needed before there are bounds.
 FEWEST = 3
-# Four of five values of a normal distribution lie within so many standard deviations.
+# Four of five values of a normal distribution lie within this many standard deviations.
 DEVIATIONS = 1.28
 
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """What is left, in seconds; the bounds are None where too few steps were seen."""
+    """The remaining time in seconds; the bounds are None after too few steps."""
 
     seconds: float
     least: float | None = None
     most: float | None = None
     whole: bool = True
-    """Whether the run ends then; otherwise it goes on with an evaluation of unknown length."""
+    """Whether the run ends then; otherwise an evaluation of unknown duration follows."""
 
     def __str__(self) -> str:
         left = "left" if self.whole else "left before the last evaluation"
@@ -47,10 +49,10 @@ class Remaining:
 
 
 class Pace:
-    """The durations of one process's steps."""
+    """The step durations of one process."""
 
     def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`steps` is the number of the run's last one."""
+        """`steps` is the number of the run's last step."""
         self._steps = steps
         self._clock = clock
         self._durations: list[float] = []
@@ -59,10 +61,10 @@ class Pace:
         self._first: float | None = None
         self._first_counts = True
         self.afterwards: float | None = 0.0
-        """Seconds that the run takes after its last step; None where that is not known."""
+        """Seconds that the run takes after its last step; None if unknown."""
 
     def begin(self, step: int) -> None:
-        """A step begins; the one before is over."""
+        """Begin a step, which ends the previous one."""
         now = self._clock()
         if self._first is None:
             self._first = now
@@ -70,7 +72,7 @@ class Pace:
             kept = self._durations
             if self._first_counts and len(kept) == FEWEST:
                 self._first_counts, kept = False, kept[1:]
-            # Never changed in place: a display reads it in a thread of its own.
+            # Replaced, never modified: a display reads the list in another thread.
             self._durations = [*kept, now - self._begun][-REMEMBERED:]
         self._step, self._begun = step, now
 
@@ -80,17 +82,17 @@ class Pace:
         return 0.0 if self._first is None else self._clock() - self._first
 
     def remaining(self) -> Remaining | None:
-        """What is left of the run; None before a step is over."""
+        """Estimate the remaining time; None before the first step has ended."""
         if not self._durations:
             return None
         seen, running = self._durations, self._clock() - self._begun
         if running > max(seen):
-            # It says so before it is over: a run that stands still has no end in sight.
+            # Count an unusually long step before it ends, because the run may be stuck.
             seen = [*seen, running]
         weights = [DECAY**age for age in reversed(range(len(seen)))]
         total = sum(weights)
         mean = sum(w * d for w, d in zip(weights, seen, strict=True)) / total
-        # The step under way is the first of them.
+        # Including the current step.
         left = self._steps - self._step + 1
         afterwards = self.afterwards
         whole = afterwards is not None
@@ -105,7 +107,7 @@ class Pace:
 
 
 def in_words(seconds: float) -> str:
-    """A duration with two digits or so, for a person."""
+    """Format a duration for people, with about two digits."""
     for unit, length in (("d", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             count = seconds / length

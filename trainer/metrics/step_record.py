@@ -1,4 +1,4 @@
-"""The record of one step: its figures, and what ties it to its traces."""
+"""The record of one step: its figures, and the trace contexts that link it to trajectories."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ PER_SECOND = weighted("seconds_total")
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step, filled in as it goes on. The names of its figures are the keys of `metrics.jsonl`."""
+    """One step's record, filled in as the step proceeds. Figure names are keys of `metrics.jsonl`."""
 
     step: int
-    """From one; not a figure, but what figures are over."""
-    steps: int = figure(1, SUM, "steps", "Steps the figures are of: in `metrics.jsonl` always one.")
-    weight_version: int = figure(0, LAST, "", "Version of the weights the step made.")
+    """Counts from one. It is not a figure."""
+    steps: int = figure(
+        1, SUM, "steps", "Steps that the figures cover; in `metrics.jsonl` always one."
+    )
+    weight_version: int = figure(0, LAST, "", "Version of the weights that the step produced.")
     batch: BatchFigures = field(default_factory=BatchFigures)
     tokens_received: int = figure(
         0,
         SUM,
         "tokens",
-        "Policy tokens of the groups that were read for the step, those that were refused included.",
+        "Policy tokens of all groups read for the step, including refused groups.",
     )
     tokens_truncated: int = figure(
         0, SUM, "tokens", "Tokens left out because the token budget ended their turn."
@@ -47,19 +49,19 @@ class StepRecord:
         0,
         SUM,
         "groups",
-        "Groups refused since the step before, because every trajectory had failed.",
+        "Groups refused since the previous step because every trajectory had failed.",
     )
     failures: int = figure(
-        0, SUM, "trajectories", "Failed trajectories, those of refused groups included."
+        0, SUM, "trajectories", "Failed trajectories, including those of refused groups."
     )
     groups_dropped: dict[str, int] = field(
         default_factory=dict[str, int],
         metadata=breakdown(
             SUM,
             "groups",
-            "Groups refused since the step before, because they were of no use, and groups that a "
-            "server dropped because they were too old (`GROUP_DROPPED`) or larger than a message may "
-            "be (`GROUP_TOO_LARGE`), by reason. The latter two do not count for "
+            "Groups lost since the previous step, by reason: groups that the trainer refused as unusable, "
+            "and groups that a server dropped because they were too old (`GROUP_DROPPED`) or exceeded the "
+            "message size limit (`GROUP_TOO_LARGE`). Dropped groups do not count toward "
             "`groups.max_dropped_per_step`.",
         ),
     )
@@ -67,104 +69,107 @@ class StepRecord:
         0,
         SUM,
         "groups",
-        "Groups in the batch that would have been dropped, had there not been too many of them.",
+        "Groups in the batch that were kept only because too many others had been dropped.",
     )
     result: StepResult = field(default_factory=StepResult)
     seconds: float = figure(
-        0.0, MEAN, "s", "From the beginning of a step's gathering to that of the next one's."
+        0.0, MEAN, "s", "Time from the start of a step's gathering to the start of the next step's."
     )
-    seconds_total: float = figure(0.0, SUM, "s", "The same, added up over several steps.")
-    seconds_wait: float = figure(0.0, MEAN, "s", "Waiting for groups.")
+    seconds_total: float = figure(0.0, SUM, "s", "`seconds`, added up over several steps.")
+    seconds_wait: float = figure(0.0, MEAN, "s", "Time spent waiting for groups.")
     seconds_train: float = figure(
-        0.0, MEAN, "s", "Packing, forward and backward passes, optimizer."
+        0.0, MEAN, "s", "Time for packing, forward and backward passes and the optimizer."
     )
     seconds_upload: float = figure(
-        0.0, MEAN, "s", "Uploading the weights, until they are staged; generation goes on."
+        0.0, MEAN, "s", "Time until the weights are uploaded and staged; generation continues."
     )
     seconds_held: float = figure(
-        0.0, MEAN, "s", "How long the switch waited for pinned evaluations."
+        0.0, MEAN, "s", "Time that the switch waited for pinned evaluations."
     )
     seconds_switch: float = figure(
         0.0,
         MEAN,
         "s",
-        "From the request to its receipt; the next step's gathering has begun meanwhile.",
+        "Time from the switch request to its receipt; the next step gathers meanwhile.",
     )
-    seconds_checkpoint: float = figure(0.0, MEAN, "s", "Writing the checkpoint, where one was due.")
+    seconds_checkpoint: float = figure(0.0, MEAN, "s", "Time for the checkpoint, if one was due.")
     idle_ratio: float = figure(
-        0.0, PER_SECOND, "share", "Part of the time in which the trainer waited for groups."
+        0.0, PER_SECOND, "share", "Share of the step's time that the trainer waited for groups."
     )
     compute_ratio: float = figure(
         0.0,
         PER_SECOND,
         "share",
-        "Part of the time in which it computed; the rest is waiting, uploads, switches and checkpoints.",
+        "Share of the step's time that the trainer computed. The rest is waiting, uploads, switches and "
+        "checkpoints.",
     )
     tokens_trained_per_second: float = figure(
-        0.0, PER_SECOND, "tokens/s", "`tokens_trained`, per second of the whole step."
+        0.0, PER_SECOND, "tokens/s", "`tokens_trained` per second of the whole step."
     )
     tokens_computed_per_second: float = figure(
         0.0,
         PER_SECOND,
         "tokens/s",
-        "`tokens_computed`, per second of the whole step: without those that cost nothing.",
+        "`tokens_computed` per second of the whole step. Skipped sequences are not counted.",
     )
     tokens_received_per_second: float = figure(
-        0.0, PER_SECOND, "tokens/s", "`tokens_received`, per second of the whole step."
+        0.0, PER_SECOND, "tokens/s", "`tokens_received` per second of the whole step."
     )
     load: LoadFigures = field(default_factory=LoadFigures)
-    pause_seconds: float = figure(0.0, MEAN, "s", "How long generation stood still for the switch.")
+    pause_seconds: float = figure(0.0, MEAN, "s", "How long the switch paused generation.")
     probe_difference: float | None = figure(
         None,
         MEAN,
         "nat",
-        "Mean difference between the engine's score of the probe and the trainer's; null without one.",
+        "Mean difference between the engine's and the trainer's score of the probe; null without a probe.",
     )
     upload_bytes: int = figure(
         0,
         SUM,
         "bytes",
-        "Bytes of weights that were sent; through the stream those of attempts that failed too.",
+        "Bytes of weights sent; through the stream, failed attempts are included.",
     )
     upload_dense_bytes: int = figure(
-        0, SUM, "bytes", "Size of the whole version, for every server that it went to."
+        0, SUM, "bytes", "Size of the whole version, once for every server that received it."
     )
-    delta: bool = figure(False, MEAN, "share", "Whether the version went as a difference.")
+    delta: bool = figure(False, MEAN, "share", "Whether the version was sent as a difference.")
     changed_tensors: int | None = figure(
         None,
         MEAN,
         "tensors",
-        "Tensors that differ from what the server sampled before, as it says; null where it did not say.",
+        "Tensors that differ from what the server sampled before; null if the server did not report it.",
     )
     changed_elements_ratio: float | None = figure(
         None,
         MEAN,
         "share",
-        "Elements that differ from the version before; null where no difference was made.",
+        "Share of elements that differ from the previous version; null if no difference was computed.",
     )
-    unchanged: bool = figure(False, SUM, "versions", "Whether no tensor changed: an alarm.")
+    unchanged: bool = figure(
+        False, SUM, "versions", "Whether no tensor changed, which is an alarm."
+    )
     tracker_points_lost: dict[str, int] = field(
         default_factory=dict[str, int],
         metadata=breakdown(
             SUM,
             "points",
-            "Points that did not reach a tracker, of those given up since the step before.",
+            "Points given up since the previous step that did not reach a tracker.",
         ),
     )
     time: float = figure(0.0, LAST, MOMENT, "When the record was made.")
     time_gather_start: float = figure(0.0, MIN, MOMENT, "When the step began.")
-    time_gather_end: float = figure(0.0, MAX, MOMENT, "When its batch was there.")
-    time_train_start: float = figure(0.0, MIN, MOMENT, "When it began to compute.")
-    time_train_end: float = figure(0.0, MAX, MOMENT, "When it was computed.")
-    time_upload_start: float = figure(0.0, MIN, MOMENT, "When its upload began.")
-    time_upload_end: float = figure(0.0, MAX, MOMENT, "When its weights were staged.")
-    time_switch_start: float = figure(0.0, MIN, MOMENT, "When it asked for the switch.")
+    time_gather_end: float = figure(0.0, MAX, MOMENT, "When its batch was complete.")
+    time_train_start: float = figure(0.0, MIN, MOMENT, "When the computation began.")
+    time_train_end: float = figure(0.0, MAX, MOMENT, "When the computation ended.")
+    time_upload_start: float = figure(0.0, MIN, MOMENT, "When the upload began.")
+    time_upload_end: float = figure(0.0, MAX, MOMENT, "When the weights were staged.")
+    time_switch_start: float = figure(0.0, MIN, MOMENT, "When the switch was requested.")
     time_switch_end: float = figure(0.0, MAX, MOMENT, "When the switch was answered.")
     traceparents: list[str] = field(default_factory=list[str])
-    """Trace context of each trajectory in the batch; traced, not written."""
+    """Trace context of each trajectory in the batch; used for traces, not written to a line."""
 
     def finish(self, seconds: float) -> None:
-        """The next step has begun: what follows from this one's whole length."""
+        """Set the figures that depend on the step's whole length in seconds."""
         self.seconds = self.seconds_total = seconds
         if seconds > 0.0:
             self.idle_ratio = self.seconds_wait / seconds
@@ -174,7 +179,7 @@ class StepRecord:
             self.tokens_received_per_second = self.tokens_received / seconds
 
     def line(self) -> dict[str, Value]:
-        """Its figures by name."""
+        """Return the record's figures by name."""
         return line_of(self)
 
 

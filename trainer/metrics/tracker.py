@@ -1,4 +1,4 @@
-"""The seams of trackers: what a service is told of a run, and where whoever has figures puts them."""
+"""The interfaces of trackers, and of anything that figures are written to."""
 
 from __future__ import annotations
 
@@ -10,45 +10,51 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """What a tracker is told of the run."""
+    """A run's description for a tracker."""
 
     run_id: str
     folder: Path
-    """The tracker's own, which stays over restarts."""
+    """The tracker's own folder, which persists over restarts."""
     config: Mapping[str, object]
-    """The configuration as JSON has it, trackers left out."""
+    """The configuration as JSON values, without the trackers."""
 
     @property
     def tracked_id(self) -> str:
-        """What the tracker calls the run; empty where it has not said yet."""
+        """The tracker's id of the run; empty until `keep` was called."""
         path = self.folder / "id"
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def keep(self, tracked_id: str) -> None:
-        """Notes what the tracker calls the run. Raises OSError."""
+        """Store the tracker's id of the run. Raises OSError."""
         (self.folder / "id").write_text(tracked_id, encoding="utf-8")
 
 
 class Tracker(Protocol):
-    """One service. All methods are called from one thread, which is the tracker's own, and may take
-    long; what they raise costs the point."""
+    """One tracking service.
+
+    All methods are called from one thread that belongs to the tracker, and may take long. If one
+    raises, the point is lost.
+    """
 
     def open(self, start: RunStart) -> None:
-        """Begins the run there, or goes on with the one of before. Called until it succeeds."""
+        """Begin a run in the tracker, or continue the previous one. Called until it succeeds."""
         ...
 
     def log(self, step: int, point: Mapping[str, float]) -> None:
-        """The figures of the steps up to this one, by name, or those of an evaluation of it, which all
-        begin with `eval/`. After a resume, steps come again."""
+        """Log a point: the figures, by name, of the steps up to this one.
+
+        A point with names that begin with `eval/` has the figures of one evaluation. After a
+        resume, steps may repeat.
+        """
         ...
 
     def close(self, complete: bool) -> None:
-        """Ends the run there: done, or stopped before its last step."""
+        """End the run in the tracker: complete, or stopped before its last step."""
         ...
 
 
 class Scalars(Protocol):
-    """The part of TensorBoard's writer that is used."""
+    """The methods of TensorBoard's writer that are used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
     def flush(self) -> None: ...

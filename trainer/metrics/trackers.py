@@ -1,22 +1,22 @@
-"""Trackers: services that are told of the run, beside what is in its folder.
+"""Trackers: services that receive the run's figures, in addition to the files in the run's folder.
 
-A tracker is slow, and away at times; the run goes on all the same. Each has a thread of its own, which
-takes points from a bounded queue:
+A tracker can be slow or unreachable without delaying the run. Each tracker has a separate thread,
+which takes points from a bounded queue:
 
-    made     before anything else of the run: a library that is not installed, or an account that is
-             missing, ends the start as ConfigInvalid
-    opening  at the first point. The queue fills meanwhile
-    open     points are logged, in their order, one after another
-    closed   after the last point, or after CLOSE_SECONDS at the end of the run
+    made     before anything else in the run. A missing library or account ends the start with
+             ConfigInvalid
+    opening  at the first point; the queue fills meanwhile
+    open     points are logged one after another, in order
+    closed   after the last point, or CLOSE_SECONDS after the end of the run
 
-What a failure does: a point that cannot be logged, or at which the tracker cannot be opened, is lost;
-the next one is tried, opening it where it is not open. A point for which the queue has no room is lost.
-The first of them is warned of, all are counted (`tracker_points_lost`), and nothing of it reaches the
-run. `metrics.jsonl` has every step whatever becomes of them.
+Failures: a point is lost if the tracker cannot log it, cannot be opened for it, or if the queue is
+full. With the next point the thread tries again, and opens the tracker first if necessary. The
+first of several failures in a row is logged, all lost points are counted (`tracker_points_lost`),
+and the run is unaffected. `metrics.jsonl` has every step in any case.
 
-A run that resumes goes on in the tracker's same run: `trackers/KIND/id` in the run's folder says which
-it is. Steps that are done again after a checkpoint was gone back to are told again; what becomes of
-those that were told before is the tracker's.
+A resumed run continues the same run in the tracker. `trackers/KIND/id` in the run's folder
+identifies it. Steps repeated after a resume from a checkpoint are logged again. How their earlier
+points are treated depends on the tracker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from penstock.trainer.metrics.tracker import RunStart, Scalars, Tracker
 log = logging.getLogger(__name__)
 
 QUEUED_POINTS = 1000
-# Less than whoever stops the process gives it, what was begun before included.
+# Shorter than the grace period that a supervisor gives a process, including shutdown work before
+# this.
 CLOSE_SECONDS = 20.0
 
 
@@ -54,7 +55,7 @@ class _End:
 
 
 class TrackerThread:
-    """Tells one tracker."""
+    """The queue and the thread of one tracker."""
 
     def __init__(
         self, name: str, tracker: Tracker, start: RunStart, *, capacity: int = QUEUED_POINTS
@@ -63,9 +64,9 @@ class TrackerThread:
         self._tracker = tracker
         self._start = start
         self._capacity = capacity
-        # One more for the end, which so never waits.
+        # With room for the end marker, so that queueing it never waits.
         self._queue: queue.Queue[_Point | _End] = queue.Queue(capacity + 1)
-        # Each written by one thread alone.
+        # Each counter is written by one thread only.
         self._sent = 0
         self._refused = 0
         self._logged = 0
@@ -77,39 +78,39 @@ class TrackerThread:
         self._thread.start()
 
     def send(self, step: int, figures: Mapping[str, float]) -> None:
-        """Never waits."""
+        """Queue a point, or drop it if the queue is full. Never waits."""
         if self._queue.qsize() >= self._capacity:
             self._refused += 1
             if self._refused == 1:
-                log.warning("%s: %d points wait; more are lost", self.name, self._capacity)
+                log.warning("%s: %d points are queued; dropping more", self.name, self._capacity)
             return
         self._sent += 1
         self._queue.put_nowait(_Point(step, figures))
 
     def take_lost(self) -> int:
-        """Points lost since this was asked last."""
+        """Return how many points were lost since the last call."""
         lost = self._refused + self._failed
         found, self._reported = lost - self._reported, lost
         return found
 
     def end(self, *, complete: bool) -> None:
-        """No more points come. Never waits."""
+        """Announce that no more points follow. Never waits."""
         self._queue.put_nowait(_End(complete))
 
     def wait(self, seconds: float) -> None:
-        """Waits for the end; gives up after so long, and says what is lost."""
+        """Wait this long for the thread to end; log how many points were lost."""
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
             self._left.set()
-            log.warning("%s: not done after %g s; leaving it", self.name, CLOSE_SECONDS)
+            log.warning("%s: not done after %g s; stopping without it", self.name, CLOSE_SECONDS)
         lost = self._refused + self._sent - self._logged
         if lost:
-            log.warning("%s: %d points did not reach it; metrics.jsonl has them", self.name, lost)
+            log.warning("%s: %d points were not delivered; metrics.jsonl has them", self.name, lost)
 
     def _run(self) -> None:
         opened = False
         while isinstance(item := self._queue.get(), _Point):
-            # What is under way ends; nothing else is begun, for the process is about to.
+            # The process is about to end: start nothing new.
             if self._left.is_set():
                 return
             opened = self._tell(item, opened)
@@ -117,13 +118,13 @@ class TrackerThread:
             self._attempt(lambda: self._tracker.close(item.complete))
 
     def _tell(self, point: _Point, opened: bool) -> bool:
-        """Whether the tracker is open now."""
+        """Log a point, opening the tracker if necessary; return whether it is open now."""
         if not opened and not self._attempt(lambda: self._tracker.open(self._start)):
             self._failed += 1
             return False
         if self._attempt(lambda: self._tracker.log(point.step, point.figures)):
             if self._failing:
-                log.warning("%s: points reach it again, from step %d on", self.name, point.step)
+                log.warning("%s: points are delivered again from step %d", self.name, point.step)
             self._logged += 1
             self._failing = False
         else:
@@ -131,14 +132,14 @@ class TrackerThread:
         return True
 
     def _attempt(self, call: Callable[[], None]) -> bool:
-        """Whether it succeeded; the first failure in a row is warned of."""
+        """Run the call and return whether it succeeded. Warn of the first failure in a row."""
         try:
             call()
         except Exception as error:
-            # Whatever the library raises: it costs the point, and no more.
+            # The library may raise anything; only this point is lost.
             if not self._failing:
                 kind = type(error).__name__
-                log.warning("%s: points are lost: %s: %s", self.name, kind, error)
+                log.warning("%s: cannot deliver points: %s: %s", self.name, kind, error)
             self._failing = True
             return False
         return True
@@ -149,14 +150,14 @@ class Trackers:
     """All trackers of a run."""
 
     made: Mapping[str, Tracker]
-    """By the names they are counted under."""
+    """The trackers, by the name under which lost points are counted."""
     steps: int
-    """Of the whole run."""
+    """Number of steps in the whole run."""
     _threads: list[TrackerThread] = field(default_factory=list[TrackerThread])
     _last_step: int = 0
 
     def begin(self, out: Path, run_id: str, config: Mapping[str, object], *, resumes: bool) -> None:
-        """The run begins, in this folder. Raises StorageFailed."""
+        """Start a thread for each tracker, with a folder in `out`. Raises StorageFailed."""
         for name, tracker in self.made.items():
             start = RunStart(run_id, out / "trackers" / name, config)
             try:
@@ -168,20 +169,21 @@ class Trackers:
             self._threads.append(TrackerThread(name, tracker, start))
 
     def send(self, step: int, figures: Mapping[str, float]) -> None:
-        """A point for each of them, of these names. Never waits."""
-        # An evaluation's point is at the step it began with, and may come after later steps'.
+        """Queue a point for every tracker. Never waits."""
+        # An evaluation's point has the step at which it began, and may follow points of later
+        # steps.
         self._last_step = max(self._last_step, step)
         for thread in self._threads:
-            # Its own: what one makes of it is not the others'.
+            # A copy, because a tracker may modify it.
             thread.send(step, dict(figures))
 
     def take_lost(self) -> dict[str, int]:
-        """Points lost since this was asked last, by tracker."""
+        """Return how many points were lost since the last call, by tracker."""
         lost = {thread.name: thread.take_lost() for thread in self._threads}
         return {name: count for name, count in lost.items() if count}
 
     def close(self) -> None:
-        """Waits for what is on its way, CLOSE_SECONDS at most."""
+        """Wait for the queued points, CLOSE_SECONDS at most."""
         deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.end(complete=self._last_step >= self.steps)
@@ -191,8 +193,7 @@ class Trackers:
 
 
 class TrackedScalars:
-    """TensorBoard's writer and the trackers as one: what is written between two flushes is a point for each
-    step of it."""
+    """Writes to TensorBoard and to trackers. Figures between two flushes form a point per step."""
 
     def __init__(self, scalars: Scalars, trackers: Trackers) -> None:
         self._scalars = scalars
@@ -200,24 +201,23 @@ class TrackedScalars:
         self._points: dict[int, dict[str, float]] = {}
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """One figure."""
         self._scalars.add_scalar(tag, scalar_value, global_step)
         self._points.setdefault(global_step, {})[tag] = scalar_value
 
     def flush(self) -> None:
-        """The points are whole."""
+        """Flush TensorBoard and send the completed points to the trackers."""
         self._scalars.flush()
         for step, point in self._points.items():
             self._trackers.send(step, point)
         self._points = {}
 
     def close(self) -> None:
-        """TensorBoard's; trackers are closed after all else."""
+        """Close TensorBoard only. The trackers are closed last of all."""
         self._scalars.close()
 
 
 def make_trackers(configs: Sequence[TrackerConfig], steps: int) -> Trackers:
-    """Those that are configured. Raises ConfigInvalid where one cannot be used."""
+    """Create the configured trackers. Raises ConfigInvalid if one cannot be used."""
     made = {config.kind: _make(config, f"metrics.trackers.{n}") for n, config in enumerate(configs)}
     return Trackers(made, steps)
 
@@ -231,7 +231,7 @@ def _make(config: TrackerConfig, section: str) -> Tracker:
         try:
             return cast("Tracker", function(**config.options))
         except Exception as error:
-            # Whatever the function raises is its author's to read.
+            # It may raise anything; the message is for the author of the function.
             kind = type(error).__name__
             raise ConfigInvalid(f"{section}.function {config.function}: {kind}: {error}") from error
     try:

@@ -1,6 +1,6 @@
-"""Models of Hugging Face: read from a folder or a hub, as `token_model` computes with them.
+"""Loads Hugging Face models from a folder or a hub, in the form that `token_model` uses.
 
-The one module of the trainer that imports transformers.
+Other modules load models and tokenizers only through this one.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from penstock.trainer.policy.token_model import CausalModel, TokenModel
 CANNOT_LOAD = (
     OSError,
     ValueError,
-    # Weights of other shapes than the configuration says; files that are cut off; a configuration whose
-    # fields contradict each other; code that needs what is not installed.
+    # Weights whose shapes contradict the configuration; truncated files; a configuration whose
+    # fields contradict each other; code that needs a package that is not installed.
     RuntimeError,
     SafetensorError,
     StrictDataclassError,
     ImportError,
 )
-"""What transformers raises over a folder that it cannot use."""
+"""The errors that transformers raises for an unusable folder."""
 
 
 class SavedTokenizer(Protocol):
-    """The part of transformers' tokenizer that is used here."""
+    """The methods of transformers' tokenizers that are used here."""
 
     def save_pretrained(self, folder: Path) -> None: ...
 
@@ -66,7 +66,7 @@ class _Tied(Protocol):
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Of the forward pass: what the configuration says, or what the device has instructions for."""
+    """Return the dtype of the forward pass; "auto" is bfloat16 if the device has instructions for it."""
     in_bfloat16 = (
         computes_bfloat16(device.type) if model.dtype == "auto" else model.dtype == "bfloat16"
     )
@@ -74,8 +74,8 @@ def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def load_model(path: str) -> tuple[CausalModel, SavedTokenizer]:
-    """The model in float32, in the host's memory, and its tokenizer. Raises ConfigInvalid."""
-    # Its bars would run through the live table.
+    """Load the model in float32 into the host's memory, and its tokenizer. Raises ConfigInvalid."""
+    # Progress bars would garble the live table.
     transformers_logging.disable_progress_bar()
     load_config(path)
     try:
@@ -86,7 +86,7 @@ def load_model(path: str) -> tuple[CausalModel, SavedTokenizer]:
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """What a model is. Raises ConfigInvalid, also for one that is not trained as it is saved."""
+    """Load a model's configuration. Raises ConfigInvalid, including for a quantized model."""
     try:
         config = cast("_Loader", AutoConfig).from_pretrained(path)
     except CANNOT_LOAD as error:
@@ -98,58 +98,61 @@ def load_config(path: str) -> PretrainedConfig:
             else getattr(quantized, "quant_method", None)
         )
         raise ConfigInvalid(
-            f"model.path: {path!r} is quantized ({kind or 'in some way'}): "
-            "name the model that it was made from"
+            f"model.path: {path!r} is quantized ({kind or 'unknown method'}): "
+            "use the model that it was quantized from"
         )
     return cast("PretrainedConfig", config)
 
 
 def load_tokenizer(path: str) -> SavedTokenizer:
-    """The tokenizer alone. Raises ConfigInvalid."""
+    """Load the tokenizer alone. Raises ConfigInvalid."""
     try:
         return cast("SavedTokenizer", cast("_Loader", AutoTokenizer).from_pretrained(path))
     except Exception as error:
-        # The library below has no narrower type for a file that it cannot read.
+        # The underlying library has no narrower type for an unreadable file.
         raise cannot_load(path, error) from error
 
 
 def save_tokenizer(tokenizer: SavedTokenizer, folder: Path) -> None:
-    """Writes it beside a model. Raises OSError."""
+    """Write the tokenizer to a model folder. Raises OSError."""
     try:
         tokenizer.save_pretrained(folder)
     except OSError:
         raise
     except Exception as error:
-        # That library says of a disk that is full, too, by no narrower type.
+        # The underlying library has no narrower type for a full disk either.
         raise OSError(str(error)) from error
 
 
 def cannot_load(path: str, error: Exception) -> ConfigInvalid:
-    """What to say of a model that a library cannot load."""
+    """Build the error for a model that a library cannot load."""
     return ConfigInvalid(f"model.path: {missing_folder(path) or f'cannot load {path!r}: {error}'}")
 
 
 def block_names(model: CausalModel) -> frozenset[str]:
-    """Names of the classes of its layers, which other code must take as a whole."""
+    """Return the names of the model's layer classes, which must not be split."""
     return frozenset(cast("set[str] | None", getattr(model, "_no_split_modules", None)) or ())
 
 
 def as_saved(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What parameters of a model of transformers are in its checkpoint."""
+    """Convert a transformers model's parameters to the tensors of its checkpoint."""
     return cast("_Saving", core_model_loading).revert_weight_conversion(model, tensors)
 
 
 def outline(
     path: str, device: torch.device, buffers: Mapping[str, Tensor] | None = None
 ) -> TokenModel:
-    """The model without its weights, for `TokenModel.score`. `buffers` are those of the loaded model, by
-    name: most are computed, and some come with its weights, as the biases of experts do."""
+    """Create the model without its weights, for `TokenModel.score`.
+
+    `buffers` are the loaded model's, by name. Most buffers are computed. Some come with the
+    weights, such as the biases of experts.
+    """
     from accelerate import init_empty_weights
 
     config = cast("_Loader", AutoConfig).from_pretrained(path)
     with torch.device(device), init_empty_weights(include_buffers=False):
         model = cast("_Maker", AutoModelForCausalLM).from_config(config, dtype=torch.float32)
-    # Each name has been given a parameter of its own.
+    # Until this call, tied names have separate parameters.
     cast("_Tied", model).tie_weights()
     for name, buffer in cast("nn.Module", model).named_buffers():
         if buffers is not None and name in buffers:
@@ -158,7 +161,7 @@ def outline(
 
 
 def frozen(model: CausalModel, *, autocast: bool, device: torch.device | None = None) -> TokenModel:
-    """A model that nothing trains; it computes on `device`, if not where its parameters are."""
+    """Wrap a model for inference only; `device` is where it computes, if its parameters are elsewhere."""
     tokens = TokenModel(model, autocast=autocast, device=device)
     cast("nn.Module", model).eval().requires_grad_(False)
     return tokens

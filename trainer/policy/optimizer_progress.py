@@ -1,4 +1,4 @@
-"""How far a checkpoint's optimizer had come, and by what it was computed: a file of each checkpoint."""
+"""A file in each checkpoint with the optimizer's progress and the setup that computed it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """What is kept beside the optimizer's state."""
+    """The record stored next to the optimizer's state."""
 
     optimizer_steps: int
-    """Updates made so far."""
+    """Updates applied so far."""
     backend: str
-    """`model.backend.kind`: neither reads the other's state."""
+    """`model.backend.kind`; no backend reads another one's state."""
     ranks: int
     threads: int
-    """Of each rank, for computing."""
+    """Compute threads of each rank."""
     dtype: str
-    """What was computed in."""
+    """The dtype of the forward pass."""
 
 
 def save_progress(
     folder: Path, steps: int, *, backend: str, ranks: int, dtype: torch.dtype
 ) -> None:
-    """Raises OSError."""
+    """Write the file. Raises OSError."""
     threads = torch.get_num_threads()
     progress = Progress(steps, backend, ranks, threads, _name(dtype))
     (folder / FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
@@ -48,29 +48,29 @@ def _name(dtype: torch.dtype) -> str:
 def load_progress(
     folder: Path, *, backend: str, ranks: int, dtype: torch.dtype, same_dtype: bool = False
 ) -> int:
-    """The updates made so far; logs what this run computes otherwise than the one that made them.
+    """Return the updates applied so far; log differences between that setup and this run's.
 
-    Raises CheckpointUnusable where another backend wrote it, or, where it has to be the `same_dtype`, it
-    was computed in another, OSError, ValueError, and KeyError for a file that is none of these.
+    Raises CheckpointUnusable if another backend wrote the checkpoint, or if `same_dtype` is set and
+    the dtype differs. Raises OSError, ValueError or KeyError for an invalid file.
     """
     found = cast("dict[str, object]", json.loads((folder / FILE).read_text(encoding="utf-8")))
     if (wrote := found.get("backend", backend)) != backend:
         raise CheckpointUnusable(
-            f'{folder}: model.backend = "{wrote}" wrote it, and this run has "{backend}", which cannot go '
-            "on with that optimizer; the model alone can be begun with, as model.path"
+            f'{folder}: model.backend = "{wrote}" wrote it, and this run has "{backend}", which cannot '
+            "load that optimizer; to start from the model alone, use it as model.path"
         )
     if same_dtype and found["optimizer_steps"] and found.get("dtype", _name(dtype)) != _name(dtype):
         raise CheckpointUnusable(
             f"{folder}: it was computed in {found['dtype']}, and this run in {_name(dtype)}: "
-            f'its optimizer goes on with model.dtype = "{found["dtype"]}"'
+            f'its optimizer requires model.dtype = "{found["dtype"]}"'
         )
     if (before := found.get("dtype", _name(dtype))) != _name(dtype):
-        log.warning("%s was computed in %s, this run goes on in %s", folder, before, _name(dtype))
+        log.warning("%s was computed in %s, this run continues in %s", folder, before, _name(dtype))
     own = {"ranks": ranks, "threads": torch.get_num_threads()}
     for name, count in own.items():
         if (before := found.get(name, count)) != count:
             log.warning(
-                "%s was computed with %s %s, this run goes on with %d: sums may be rounded otherwise",
+                "%s was computed with %s %s, this run continues with %d; sums may be rounded differently",
                 folder,
                 before,
                 name,

@@ -1,4 +1,4 @@
-"""The optimizer, and what it remembers, as tensors of a checkpoint, and back. Keys are kind/parameter."""
+"""Converts the optimizer's state to tensors of a checkpoint and back. Keys are kind/parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.trainer.policy.sharding import share_of
 
 
 def adamw(module: nn.Module, train: TrainConfig, learning_rate: float) -> optim.AdamW:
-    """Over what is trained of a module; matrices decay, and nothing else."""
+    """Create AdamW for a module's trained parameters; only matrices have weight decay."""
     matrices = [p for p in module.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
     return optim.AdamW(
@@ -36,8 +36,10 @@ def optimizer_tensors(
     *,
     keep: bool = True,
 ) -> dict[str, Tensor]:
-    """The state of every parameter that has one, on the CPU, each made whole by `whole`; nothing of it
-    without `keep`, for a rank that only has its share to give."""
+    """Return the state of every parameter that has one, on the CPU, made whole by `whole`.
+
+    Without `keep` the result is empty, for a rank that only contributes its shards.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -50,8 +52,10 @@ def optimizer_tensors(
 def load_optimizer(
     module: nn.Module, optimizer: optim.Optimizer, tensors: Mapping[str, Tensor], folder: Path
 ) -> None:
-    """Restores what `optimizer_tensors` returned, or this rank's share of it. Raises CheckpointUnusable,
-    naming the folder."""
+    """Restore the output of `optimizer_tensors`, or this rank's shard of it.
+
+    Raises CheckpointUnusable, which names the folder.
+    """
     parameters = dict(module.named_parameters())
     optimizer.state.clear()
     for key, value in tensors.items():

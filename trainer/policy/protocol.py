@@ -1,8 +1,7 @@
-"""The policy seam: what the trainer asks of a model and its optimizer, and nothing of how it is
-done.
+"""The interface between the trainer and a model with its optimizer.
 
-`fsdp_policy.FsdpPolicy` is the default. All methods are called from one thread, which is not the
-event loop's.
+`fsdp_policy.FsdpPolicy` is the default implementation. All methods are called from one thread,
+which is not the event loop's.
 """
 
 from __future__ import annotations
@@ -32,75 +31,80 @@ PER_TOKEN = weighted("tokens_computed")
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did; the means are over the tokens that were computed, zero where there were none,
-    None where the configuration does not compute them."""
+    """The figures of one step.
+
+    Means are over the computed tokens, zero without any, and None if the configuration does not
+    compute them.
+    """
 
     applied: bool = figure(
         False,
         MEAN,
         "share",
-        "Whether the weights changed; they do not without a gradient, or with one that is not finite.",
+        "Whether the weights changed. They stay the same without a gradient, or if it is not finite.",
     )
     updates: int = figure(0, SUM, "updates", "Optimizer updates that had something to compute.")
     updates_skipped: int = figure(
         0,
         SUM,
         "updates",
-        "Optimizer updates that moved nothing because no token of theirs has a gradient: they were not "
-        "computed, or that is what came of it, as where a correction masks every token (with a critic, "
-        "which learns all the same, only the former).",
+        "Optimizer updates that changed nothing because none of their tokens has a gradient. Either they "
+        "were not computed, or the computed gradient was zero, as when a correction masks every token. "
+        "With a critic, which learns even then, only the former count.",
     )
     updates_not_finite: int = figure(
         0,
         SUM,
         "updates",
-        "Optimizer updates whose gradient was infinite or no number: the weights stayed as they were.",
+        "Optimizer updates whose gradient was infinite or NaN; the weights stayed as they were.",
     )
     groups_without_gradient: int = figure(
         0,
         SUM,
         "groups",
-        "Groups in the batch that nothing moves, by what was known before computing them.",
+        "Groups in the batch that were known to have no gradient before they were computed.",
     )
     tokens_trained: int = figure(
         0,
         SUM,
         "tokens",
-        "Tokens in the loss of updates that were computed, those that no term of it moves included.",
+        "Tokens in the loss of the computed updates, including those without a gradient.",
     )
     tokens_computed: int = figure(
         0,
         SUM,
         "tokens",
-        "Tokens in the loss, less those of sequences that no term of it moves, which are not computed.",
+        "Tokens in the loss, without those of sequences that are skipped because they have no gradient.",
     )
     loss: float = figure(0.0, PER_UPDATE, "", "Loss of an update.")
     grad_norm: float = figure(0.0, PER_UPDATE, "", "Norm of an update's gradient, before clipping.")
     learning_rate: float | None = figure(
-        None, LAST, "", "Of the last update; null where there was none."
+        None, LAST, "", "Learning rate of the last update; null without updates."
     )
     clip_fraction: float | None = figure(
         None,
         PER_TOKEN,
         "share",
-        "Tokens whose ratio was out of its bounds; null where the loss has none.",
+        "Tokens whose importance ratio was outside the clip bounds; null if the loss does not clip.",
     )
     clip_fraction_low: float | None = figure(
-        None, PER_TOKEN, "share", "Those below the lower bound."
+        None, PER_TOKEN, "share", "Tokens with a ratio below the lower bound."
     )
     clip_fraction_high: float | None = figure(
-        None, PER_TOKEN, "share", "Those above the upper bound, that of `dual_clip` included."
+        None, PER_TOKEN, "share", "Tokens above the upper bound, including that of `dual_clip`."
     )
     logprob_diff_mean: float = figure(
         0.0,
         PER_TOKEN,
         "nat",
-        "Mean of |recomputed - sampled log-probability|: the trainer's and the engine's arithmetic, and "
-        "lag.",
+        "Mean of |recomputed - sampled log-probability|. It reflects lag, and the different arithmetic of "
+        "trainer and engine.",
     )
-    logprob_diff_max: float | None = figure(None, MAX, "nat", "The largest.")
+    logprob_diff_max: float | None = figure(
+        None, MAX, "nat", "Largest |recomputed - sampled log-probability|."
+    )
     entropy: float = figure(
-        0.0, PER_TOKEN, "nat", "Of the distributions that tokens were drawn from."
+        0.0, PER_TOKEN, "nat", "Entropy of the distributions that the tokens were drawn from."
     )
     kl_reference: float | None = figure(
         None, PER_TOKEN, "nat", "KL to the reference, by the configured estimator."
@@ -109,19 +113,23 @@ class StepResult:
         None,
         PER_TOKEN,
         "",
-        "Weight of the off-policy correction, those that it masks included.",
+        "Mean weight of the off-policy correction, including masked tokens.",
     )
-    correction_weight_max: float | None = figure(None, MAX, "", "The largest.")
-    correction_masked: float | None = figure(None, PER_TOKEN, "share", "Tokens that it masked.")
+    correction_weight_max: float | None = figure(
+        None, MAX, "", "Largest weight of the off-policy correction."
+    )
+    correction_masked: float | None = figure(
+        None, PER_TOKEN, "share", "Tokens that the correction masked."
+    )
     correction_clipped: float | None = figure(
-        None, PER_TOKEN, "share", "Tokens whose weight it cut."
+        None, PER_TOKEN, "share", "Tokens whose weight the correction clipped."
     )
     critic_loss: float | None = figure(None, PER_UPDATE, "", "Loss of the critic's update.")
     critic_explained_variance: float | None = figure(
         None,
         PER_TOKEN,
         "share",
-        "Part of the variance of what came of the tokens that the critic foretold.",
+        "Share of the variance of the returns that the critic's values explain.",
     )
 
 
@@ -135,12 +143,15 @@ def describe_step(
     critic_losses: Sequence[float],
     explained_variance: Callable[[RewardBatch], float],
 ) -> StepResult:
-    """What the figures of all micro-batches of a plan come to, whose advantages are there. `norms` are of
-    the gradients of its updates, `critic_losses` of the critic's, where there is one."""
+    """Build the result from the summed figures of all micro-batches of a plan with advantages.
+
+    `norms` has the gradient norm of each update, `critic_losses` the loss of each critic update, if
+    any.
+    """
     planned = StepResult(
         applied=applied,
         updates=len(norms),
-        # A critic learns also where the policy's gradient is zero.
+        # A critic learns even if the policy's gradient is zero.
         updates_skipped=plan.updates_skipped + (0 if critic_losses else list(norms).count(0.0)),
         updates_not_finite=sum(not math.isfinite(norm) for norm in norms),
         groups_without_gradient=plan.groups_without_gradient,
@@ -181,46 +192,49 @@ class Policy(Protocol):
     """A model being trained."""
 
     def step(self, plan: StepPlan) -> StepResult:
-        """One step: the optimizer updates that the plan has.
+        """Apply the plan's optimizer updates.
 
-        Without any nothing changes, the schedule and the optimizer's moments included; nor by one that
-        moves nothing, or whose gradient is not finite.
+        Without updates nothing changes, including the schedule and the optimizer's moments. The
+        same holds for an update with no gradient, or one that is not finite.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of an upload with its Hugging Face name, or PEFT's, always in the same order.
+        """Yield every tensor of an upload with its Hugging Face or PEFT name, always in the same
+        order.
 
-        The tensors are the live ones: they hold until the next `step`. Tied ones come once.
+        The tensors are the live ones, valid until the next `step`. Tied tensors are yielded once.
         """
         ...
 
     def adapter(self) -> weights_pb2.LoraAdapter | None:
-        """What the tensors are where they are those of an adapter; None where they are the model's."""
+        """Return the adapter's description if the tensors are an adapter's; None for a full model."""
         ...
 
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probability of each token but the first, given those before it, at temperature 1; shape
-        [n - 1], n the tokens.
+        """Compute each token's log-probability but the first's, given the tokens before it.
 
-        Computed with `tensors`, named as by `weights`, in place of the policy's own, whatever their dtype
-        in float32 arithmetic: as exact as can be, so that only what the engine rounds sets the two
-        apart. Takes memory for the weights in float32 meanwhile.
+        Temperature 1; shape [n - 1] for n tokens. Uses `tensors`, named as by `weights`, in place
+        of the policy's own. The arithmetic is float32 whatever their dtype. The result is as exact
+        as possible, so that only the engine's rounding makes a difference. Temporarily needs memory
+        for the weights in float32.
         """
         ...
 
     def save_model(self, folder: Path) -> None:
-        """Writes a model folder that transformers loads, or an adapter's as PEFT does, tokenizer
-        included."""
+        """Write a model folder that transformers loads, or an adapter folder in PEFT's format.
+
+        The tokenizer is included.
+        """
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes `save_model` and what it takes to go on: optimizer, schedule, every random state.
+        """Write `save_model` and the state needed to resume: optimizer, schedule, random states.
 
-        Raises OSError where the disk does not take it.
+        Raises OSError if the disk refuses the write.
         """
         ...
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote, exactly. Raises CheckpointUnusable."""
+        """Restore exactly what `save` wrote. Raises CheckpointUnusable."""
         ...

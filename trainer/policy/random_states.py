@@ -1,10 +1,11 @@
-"""Every random state that training draws from, as files of a checkpoint, and back.
+"""Saves and restores every random state that training draws from, as files of a checkpoint.
 
-Torch's is what dropout draws from, on the CPU and on the device it computes on; Python's and numpy's are
-what libraries underneath may draw from. The order of the data is not among them: it is a function of the
-run's seed and the index (see `tasks`), so its position is all there is to keep.
+Dropout draws from torch's states, on the CPU and on the compute device. Libraries may draw from
+Python's and numpy's. The order of the data needs no random state. It is a function of the run's
+seed and the index (see `tasks`), so only the position is saved.
 
-Each rank of a run has its own: they drop out different things of different sequences.
+Each rank of a run has separate states, so that ranks drop out different values of different
+sequences.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ CPU, CUDA = "cpu", "cuda"
 
 
 def seed_all(seed: int) -> None:
-    """Begins every one of them anew."""
+    """Seed all random states."""
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def compute_reproducibly() -> None:
-    """Has torch add up in the same order each time; what cannot be done so warns.
+    """Have torch add in the same order every time, and warn of operations that cannot.
 
-    With several threads it otherwise adds gradients of what was gathered in the order of the threads.
+    By default, several threads add gradients of gathered values in the order in which they finish.
     """
-    # As use_deterministic_algorithms(True, warn_only=True), which loads a compiler for seconds.
+    # Like use_deterministic_algorithms(True, warn_only=True), which loads a compiler for seconds.
     torch.set_deterministic_debug_mode("warn")
-    # Only debugging needs memory that nobody reads to be filled.
+    # Filling uninitialized memory only helps debugging.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
 
 
 def save_random_states(folder: Path, rank: int = 0) -> None:
-    """Writes them as they are now. Raises OSError and SafetensorError."""
+    """Write the current states. Raises OSError and SafetensorError."""
     suffix = _suffix(rank)
     states = {CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -61,10 +62,10 @@ def save_random_states(folder: Path, rank: int = 0) -> None:
 
 
 def load_random_states(folder: Path, rank: int = 0) -> None:
-    """Goes on from where `save_random_states` was. A rank that was not there then begins anew, with a seed
-    that follows from where rank 0 was.
+    """Restore the states that `save_random_states` wrote.
 
-    Raises OSError, SafetensorError, ValueError and KeyError.
+    A rank that has no saved state is seeded with a number derived from rank 0's state. Raises
+    OSError, SafetensorError, ValueError and KeyError.
     """
     if rank and not (folder / TENSOR_FILE.format(suffix=_suffix(rank))).exists():
         load_random_states(folder)

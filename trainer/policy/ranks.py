@@ -1,43 +1,46 @@
-"""One run on several processes: rank 0 leads it, the others follow.
+"""One run on several processes: rank 0 leads, the others follow.
 
-Rank 0 is the trainer as `loop` describes it: it has the configuration, the data, the server, the run's
-folder. The others have their part of the model, and do what rank 0 says. Where each process finds its
-place: torchrun's environment, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, on any number of
-hosts; `penstock train --ranks N` starts N - 1 more processes on this host and gives them the same.
+Rank 0 is the trainer that `loop` describes. It holds the configuration, the data, the server
+connections and the run's folder. The other ranks hold their shard of the model and execute rank 0's
+commands. Each process reads its place from torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT. Ranks may be on any number of hosts. `penstock train --ranks N` starts
+N - 1 more processes on this host and sets the same variables for them.
 
     rank 0                                          every other rank
-    meets the others (process group)                meets the others
-    listens, says where, lets each in               connects
-    makes its part of the model                     makes its part of the model
-    a command ───────────────────────────────────►  waits for it, however long
+    joins the process group                         joins the process group
+    listens, sends its port, accepts each rank      connects
+    builds its shard of the model                   builds its shard of the model
+    a command ───────────────────────────────────►  waits for it without a deadline
     does its part       ◄── collectives ──►         does its part
     ...                                             ...
     end(0) ──────────────────────────────────────►  its process exits
     waits until all are gone; exits
 
-There are two kinds of connection. The **process group** is for collectives: they have a deadline (torch's),
-and are begun only by a command, so that nobody is in one while rank 0 waits for a batch. The **control
-connections**, one from each rank to rank 0, carry commands one way and a failure the other way. They are
-silent for as long as rank 0 has nothing to say, and know no deadline: that a process has gone the kernel
-tells at once, whatever else this one is doing. Frames are bytes, never pickled; a key that rank 0 makes,
-and the group hands round, keeps out who is no rank. Rank 0 listens at a port that the kernel chooses, at
-every address of its host; only at the loopback address where it has started the others itself.
+There are two kinds of connection. The **process group** runs the collectives, which have torch's
+deadline. Only a command starts a collective, so no rank sits in one while rank 0 waits for a batch.
+The **control connections**, one from each rank to rank 0, carry commands in one direction and a
+failure in the other. They are silent while rank 0 has no command, and have no deadline. If a
+process dies, the kernel closes its connection at once, whatever the other end is doing. Frames are
+bytes and are never pickled. Rank 0 creates a key and broadcasts it over the process group; a
+process without the key is not accepted. Rank 0 listens on a port that the kernel chooses, at every
+address of its host. If it started the other ranks itself, it listens on the loopback address only.
 
-What a failure does; the run ends in each case, with an exit status that is not zero, and what is on disk
-is as after a kill -9, which all of it is written for:
+A failure ends the run in every case, with a non-zero exit status. The files on disk are then as
+after a kill -9, which every file format here is designed for:
 
-    an error on another rank    the rank waits a moment, lest it report what is only the consequence of
-                                  another's end; tells rank 0; exits. Rank 0 says it on stderr and exits
-                                  at once, in whatever it was: a collective may never come back
-    another rank is killed      its connection ends: rank 0 says which rank is gone, and exits at once
-    an error on rank 0          rank 0 waits the same moment for a rank that failed before it, which then
-                                  has the word. Otherwise the error takes its course: the run unwinds,
-                                  rank 0 sends end(status), the others exit with it at once
-    rank 0 is killed            the others' connections end: they exit at once
-    a rank stands still         (SIGSTOP) the collective's deadline, which is an error like any other
-    a host is unreachable       its connections are probed while they are silent, and end
-    SIGTERM, SIGINT             rank 0's is the stop on request that `loop` describes; the others ignore
-                                  both, for they end with rank 0
+    an error on another rank    the rank waits MOMENT_SECONDS, in case its error is only the consequence of
+                                  another rank's end. Then it reports to rank 0 and exits. Rank 0 prints the
+                                  error on stderr and exits at once, whatever it is doing, because a
+                                  collective may never return
+    another rank is killed      its connection ends. Rank 0 prints which rank is gone and exits at once
+    an error on rank 0          rank 0 waits just as long for a rank that failed earlier; that rank's error
+                                  is then the one reported. Otherwise the run unwinds, rank 0 sends
+                                  end(status), and the others exit with that status at once
+    rank 0 is killed            the others' connections end, and they exit at once
+    a rank hangs                (SIGSTOP) the collective's deadline expires, an error like any other
+    a host is unreachable       TCP keepalive probes the silent connections, and ends them
+    SIGTERM, SIGINT             on rank 0: the stop on request that `loop` describes. The others ignore
+                                  both signals, because they end with rank 0
 """
 
 from __future__ import annotations
@@ -65,23 +68,23 @@ from penstock.trainer.core.errors import ConfigInvalid, TrainerError
 if TYPE_CHECKING:
     import torch
 
-# How long an error waits for news of one that came before it, on another rank.
+# How long a failed rank waits for news of an earlier failure on another rank.
 MOMENT_SECONDS = 2.0
-# How long rank 0 waits at the end until the others are gone.
+# How long rank 0 waits at the end for the other ranks to exit.
 PARTING_SECONDS = 30.0
 KEY_BYTES = 32
 PORT_BYTES = 4
 PR_SET_PDEATHSIG = 1
 END = b"end"
-# Variable with the process id of rank 0 where that has started the others: no torchrun is there, which
-# would have a store to meet at.
+# Variable with rank 0's process id, set if rank 0 started the other ranks. There is then no
+# torchrun whose store the ranks could use.
 LOCAL = "PENSTOCK_LOCAL_RANKS"
 EXIT_STOPPED, EXIT_CONFIG = 1, 2
-# In which who connects to rank 0 has to prove that it is a rank.
+# Time that a process has to prove that it is a rank, after it connects to rank 0.
 LET_IN_SECONDS = 5
-# A host that is gone without a word is noticed after about so long.
+# TCP keepalive: an unreachable host is noticed after about SILENT_SECONDS + PROBES * PROBE_SECONDS.
 SILENT_SECONDS, PROBE_SECONDS, PROBES = 60, 15, 4
-# Longest time a command waits for room on its connection, where a rank does not read.
+# Longest time that sending a command blocks if the rank does not read.
 SEND_SECONDS = 1800
 
 
@@ -91,15 +94,15 @@ class Place:
 
     rank: int
     size: int
-    """How many there are."""
+    """Number of ranks in the run."""
     local_rank: int
-    """Which of those on this host; its device has the same number."""
+    """Rank among those on this host; also the number of its device."""
     local: bool = False
-    """Whether rank 0 started it, or is rank 0 and started the others."""
+    """Whether rank 0 started the other ranks, so that all are on this host."""
 
     @property
     def leads(self) -> bool:
-        """Whether it is rank 0."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
 
@@ -107,9 +110,9 @@ ALONE = Place(0, 1, 0)
 
 
 def find_place(environment: Mapping[str, str]) -> Place:
-    """The place that torchrun, or rank 0, gave this process; alone where nobody did.
+    """Read the place that torchrun or rank 0 gave this process; `ALONE` without one.
 
-    Raises ConfigInvalid.
+    Raises ConfigInvalid if the variables are not numbers or name an impossible rank.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return ALONE
@@ -120,16 +123,18 @@ def find_place(environment: Mapping[str, str]) -> Place:
     except ValueError as error:
         raise ConfigInvalid(f"the variables RANK, WORLD_SIZE, LOCAL_RANK: {error}") from error
     if not 0 <= place.rank < place.size:
-        raise ConfigInvalid(f"the variables RANK, WORLD_SIZE: no rank {rank} among {size}")
+        raise ConfigInvalid(
+            f"the variables RANK, WORLD_SIZE: rank {rank} is out of range for {size} ranks"
+        )
     return place
 
 
 class LocalRanks:
-    """The other ranks of a run on this host, as processes that this one, rank 0, starts."""
+    """The other ranks of a run on this host, started as processes by rank 0."""
 
     def __init__(self, count: int, command: Sequence[str]) -> None:
-        """Starts `count` - 1 of them, each `command`. They end when this process does."""
-        # From here on whoever comes waits in its backlog until torch is loaded and takes it over.
+        """Start `count` - 1 processes that run `command`. They end when this process does."""
+        # Early connections wait in the backlog until torch is loaded and takes the socket over.
         self._listening = socket.create_server(("127.0.0.1", 0))
         port = cast("tuple[str, int]", self._listening.getsockname())[1]
         os.environ |= {
@@ -142,7 +147,7 @@ class LocalRanks:
         }
         threads = max(1, len(os.sched_getaffinity(0)) // count)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        # By itself gloo resolves the host's name, which need not lead back to this host.
+        # By default gloo resolves the host's name, which need not lead back to this host.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._joined = threading.Event()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -153,15 +158,15 @@ class LocalRanks:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def listening_descriptor(self) -> int:
-        """Of the socket through which they meet; the caller's from now on."""
+        """Return the descriptor of the socket through which the ranks meet. The caller owns it now."""
         return self._listening.detach()
 
     def joined(self) -> None:
-        """They are connected, and what becomes of them is seen from that."""
+        """Note that the ranks are connected; from now on their connections show if one ends."""
         self._joined.set()
 
     def wait(self) -> None:
-        """Until they have ended; who does not end is killed."""
+        """Wait for the processes to end; kill those that do not end in PARTING_SECONDS each."""
         for process in self._processes:
             try:
                 process.wait(PARTING_SECONDS)
@@ -170,18 +175,20 @@ class LocalRanks:
                 process.wait()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Until they are connected nothing else would tell of one that has ended."""
+        """End this process if a rank exits before it joined; nothing else would report that."""
         status = process.wait()
         if not self._joined.is_set():
-            # A configuration that cannot be used has said so itself.
-            exit_at_once(f"rank {rank} ended with {status} before it joined", max(status, 1))
+            # If its configuration was unusable, the rank has printed the reason itself.
+            exit_at_once(
+                f"rank {rank} exited with status {status} before it joined", max(status, 1)
+            )
 
 
 class Leader:
-    """Rank 0's end of the control connections. `tell` is called from one thread at a time."""
+    """Rank 0's end of the control connections. Call `tell` from one thread at a time."""
 
     def __init__(self, connections: Mapping[int, Connection[bytes, bytes]]) -> None:
-        """By rank."""
+        """`connections` are keyed by rank."""
         self._connections = dict(connections)
         self._ending = threading.Event()
         self._lost = threading.Event()
@@ -190,29 +197,31 @@ class Leader:
 
     @property
     def size(self) -> int:
-        """Ranks, this one included."""
+        """Number of ranks, including this one."""
         return len(self._connections) + 1
 
     def tell(self, rank: int, command: str, payload: bytes = b"") -> None:
-        """Has a rank begin a command; does not wait until it is done."""
+        """Send a command to a rank, without waiting for it to be executed."""
         connection = self._connections[rank]
         try:
             connection.send_bytes(command.encode())
             connection.send_bytes(payload)
         except OSError:
-            # The thread that watches says why, and ends the process.
+            # The watching thread reports why and ends the process.
             self.await_news()
             raise
 
     def tell_all(self, command: str, payload: bytes = b"") -> None:
-        """The same for every rank."""
+        """Send a command to every other rank."""
         for rank in self._connections:
             self.tell(rank, command, payload)
 
     @contextlib.contextmanager
     def together(self) -> Generator[None]:
-        """Around rank 0's own part of a command: an error of another rank that came before one here has
-        the word."""
+        """Wrap rank 0's own part of a command.
+
+        If another rank failed before an error here, that rank's error is the one reported.
+        """
         try:
             yield
         except Exception:
@@ -220,12 +229,14 @@ class Leader:
             raise
 
     def await_news(self) -> None:
-        """Returns only where no rank has failed."""
+        """Wait MOMENT_SECONDS. If a rank fails meanwhile, this process ends instead."""
         self._lost.wait(MOMENT_SECONDS)
 
     def end(self, status: int) -> None:
-        """Ends the other ranks: when they have done what they were told where `status` is zero, and at
-        once where it is not. Returns when they are gone."""
+        """End the other ranks and wait until they are gone, for at most PARTING_SECONDS.
+
+        With status zero they finish their commands first. With any other status they exit at once.
+        """
         self._ending.set()
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
@@ -234,7 +245,7 @@ class Leader:
         self._watching.join(PARTING_SECONDS)
 
     def _watch(self) -> None:
-        """Until every connection has ended."""
+        """Watch for failures until every connection has ended."""
         ranks = {connection: rank for rank, connection in self._connections.items()}
         while ranks:
             for ready in multiprocessing.connection.wait(list(ranks)):
@@ -252,7 +263,7 @@ class Leader:
 
 
 class Follower:
-    """Another rank's end of its control connection."""
+    """Another rank's end of its control connection to rank 0."""
 
     def __init__(self, connection: Connection[bytes, bytes], rank: int) -> None:
         self._connection = connection
@@ -262,17 +273,17 @@ class Follower:
         threading.Thread(target=self._listen, name="ranks", daemon=True).start()
 
     def commands(self) -> Iterator[tuple[str, bytes]]:
-        """Each command with its payload, until rank 0 ends."""
+        """Yield each command with its payload, until rank 0 ends."""
         while (command := self._commands.get()) is not None:
             yield command
 
     @contextlib.contextmanager
     def reporting(self) -> Generator[None]:
-        """Around all this rank does: its error is rank 0's to tell."""
+        """Wrap everything this rank does, so that rank 0 reports its error."""
         try:
             yield
         except Exception as error:
-            # Where rank 0 ends meanwhile, so does this process.
+            # If rank 0 ends during this wait, so does this process.
             self._never.wait(MOMENT_SECONDS)
             said = str(error) if isinstance(error, TrainerError) else f"{error!r}"
             status = EXIT_CONFIG if isinstance(error, ConfigInvalid) else EXIT_STOPPED
@@ -292,13 +303,13 @@ class Follower:
         except (EOFError, OSError):
             exit_at_once(f"rank {self._rank}: rank 0 is gone", EXIT_STOPPED)
         if status := int(payload):
-            # It may be in a collective that nobody else will enter.
+            # The main thread may be in a collective that no other rank will enter.
             os._exit(status)
         self._commands.put(None)
 
 
 def exit_at_once(message: str, status: int) -> NoReturn:
-    """Ends this process with a line on stderr, whatever its other threads are in."""
+    """Print a line on stderr and end this process, whatever its other threads are doing."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # A live table hides the cursor.
     with contextlib.suppress(OSError, ValueError):
@@ -309,18 +320,23 @@ def exit_at_once(message: str, status: int) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Has the kernel end this process, which follows, with the one that started it; and not by the
-    signals that ask rank 0 to stop."""
+    """Have the kernel end this following rank's process together with its parent.
+
+    The signals that ask rank 0 to stop are ignored.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     parent = os.environ.get(LOCAL)
     if parent is not None and os.getppid() != int(parent):
-        sys.exit(EXIT_STOPPED)  # It ended before this could be asked.
+        sys.exit(EXIT_STOPPED)  # The parent had ended before the prctl.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def join_group(place: Place, local: LocalRanks | None) -> None:
-    """Makes torch's process group: NCCL between GPUs where there are any, gloo between CPUs."""
+    """Create torch's process group: NCCL between GPUs if there are any, gloo between CPUs.
+
+    Raises ConfigInvalid if the rank has no GPU for itself on a host with GPUs.
+    """
     import torch
     from torch import distributed
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -329,8 +345,8 @@ def join_group(place: Place, local: LocalRanks | None) -> None:
     if torch.cuda.is_available():
         if place.local_rank >= (count := torch.cuda.device_count()):
             raise ConfigInvalid(
-                f"rank {place.rank} is the one of local rank {place.local_rank} on a host of {count} GPUs: "
-                "each rank of a host needs one of its own"
+                f"rank {place.rank} has local rank {place.local_rank} on a host with {count} GPUs: "
+                "each rank of a host needs its own GPU"
             )
         torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl"
@@ -349,10 +365,10 @@ def join_group(place: Place, local: LocalRanks | None) -> None:
 
 
 def lead(size: int) -> Leader:
-    """Lets every other rank in. The group has been joined."""
+    """Accept the control connection of every other rank. The process group must exist."""
     key = secrets.token_bytes(KEY_BYTES)
-    # MASTER_ADDR is what other hosts call this one. Here its name may stand for a loopback address, as
-    # 127.0.1.1 on Debian; so ranks of several hosts are let in at all of its addresses.
+    # MASTER_ADDR is this host's name as other hosts know it. On this host the name may resolve to a
+    # loopback address, such as 127.0.1.1 on Debian. With several hosts, listen at all addresses.
     host = os.environ["MASTER_ADDR"] if LOCAL in os.environ else ""
     with multiprocessing.connection.Listener((host, 0), backlog=size) as listener:
         port = cast("tuple[str, int]", listener.address)[1]
@@ -363,20 +379,23 @@ def lead(size: int) -> Leader:
                 connection = cast("Connection[bytes, bytes]", listener.accept())
                 rank = _let_in(connection, key)
             except (multiprocessing.AuthenticationError, EOFError, OSError):
-                continue  # Not one of ours, or one that has gone again: who started it says so.
+                continue  # Not a rank, or one that exited again: its starter reports that.
             connections[rank] = connection
     return Leader(connections)
 
 
 def _let_in(connection: Connection[bytes, bytes], key: bytes) -> int:
-    """The rank at the other end. Raises AuthenticationError, EOFError and OSError where there is none, or
-    it says nothing for a while: whoever reaches the port may connect, and the others wait meanwhile."""
+    """Authenticate a connection and return the rank at its other end.
+
+    Raises AuthenticationError, EOFError or OSError if the peer is not a rank or stays silent for
+    LET_IN_SECONDS. Any process that reaches the port can connect, and the ranks wait meanwhile.
+    """
     try:
         _limit_reading(connection, LET_IN_SECONDS)
         multiprocessing.connection.deliver_challenge(connection, key)
         multiprocessing.connection.answer_challenge(connection, key)
         rank = int(connection.recv_bytes())
-        # From here on nothing is said for as long as there is nothing to say.
+        # From now on the connection may be silent for as long as there are no commands.
         _limit_reading(connection, 0)
         _notice_silence(connection)
     except BaseException:
@@ -386,7 +405,7 @@ def _let_in(connection: Connection[bytes, bytes], key: bytes) -> int:
 
 
 def follow(rank: int) -> Follower:
-    """Connects to rank 0. The group has been joined."""
+    """Connect to rank 0. The process group must exist."""
     said = _hand_round(_to_tensor(bytes(PORT_BYTES + KEY_BYTES)))
     port, key = int.from_bytes(said[:PORT_BYTES], "big"), said[PORT_BYTES:]
     address = (os.environ["MASTER_ADDR"], port)
@@ -399,7 +418,7 @@ def follow(rank: int) -> Follower:
 
 
 def leave_group() -> None:
-    """Undoes `join_group`."""
+    """Destroy the process group, if there is one."""
     from torch import distributed
 
     if distributed.is_initialized():
@@ -407,13 +426,13 @@ def leave_group() -> None:
 
 
 def _limit_reading(connection: Connection[bytes, bytes], seconds: int) -> None:
-    """How long a read waits; zero is for ever."""
+    """Set how long a read waits; zero means forever."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def _notice_silence(connection: Connection[bytes, bytes]) -> None:
-    """Has the kernel end a connection whose other host is gone, or does not take what is sent."""
+    """Have the kernel end a connection whose other host is unreachable or stops reading."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS)
@@ -429,7 +448,7 @@ def _to_tensor(content: bytes) -> torch.Tensor:
 
 
 def _hand_round(content: torch.Tensor) -> bytes:
-    """What rank 0 has there."""
+    """Broadcast rank 0's content to all ranks, which pass tensors of the same size."""
     from torch import distributed
 
     distributed.broadcast(content, 0)  # pyright: ignore[reportUnknownMemberType]

@@ -1,6 +1,6 @@
-"""A causal language model, asked for the probabilities of certain tokens and nothing else.
+"""A causal language model that computes the probabilities of selected tokens only.
 
-Suffixes as in `batching`; V is the vocabulary, H the hidden size.
+For the suffixes of tensor names see `batching`; V is the vocabulary, H the hidden size.
 """
 # ruff: noqa: N803, N806, N815 - a name ends with its dimensions.
 
@@ -23,33 +23,34 @@ from penstock.trainer.core.errors import ConfigInvalid
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-# Between positions of one tree and the same sequences one by one; rounding alone stays far below.
+# Allowed difference between a tree and its sequences one by one; rounding stays far below.
 TREE_TOLERANCE = 1e-3
-# Rows of which the entropy is measured at a time: what that needs beside the logits stays in a CPU's
-# cache, where it takes half the time; elsewhere it is memory that counts.
+# Rows whose entropy is computed at a time. On a CPU the temporary memory stays in the cache, which
+# halves the time. On other devices only the amount of memory matters.
 ENTROPY_ROWS_CPU = 4
 ENTROPY_ROWS = 1024
-# Below it a probability is zero in float32, and its logarithm must not be infinite.
+# Bounds log-probabilities in products: below it a probability is zero in float32.
 LEAST_LOGPROB = -1e4
-# What bounds how far back a layer attends, with a part of the names of the layers that it bounds.
+# Configuration fields that limit how far back a layer attends, with the part of a layer type's name
+# that selects the layers they apply to.
 BOUNDS = {"sliding_window": "sliding", "attention_chunk_size": "chunked"}
 
 
 class Output(Protocol):
-    """The part of transformers' output that is used here."""
+    """The attributes of transformers' output that are used here."""
 
     logits: Tensor
 
 
 class SavedConfig(Protocol):
-    """The part of transformers' PreTrainedConfig that is used here."""
+    """The methods of transformers' PreTrainedConfig that are used here."""
 
     def get_text_config(self) -> SavedConfig: ...
     def to_dict(self) -> dict[str, object]: ...
 
 
 class CausalModel(Protocol):
-    """The part of transformers' PreTrainedModel that is used here."""
+    """The methods of transformers' PreTrainedModel that are used here."""
 
     generation_config: GenerationConfig
 
@@ -73,43 +74,43 @@ class CausalModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What a model says of the trained tokens of a micro-batch; float32, shape [N]."""
+    """Log-probability and entropy of a micro-batch's trained tokens; float32, shape [N]."""
 
     logprobs_N: Tensor
-    """log softmax(logits / temperature) at each."""
+    """log softmax(logits / temperature) of each token."""
     entropies_N: Tensor
-    """Entropy of the distribution each was drawn from, at its temperature."""
+    """Entropy of the distribution that each token was drawn from, at its temperature."""
 
 
 class TokenModel:
-    """A model with its output layer restricted to the positions that are asked for."""
+    """A model whose output layer runs only at the requested positions."""
 
     def __init__(
         self, model: CausalModel, *, autocast: bool, device: torch.device | None = None
     ) -> None:
-        """`autocast` is bfloat16 over float32 weights. `device` is where it computes, if not where its
-        parameters are."""
+        """`autocast` computes in bfloat16 with float32 weights. `device` is where the model
+        computes, if its parameters are kept elsewhere."""
         self._autocast = autocast
         self._device = device
         self._sources_M: Tensor | None = None
         self._longest = same_angles_within(model.config.get_text_config())
         model.get_output_embeddings().register_forward_pre_hook(self._select_positions)
         self.model = model
-        """What is called; an adapter may wrap it."""
+        """The model to call; an adapter may wrap it."""
 
     @property
     def module(self) -> nn.Module:
-        """The same as a module."""
+        """The model as a torch module."""
         return cast("nn.Module", self.model)
 
     @property
     def device(self) -> torch.device:
-        """Where it computes: for a model whose shares are offloaded this is not where they are."""
+        """The device that computes; the shards of an offloaded model are kept elsewhere."""
         return self._device or next(self.module.parameters()).device
 
     @property
     def drops_out(self) -> bool:
-        """Whether what it computes with a gradient is with dropout, its own or an adapter's."""
+        """Whether training uses dropout, the model's own or an adapter's."""
         told = self.model.config.get_text_config().to_dict()
         own = (rate for name, rate in told.items() if "drop" in name)
         layers = (m.p for m in self.module.modules() if isinstance(m, nn.Dropout))
@@ -117,7 +118,7 @@ class TokenModel:
 
     @contextlib.contextmanager
     def without_dropout(self) -> Generator[None]:
-        """Computes as the engine does meanwhile."""
+        """Disable dropout in this context, as the engine does."""
         was_training = self.module.training
         self.module.eval()
         try:
@@ -126,7 +127,7 @@ class TokenModel:
             self.module.train(was_training)
 
     def evaluate(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutput:
-        """Log-probabilities, with a gradient, and entropies, which have one where it is asked for."""
+        """Compute log-probabilities, and entropies with a gradient only if `entropy_gradient`."""
         logits_MV = self._predict(batch)
         logprobs_M = token_logprobs(logits_MV, batch.targets_M.to(logits_MV.device))
         if entropy_gradient:
@@ -141,26 +142,29 @@ class TokenModel:
         return TokenOutput(logprobs_M[predictions_N], entropies_M[predictions_N])
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Log-probability of each trained token, float32, shape [N]; no gradient, no dropout."""
+        """Compute each trained token's log-probability, float32, shape [N]; no gradient or dropout."""
         with torch.no_grad(), self.without_dropout():
             logits_MV = self._predict(batch)
             logprobs_M = token_logprobs(logits_MV, batch.targets_M.to(logits_MV.device))
         return logprobs_M[batch.predictions_N.to(logits_MV.device)]
 
     def _predict(self, batch: MicroBatch) -> Tensor:
-        """Logits of each distinct prediction at its temperature, float32, shape [M, V]."""
+        """Compute the logits of each distinct prediction at its temperature, float32, shape [M, V]."""
         logits_MV = self.outputs(batch)
         return at_temperatures(logits_MV, batch.temperatures_M.to(logits_MV.device))
 
     def outputs(self, batch: MicroBatch) -> Tensor:
-        """What the output layer says at each distinct prediction, shape [M, V]. Raises ConfigInvalid."""
+        """Compute the output layer at each distinct prediction, shape [M, V].
+
+        Raises ConfigInvalid if a sequence is too long for the model's rotary embedding.
+        """
         device = self.device
         longest = int(batch.positions_BT.max()) + 1
         if self._longest is not None and longest > self._longest:
             raise ConfigInvalid(
-                f"a sequence of {longest} tokens: beyond {self._longest} this model's rotary embedding "
-                "depends on the longest sequence of a micro-batch, and so would the probabilities of the "
-                "others; keep the engine's context (max_model_len) within that"
+                f"a sequence has {longest} tokens: beyond {self._longest} this model's rotary embedding "
+                "changes with the longest sequence of a micro-batch; limit the engine's context "
+                "(max_model_len) to that length"
             )
         mask = batch.attention_mask()
         with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
@@ -178,7 +182,7 @@ class TokenModel:
         mask_B1TT: Tensor | None,
         sources_M: Tensor,
     ) -> Tensor:
-        """Logits that follow the flat positions `sources_M`, shape [M, V]."""
+        """Compute the logits at the flat positions `sources_M`, shape [M, V]."""
         with self.selecting(sources_M):
             output = self.model(
                 input_ids=token_ids_BT,
@@ -189,8 +193,11 @@ class TokenModel:
         return output.logits.squeeze(0)
 
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> Tensor:
-        """Log-probability of each token but the first with `tensors`, by the names of its parameters, in
-        place of its own weights; float32, shape [n - 1]. No gradient, no dropout, no autocast."""
+        """Compute each token's log-probability but the first's with `tensors` as the weights.
+
+        `tensors` are named like the model's parameters. Float32, shape [n - 1]. No gradient, no
+        dropout, no autocast.
+        """
         device = self.device
         whole = {n: tensor.to(device, torch.float32) for n, tensor in tensors.items()}
         ids_1T = torch.tensor([list(token_ids)], device=device)
@@ -207,7 +214,7 @@ class TokenModel:
 
     @contextlib.contextmanager
     def selecting(self, sources_M: Tensor) -> Generator[None]:
-        """Has the output layer see these flat positions alone."""
+        """Run the output layer at these flat positions only."""
         self._sources_M = sources_M
         try:
             yield
@@ -215,11 +222,11 @@ class TokenModel:
             self._sources_M = None
 
     def supports_trees(self) -> bool:
-        """Whether the model computes a prefix tree as it computes its sequences one by one.
+        """Return whether the model computes a prefix tree exactly like its sequences one by one.
 
-        It does unless its attention ignores the mask it is given, its layers carry a state from position
-        to position, or attend to fewer positions than a tree has: such a layer takes the mask of a tree as
-        it is, in place of its own.
+        It does not if its attention ignores the given mask, if layers carry a state from position
+        to position, or if layers attend to fewer positions than a tree has. Such layers would use
+        the tree's mask in place of their own.
         """
         if attends_within(MAX_TREE_TOKENS, self.model.config.get_text_config()):
             return False
@@ -243,10 +250,10 @@ class TokenModel:
         return True
 
     def _select_positions(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Before the output layer: keeps only the positions that predict a trained token.
+        """Keep only the positions that predict a trained token.
 
-        A hook, so that what a model does to its logits afterwards (scaling, soft caps) still
-        happens.
+        A hook before the output layer, so that later processing of the logits (scaling, soft caps)
+        still happens.
         """
         if self._sources_M is None:
             return inputs
@@ -255,8 +262,7 @@ class TokenModel:
 
 
 def attends_within(length: int, config: object) -> bool:
-    """Whether a layer of a model with this configuration attends to part of so many positions only: within
-    a window, or a chunk."""
+    """Return whether a layer attends to fewer than `length` positions, because of a window or a chunk."""
     windowed = bool(getattr(config, "use_sliding_window", True))
     used = {"sliding_window": windowed, "attention_chunk_size": True}
     kinds = cast("Sequence[str] | None", getattr(config, "layer_types", None))
@@ -267,11 +273,13 @@ def attends_within(length: int, config: object) -> bool:
 
 
 def same_angles_within(config: SavedConfig) -> int | None:
-    """Up to how many tokens the rotary embedding of a position is the same however long the sequence is;
-    None where that is so of any."""
+    """Return the longest sequence for which rotary angles do not depend on the sequence's length.
+
+    None if they never do.
+    """
     told = config.to_dict()
     parameters = cast("dict[str, object]", told.get("rope_parameters") or {})
-    # Of each kind of layer its own, or one of all.
+    # Each kind of layer may have separate parameters, or all share one set.
     each = [cast("dict[str, object]", one) for one in parameters.values() if isinstance(one, dict)]
     bounds: list[int] = []
     for rope in each or [parameters]:
@@ -284,7 +292,7 @@ def same_angles_within(config: SavedConfig) -> int | None:
 
 
 def at_temperatures(logits_MV: Tensor, temperatures_M: Tensor) -> Tensor:
-    """Logits over each row's temperature, float32."""
+    """Divide logits by each row's temperature; float32."""
     logits_MV = logits_MV.float()
     if bool((temperatures_M != 1.0).any()):
         logits_MV = logits_MV / temperatures_M.unsqueeze(-1)
@@ -292,11 +300,11 @@ def at_temperatures(logits_MV: Tensor, temperatures_M: Tensor) -> Tensor:
 
 
 def token_logprobs(logits_MV: Tensor, targets_M: Tensor) -> Tensor:
-    """log softmax(logits) at each target, shape [M]."""
+    """Compute log softmax(logits) at each target, shape [M]."""
     return -cross_entropy(logits_MV, targets_M, reduction="none")
 
 
 def entropies(logits_MV: Tensor) -> Tensor:
-    """Entropy of softmax(logits) of each row, in nats, shape [M]."""
+    """Compute the entropy of softmax(logits) for each row, in nats, shape [M]."""
     logprobs_MV = torch.log_softmax(logits_MV, dim=-1)
     return -(logprobs_MV.exp() * logprobs_MV.clamp(min=LEAST_LOGPROB)).sum(-1)

@@ -1,29 +1,30 @@
-"""The ledger: what each step trained, on disk before the server samples what came of it.
+"""The ledger: records what each step trained, durably and before the server samples the result.
 
-`ledger.jsonl` in the run's folder, an object a line, in the order of what happened:
+`ledger.jsonl` in the run's folder has one object per line, in the order of events:
 
     {"step": 3, "weight_version": 3, "weights": "9f0c..", "groups": [{"group_id": .., "task_id": ..,
      "trajectory_ids": [..]}, ..]}
     {"refused": {"group_id": .., "task_id": ..}, "reason": "ALL_FAILED"}
 
-The lines of steps up to that of the newest whole checkpoint are the lineage that survives: read them and
-nothing else, and you know what the model was trained on. Lines beyond it are of steps that no checkpoint
-contains yet. Once a run has ended, the whole file is the lineage.
+The lines up to the step of the newest complete checkpoint are the lineage that survives. They alone
+show what the model was trained on. Later lines are of steps that no checkpoint contains yet. Once a
+run has ended, the whole file is the lineage.
 
-Order of events of a step: computed -> its line durable -> weights uploaded, switched to, groups receipted
--> (where one is due) a checkpoint, which says how long the ledger was. So a server never holds a version of
-which the ledger does not say what it was made of.
+Order of events in a step: computed -> its line durable -> weights uploaded, switched to, groups
+receipted -> (if one is due) a checkpoint, which records the ledger's length. So a server never
+holds a version whose groups the ledger does not list.
 
-A run that resumes after step K finds the lines beyond K: `ahead`. Where it does one of those steps
-again with the same groups, and the very same weights come of it, the line stands. At the first step
-that comes out otherwise the file is cut there. That a group was refused stays true whatever the
-trainer goes back to, because the server has forgotten it: such lines are kept. What is left is written to a
-file of its own, which takes the name once it is durable.
+A run that resumes after step K finds the lines beyond K: `ahead`. If it repeats such a step with
+the same groups, and gets exactly the same weights, the line stands. At the first step with a
+different result the file is cut. Lines of refused groups are kept. A refusal stays true however far
+back the trainer resumes, because the server has forgotten the group. The remaining lines are
+written to a separate file, which takes the ledger's name once it is durable.
 
-What a failure does: a line that was half written when the process died is cut at the next start; the
-others are synced then, for they may not have been. A death while the file is cut leaves it as it was.
-Without room for a line the step is not published and the run ends, saying so. One trainer at a time
-writes to a folder: the ledger is locked for as long as it is open.
+Failures: a line that was half written when the process died is cut at the next start. The other
+lines are synced then, because they may not have been. If the process dies while it cuts the file,
+the file stays as it was. If there is no room for a line, the step is not published and the run ends
+with an error. One trainer at a time writes to a folder: the ledger is locked for as long as it is
+open.
 """
 
 from __future__ import annotations
@@ -44,42 +45,43 @@ from penstock.trainer.core.errors import CheckpointUnusable, RunFolderInUse, sto
 
 FILE = "ledger.jsonl"
 UNFINISHED = ".unfinished-ledger.jsonl"
-# What a server can still deliver of what the state contains is less than this.
+# More than the number of groups that the state contains and a server can still deliver.
 REMEMBERED = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroup:
-    """A group that a step used."""
+    """One group used by a step."""
 
     group_id: str
     task_id: str
-    """Empty for a group of a caller's own."""
+    """Empty for a group of unleased trajectories."""
     trajectory_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """What one step was."""
+    """The record of one step."""
 
     step: int
     weight_version: int
-    """Version of the weights it made."""
+    """The version that the step produced."""
     weights: str
-    """Checksum of these weights as they are uploaded; empty where the server was away, unless the step
-    was done again."""
+    """Checksum of the weights as uploaded.
+
+    Empty if the server was unreachable, unless the step was a repetition.
+    """
     groups: tuple[TrainedGroup, ...]
-    """In the order they were computed in."""
+    """In the order in which the step computed them."""
 
     @property
     def group_ids(self) -> frozenset[str]:
-        """Ids of its groups."""
         return frozenset(group.group_id for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedEntry:
-    """A group that was of no use."""
+    """The record of a group that was refused."""
 
     group_id: str
     task_id: str
@@ -93,9 +95,9 @@ class Ledger:
     """One run's ledger, open for writing. All methods block on the disk."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens and locks the file of a folder, which is made where there is none.
+        """Open and lock the folder's ledger; create folder and file if they do not exist.
 
-        Raises RunFolderInUse where another trainer has it, StorageFailed.
+        Raises RunFolderInUse if another trainer has locked it, and StorageFailed.
         """
         self.path = folder / FILE
         with storing(self.path):
@@ -108,25 +110,25 @@ class Ledger:
             sync_folder(folder)
         self._length = 0
         self.trained: dict[str, int] = {}
-        """Step of each of the last groups that the state resumed from contains, oldest first."""
+        """Step of each recent group that the resumed state contains, oldest first; REMEMBERED at most."""
         self.refused: list[RefusedEntry] = []
-        """Groups that were refused before this process began."""
+        """Groups refused before this process started."""
         self._unfinished: list[RefusedEntry] = []
         self.ahead: dict[int, StepEntry] = {}
-        """Steps beyond that state, of a trainer that was killed: from the next one on, without a gap."""
+        """Steps a killed trainer did beyond the resumed state, from the next step on, without a gap."""
         self._ends: dict[int, int] = {}
-        """Where the line of each of those ends."""
+        """Byte offset at which the line of each step in `ahead` ends."""
 
     @property
     def length_bytes(self) -> int:
-        """Where the last step's line ends; what follows is not part of the lineage yet."""
+        """Where the last step's line ends; later bytes are not part of the lineage yet."""
         return self._length
 
     def resume(self, step: int, length_bytes: int | None = None) -> None:
-        """Reads the file for a run that goes on after `step`, whose line ended at `length_bytes` when its
-        checkpoint was written.
+        """Read the file for a run that resumes after `step`.
 
-        Raises CheckpointUnusable where it ends elsewhere now: then this is another run's ledger.
+        `length_bytes` is where the step's line ended when its checkpoint was written. Raises
+        CheckpointUnusable if it ends elsewhere now: the ledger then belongs to another run.
         """
         with storing(self.path):
             content = self.path.read_bytes()
@@ -146,36 +148,38 @@ class Ledger:
                 break
         if length_bytes is not None and length_bytes != self._length:
             raise CheckpointUnusable(
-                f"{self.path}: the line of step {step} ends at byte {self._length}, and ended at "
-                f"{length_bytes} when the checkpoint was written"
+                f"{self.path}: the line of step {step} ends at byte {self._length}, but ended at "
+                f"{length_bytes} when the checkpoint was written: the ledger is of another run"
             )
         self.trained = dict(
             islice(self.trained.items(), max(0, len(self.trained) - REMEMBERED), None)
         )
         with storing(self.path):
-            # What follows the last whole line is what a killed trainer had not finished.
+            # Anything after the last complete line is what a killed trainer left unfinished.
             os.ftruncate(self._descriptor, end)
             os.lseek(self._descriptor, end, os.SEEK_SET)
-            # It may have died between a line and its sync, and lines that stand are not written again.
+            # That trainer may have died between a line and its sync. Lines that stand are not
+            # rewritten.
             os.fdatasync(self._descriptor)
 
     def begin(self) -> None:
-        """Empties the file: a run begins that resumes from nothing."""
+        """Empty the file, for a run that starts without a checkpoint."""
         with storing(self.path):
             os.ftruncate(self._descriptor, 0)
             os.lseek(self._descriptor, 0, os.SEEK_SET)
-            # Before there is an id of the start: it is beside no ledger of another.
+            # Before the start id is written, so that no start id lies next to another run's ledger.
             os.fsync(self._descriptor)
 
     def take_unfinished(self) -> list[RefusedEntry]:
-        """Those that were refused for the step that a killed trainer was gathering; once."""
+        """Return, once, the refusals recorded for the step that a killed trainer was gathering."""
         taken, self._unfinished = self._unfinished, []
         return taken
 
     def write(self, entry: StepEntry) -> None:
-        """Notes a step; durable on return. Raises StorageFailed.
+        """Record a step; durable on return. Raises StorageFailed.
 
-        A line that says the same already stays; any other lines of this step and those after it go.
+        An identical existing line stays. Otherwise the lines of this step and later ones are
+        removed.
         """
         if self.ahead.pop(entry.step, None) == entry:
             self._length = self._ends.pop(entry.step)
@@ -184,17 +188,17 @@ class Ledger:
             self._length = self._append(entry)
 
     def refuse(self, entry: RefusedEntry) -> None:
-        """Notes a refusal; durable on return. Raises StorageFailed."""
+        """Record a refusal; durable on return. Raises StorageFailed."""
         self._append(entry)
 
     def close(self) -> None:
-        """Gives the file up. May be repeated."""
+        """Close and unlock the file. May be called more than once."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _cut(self) -> None:
-        """Removes what is beyond the lineage, but for refusals."""
+        """Remove everything beyond the lineage except refusals."""
         if not self._ends:
             return
         self.ahead.clear()
@@ -206,11 +210,11 @@ class Ledger:
             self._replace(content[: self._length] + b"".join(kept))
 
     def _replace(self, content: bytes) -> None:
-        """Puts a file with this content in the place of the one that is open. Raises OSError."""
+        """Replace the open file by one with this content. Raises OSError."""
         unfinished = self.path.with_name(UNFINISHED)
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            # Before it has the name: who finds it finds it locked.
+            # Lock before the rename, so that another trainer never finds it unlocked.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write_all(descriptor, content)
             os.fsync(descriptor)
@@ -225,7 +229,7 @@ class Ledger:
         sync_folder(self.path.parent)
 
     def _append(self, entry: Entry) -> int:
-        """Returns where the line ends."""
+        """Append a line durably; return where it ends."""
         line = _line(entry)
         with storing(self.path):
             hit("ledger.before_append")
@@ -235,7 +239,7 @@ class Ledger:
                 hit("ledger.before_fsync")
                 os.fdatasync(self._descriptor)
             except OSError:
-                # Half a line would end the file for whoever reads it.
+                # A reader stops at half a line.
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, begin)
                 raise
@@ -244,7 +248,7 @@ class Ledger:
 
 
 def read_ledger(path: Path, step: int | None = None) -> list[Entry]:
-    """Every whole line of a ledger, up to that of `step` where there is one."""
+    """Read every complete line of a ledger; with `step`, stop after that step's line."""
     found: list[Entry] = []
     for entry, _ in _lines(path.read_bytes() if path.exists() else b""):
         if step is not None and isinstance(entry, StepEntry) and entry.step > step:
@@ -254,7 +258,7 @@ def read_ledger(path: Path, step: int | None = None) -> list[Entry]:
 
 
 def _lines(content: bytes) -> Iterator[tuple[Entry, int]]:
-    """Each entry and where its line ends, up to the first that is not whole."""
+    """Yield each entry and where its line ends, up to the first incomplete one."""
     begin = 0
     while (end := content.find(b"\n", begin) + 1) > 0:
         try:
@@ -265,8 +269,7 @@ def _lines(content: bytes) -> Iterator[tuple[Entry, int]]:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Whether nobody else has the file; nor, where it was replaced since it was opened, the one that has
-    its name."""
+    """Lock the file. Returns False if it is locked, or was replaced since it was opened."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

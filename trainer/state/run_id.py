@@ -1,20 +1,22 @@
-"""Which start of its run a folder is of.
+"""The id that tells apart the starts of a run.
 
-A run that resumes is the run that was begun, and servers still have tasks and groups of it. One that begins
-anew under the same `run.id`, because its folder was removed or it keeps no checkpoints, is another one,
-though a server that lives would take its tasks for those that it knows, and deliver it what the weights of
-the first had sampled. So each start has an id, and Hello says it: a server that knows another one of this
-run drops what it has.
+A resumed run is the same run, and servers may still hold its tasks and groups. A run that begins
+again under the same `run.id` is a different one. This happens if its folder was removed, or if it
+keeps no checkpoints. A server that is still running would mistake the new tasks for those it knows.
+It would then deliver groups that the first start's weights sampled. So each start has an id, which
+Hello carries. A server that knows a different start of the run drops what it holds of it.
 
-    begun                       the file `start` beside the ledger has the id, before the first Hello
-    the first checkpoint        has it, and the file goes, before the server is told what is final
+    a new start                 the file `start` next to the ledger has the id, before the first Hello
+    the first checkpoint        contains the id; the file is removed before the server is told what is
+                                final
     resumed from a checkpoint   the id is the checkpoint's
-    resumed without one         the file's, with the ledger's steps to be done again; where there is no file
-                                the run begins anew, for what its checkpoints had is final at the server
+    resumed without one         the id is the file's, and the ledger's steps are repeated. Without a file
+                                the run begins again, because the server considers the contents of the
+                                lost checkpoints final
 
-Without checkpoints what is trained is final at once and nobody can go on from it: such a start leaves no
-file. Nor is there one between the removal of the last start's and the writing of the next: a trainer that
-dies in between begins anew again.
+Without checkpoints, everything trained is final at once and no trainer can resume from it, so such
+a start leaves no file. There is also no file between the removal of the last start's file and the
+writing of the next one. A trainer that dies in between begins again as a new start.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from penstock.common.folders import sync_folder
 from penstock.trainer.core.errors import storing
 
 FILE = "start"
-# Not one of the unfinished folders, which whoever writes the next one removes.
+# Not named like the unfinished folders, which the next checkpoint removes.
 UNFINISHED = ".start"
 
 
 def new_start_id(folder: Path | None) -> str:
-    """The id of a start, durable in its folder where there is one. Raises StorageFailed."""
+    """Create a start id, and store it durably if a folder is given. Raises StorageFailed."""
     start_id = uuid.uuid4().hex
     if folder is not None:
         with storing(folder / FILE):
@@ -46,7 +48,7 @@ def new_start_id(folder: Path | None) -> str:
 
 
 def read_start_id(folder: Path) -> str:
-    """That of a folder; empty where it has none. Raises StorageFailed."""
+    """Return a folder's start id; empty if it has none. Raises StorageFailed."""
     with storing(folder / FILE):
         try:
             return (folder / FILE).read_text().strip()
@@ -55,7 +57,7 @@ def read_start_id(folder: Path) -> str:
 
 
 def remove_start_id(folder: Path) -> None:
-    """Durable on return. Raises StorageFailed."""
+    """Remove a folder's start id; durable on return. Raises StorageFailed."""
     with storing(folder / FILE):
         (folder / FILE).unlink(missing_ok=True)
         sync_folder(folder)

@@ -1,11 +1,11 @@
-"""The policy's weights as the trainer uploads them: packed once, however many servers they go to.
+"""The trainer's copy of the policy's weights for upload, packed once for all servers.
 
-The copy keeps the bytes of the newest version until the next `fill`, so that a server that comes back empty
-can be given them again without the model.
+The copy keeps the bytes of the newest version until the next `fill`. A server that comes back empty
+can then be sent them again without the model.
 
-Where differences are sent there are two payloads: one has what the servers sample (`base`), and the other
-is filled, compared with it, and takes its place once a server has switched. Without memory for the second
-one every version goes whole.
+If differences are sent, there are two payloads. One holds what the servers sample (`base`). The
+other one is filled and compared with it, and becomes the base once a server has switched. Without
+memory for a second payload, every version is sent whole.
 """
 
 from __future__ import annotations
@@ -19,65 +19,65 @@ from penstock.v1 import weights_pb2
 
 
 class WeightCopy:
-    """One version as bytes, and the one before where differences are made from it."""
+    """One version as bytes, and the previous one if differences are computed from it."""
 
     def __init__(self, compute: ComputeThread, probe: Probe | None = None) -> None:
         self._compute = compute
         self._probe = probe
         self.payloads = Payloads()
         self.filled: Payload | None = None
-        """What the next upload is of; None before the first `fill`."""
+        """The payload that the next upload sends; None before the first `fill`."""
         self.version = 0
-        """Version whose bytes it holds; zero before the first."""
+        """The version whose bytes it holds; zero before the first."""
         self.base: Held | None = None
-        """What differences are made from."""
+        """The version that differences are computed from."""
         self.measured: weights_pb2.WeightProbe | None = None
         """The probe, scored with these weights."""
         self.has_room_for_two = True
-        """Whether there was memory for a second payload when it was asked for."""
+        """Whether there was memory for a second payload when it was needed."""
         self._difference: Parcel | None = None
 
     @property
     def probe_is_chosen(self) -> bool:
-        """Whether a header has a score, which is known only once the payload is filled."""
+        """Whether a header needs the probe's score, known only once the payload is filled."""
         return self._probe is not None and bool(self._probe.token_ids)
 
     def reusable(self, *, keeps_base: bool) -> Payload | None:
-        """What `allocate` returns where it has nothing to do: an upload begins the sooner."""
+        """Return what `allocate` would, if it need not allocate. An upload can then begin earlier."""
         if not keeps_base and len(self.payloads) > 1:
             return None
         return self.payloads.reusable(self.base.payload if self.base else None)
 
     async def allocate(self, weights: Weights, dtype: str, *, keeps_base: bool) -> Payload:
-        """The payload to fill next; without `keeps_base` no difference will be made of it."""
+        """Return the payload to fill next. Without `keeps_base`, no difference will be made from it."""
         return await self._compute.run(self._allocate, weights, dtype, keeps_base)
 
     async def fill(self, payload: Payload, weights: Weights, *, in_chunks: bool = False) -> None:
-        """Copies the weights, to travel `in_chunks` or not, and scores the probe with them."""
+        """Copy the weights and score the probe with them. `in_chunks` also computes chunk checksums."""
         self._difference = None
         await self._compute.run(self._fill, payload, weights, in_chunks)
 
     async def pack(self, *, as_difference: bool) -> Parcel:
-        """The filled version as it travels; a difference is made once for all who ask for it."""
+        """Return the filled version as it is sent. A difference is computed once for all senders."""
         return await self._compute.run(self._pack, as_difference)
 
     def relabel(self, weight_version: int) -> None:
-        """These bytes are another version's too."""
+        """Give the current bytes a new version number."""
         self.version = weight_version
         self._difference = None
 
     def become_base(self) -> None:
-        """A server samples the filled version: what comes next can be a difference from it."""
+        """Make the filled version the base, because a server samples it now."""
         assert self.filled is not None
         self.base = Held(self.filled, self.version)
         self._difference = None
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Free the payloads' memory."""
         self.payloads.close()
         self.filled = self.base = self._difference = None
 
-    # In the compute thread.
+    # The following run in the compute thread.
 
     def _allocate(self, weights: Weights, dtype: str, keeps_base: bool) -> Payload:
         if not keeps_base:
@@ -97,7 +97,7 @@ class WeightCopy:
 
     def _pack(self, as_difference: bool) -> Parcel:
         if self.filled is None:
-            raise RuntimeError("fill comes before upload")
+            raise RuntimeError("pack was called before fill")
         if not as_difference or self.base is None:
             return whole(self.filled, self.version)
         if self._difference is None:

@@ -1,15 +1,21 @@
-"""Weights into the servers' hands: staged, switched to, and once more where the switch is rejected.
+"""Stages weight versions on the servers and sees their switches through, with one retry per
+rejection.
 
-Each server is handed a version by itself, all at the same time; the whole is done once each of them is:
+All servers get a version concurrently and independently; a stage is complete once every server is
+done:
 
     upload to each -> every one has it STAGED -> SwitchWeights to each -> a receipt: it samples the version
-                                                                       -> a rejection: uploaded there once
+                                                                       -> a rejection: uploaded to it once
                                                                             more, whole, and asked again
 
-A version is asked for only when every server has it staged. One that was restarted since has it no more,
-and says so by its rejection. One that has no room for a version is awaited, unless the run is to stop: it
-is left then, as one that is away is. Whoever waits for a server here waits over its restarts, until its
-exchange gives it up, which ends the run, or the run stops without it (`Exchanges.left`), which brings None.
+A switch is requested only once every server has the version staged. A server that has restarted
+since then has lost the staged version, and rejects the switch. If a server has no room for a
+version, the trainer waits for room. If the run is to stop, it abandons that server instead, as it
+abandons an unreachable one.
+
+Every wait here lasts across the server's restarts. It ends in one of two other ways. The exchange
+may give the server up, which ends the run. Or the run stops without the server (`Exchanges.left`),
+and the wait returns None.
 """
 
 from __future__ import annotations
@@ -36,8 +42,8 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 5.0
-# The server has lost what was staged, or the engine did not take it, or does not compute with it: the
-# version may still be good.
+# Rejections after which the version may still be good: the server has lost what was staged, or the
+# engine did not load it, or its results are off.
 SENT_AGAIN = (
     Reason.WEIGHT_VERSION_NOT_STAGED,
     Reason.WEIGHT_LOAD_FAILED,
@@ -46,21 +52,21 @@ SENT_AGAIN = (
 )
 
 Switches = Mapping[int, Awaitable[SwitchReceipt]]
-"""The answers to a switch, by server."""
+"""Pending answers to a switch, by server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """The servers sample a version."""
+    """A completed switch: every server samples the version."""
 
     receipt: SwitchReceipt
-    """Of all of them: the longest pause, the largest difference, the time of the last."""
+    """Merged over all servers: longest pause, largest difference, time of the last answer."""
     sent_again: Sent | None = None
-    """What sending it once more took, where the first switch was rejected."""
+    """Cost of the second upload, if a first switch was rejected."""
 
 
 class Handover:
-    """Stages versions and sees their switches through."""
+    """Stages versions and confirms their switches."""
 
     def __init__(
         self,
@@ -74,16 +80,16 @@ class Handover:
 
     @property
     def servers(self) -> range:
-        """All of them."""
+        """Indices of all servers."""
         return range(len(self._exchanges.servers))
 
     @property
     def announcements(self) -> list[Announcement]:
-        """What an upload that begins now says of itself, to each server."""
+        """Header fields, one per server, for an upload that begins now."""
         return [Announcement(e.trainer_epoch, self._in_flight) for e in self._exchanges.servers]
 
     async def upload(self, server: int, weight_version: int) -> Sent | None:
-        """One attempt; see `Sender.upload`."""
+        """Attempt the upload once; see `Sender.upload`."""
         exchange = self._exchanges.servers[server]
         return await self._publisher.senders[server].upload(
             weight_version,
@@ -92,7 +98,7 @@ class Handover:
         )
 
     async def stage(self, weight_version: int, servers: Sequence[int] | None = None) -> Sent | None:
-        """Until these servers, or all, have the version that the payload holds."""
+        """Stage the payload's version on these servers, or on all. None if one was abandoned."""
         sent = await together(
             self.ask(server, lambda server=server: self.upload(server, weight_version))
             for server in (self.servers if servers is None else servers)
@@ -101,9 +107,11 @@ class Handover:
         return merge(took) if took and len(took) == len(sent) else None
 
     async def confirm(self, weight_version: int, switches: Switches) -> Switched | None:
-        """Waits for the answers to a switch. One that is rejected is asked for once more.
+        """Wait for the answers to a switch. After a rejection, upload the version and ask once
+        more.
 
-        Raises SwitchRejected, and WeightsRefused the second time.
+        Raises SwitchRejected for a rejection that a second upload cannot help, and WeightsRefused
+        if the second switch is rejected too. Returns None if a server was abandoned.
         """
         answers = await together(
             self._confirm(server, weight_version, switch) for server, switch in switches.items()
@@ -151,16 +159,18 @@ class Handover:
             ) from error
 
     async def answer(self, wait: Awaitable[T]) -> T | None:
-        """What a server answers."""
+        """Wait for a server's answer; None once the run stops without the server."""
         return await unless(self._exchanges.left, wait)
 
     async def all_restored(self) -> None:
-        """Until every server that came back with less samples what it was given again."""
+        """Wait until every server that came back without its state samples its version again."""
         await together(self.answer(one.restored.wait()) for one in self._exchanges.servers)
 
     async def ask(self, server: int, attempt: Callable[[], Awaitable[T]]) -> T | None:
-        """Until it succeeds; each time this server is ready first. Where the run is to stop, a server that
-        has no room for it is left."""
+        """Retry until it succeeds, waiting for the server to be ready before each attempt.
+
+        If the run is to stop, a server without room is abandoned.
+        """
         exchange = self._exchanges.servers[server]
         trying = keep_trying(exchange.ready, attempt, stopping=exchange.stopping)
         try:
@@ -171,7 +181,7 @@ class Handover:
             return None
 
     async def ask_all(self, attempt: Callable[[int], Awaitable[T]]) -> list[T | None]:
-        """The same of every server, at the same time."""
+        """Call `ask` for every server concurrently."""
         return await together(
             self.ask(server, lambda server=server: attempt(server)) for server in self.servers
         )
@@ -184,11 +194,11 @@ async def keep_trying(
     full_seconds: float = math.inf,
     stopping: asyncio.Event | None = None,
 ) -> T:
-    """Until it succeeds; each time the server is `ready` first. One that is full is left alone for as long
-    as it asks.
+    """Retry `attempt` until it succeeds, awaiting `ready` before each try.
 
-    Raises ServerFull where it is still full after `full_seconds` of waiting for room, since it was last
-    away, and where it is full although the run is `stopping`.
+    A full server is left alone for as long as it asks. Raises ServerFull if the server is full
+    although the run is `stopping`. Also raises it if the server is still full after `full_seconds`
+    of waiting for room. That time starts again whenever the server was unreachable.
     """
     pause, left = RETRY_SECONDS, full_seconds
     while True:
@@ -204,11 +214,11 @@ async def keep_trying(
         except ServerLost as error:
             log.warning("%s; trying again", error)
             wait = max(pause, error.retry_after_seconds)
-            # What was full may have room when it is back.
+            # A server that was full may have room when it is back.
             left = full_seconds
         if stopping is None or stopping.is_set():
             await asyncio.sleep(wait)
         else:
-            # Asked to stop meanwhile, it has one more attempt.
+            # If the run is asked to stop during the wait, there is one more attempt.
             await unless(stopping, asyncio.sleep(wait))
         pause = min(2 * pause, LONGEST_RETRY_SECONDS)

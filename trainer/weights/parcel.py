@@ -1,4 +1,4 @@
-"""One weight version as it travels: whole, or as its difference from the one the server has."""
+"""One weight version as it is sent: whole, or as the difference from what the server holds."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ Delta = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What is sent of one version."""
+    """What is sent for one version."""
 
     weight_version: int
     base_weight_version: int
-    """Version the server adds this to; zero where it is whole."""
+    """The version that the difference applies to; zero if the parcel is whole."""
     payload: Payload
-    """The whole version, whatever travels of it."""
+    """The whole version, even if only a difference is sent."""
     specs: tuple[weights_pb2.TensorSpec, ...]
     """Every tensor, in the order of `pieces`."""
     pieces: tuple[Piece, ...]
-    """The bytes that travel, one after the other."""
+    """The bytes to send, in order."""
     changed_elements_ratio: float | None = None
-    """Elements that differ from the base, of all; None where it is whole."""
+    """Share of elements that differ from the base; None if the parcel is whole."""
     base: Payload | None = None
-    """What it is the difference from; None where it is whole."""
+    """The payload that it is the difference from; None if the parcel is whole."""
 
     @property
     def is_delta(self) -> bool:
-        """Whether it needs its base."""
+        """Whether the parcel is a difference."""
         return self.base_weight_version != 0
 
     @property
     def length_bytes(self) -> int:
-        """Bytes that travel."""
+        """Number of bytes to send."""
         return sum(map(len, self.pieces))
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the server samples, as the trainer has its bytes too."""
+    """The version that the server samples, with the trainer's copy of its bytes."""
 
     payload: Payload
     weight_version: int
 
 
 def whole(payload: Payload, weight_version: int) -> Parcel:
-    """Every byte."""
+    """Make a parcel of the payload's every byte."""
     return Parcel(weight_version, 0, payload, payload.specs, (payload.file.view,))
 
 
 def difference(payload: Payload, weight_version: int, base: Held) -> Parcel:
-    """What makes `payload` out of `base`: bitwise, with no bytes for a tensor that is the same."""
+    """Make the bitwise difference that turns `base` into `payload`; equal tensors take no bytes."""
     if payload is base.payload:
         same = tuple(differences.same(spec) for spec in payload.specs)
         return Parcel(weight_version, base.weight_version, payload, same, (), 0.0, base.payload)
@@ -74,5 +74,5 @@ def difference(payload: Payload, weight_version: int, base: Held) -> Parcel:
 
 
 def can_differ(payload: Payload) -> bool:
-    """Whether differences of this dtype can be coded."""
+    """Return whether differences of this payload's dtype can be encoded."""
     return payload.itemsize in sparse.WIDTHS

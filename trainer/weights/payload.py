@@ -1,7 +1,8 @@
-"""One weight version as packed bytes, in memory that another process of this host can read.
+"""One weight version as packed bytes, in memory that other processes on this host can read.
 
-The memory is allocated once and reused, because fresh pages cost several times the copy. Its progress word
-says how far `fill` has come, so that a reader who follows it closely has what is new from the cache:
+The memory is allocated once and reused, because fresh pages cost several times as much as the copy.
+Its progress word records how far `fill` has come. A reader that follows it closely finds the new
+bytes in the cache:
 
     begin (the word is zero) -> the upload begins -> fill (piece, word, piece, word ...) -> commit
 """
@@ -26,11 +27,11 @@ from penstock.wire.upload import CHUNK_BYTES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Copied and hashed at a time: few enough to be in the cache still when they are hashed.
+# Copied and hashed at a time; small enough to be in the cache still when it is hashed.
 PIECE_BYTES = 512 * 1024
-# So that no tensor straddles a cache line it need not, whatever its dtype.
+# Keeps a tensor of any dtype from straddling a cache line unnecessarily.
 ALIGNMENT = 64
-# What tells apart bit patterns of a width, whatever they mean.
+# Unsigned types that compare bit patterns by width, whatever the dtype.
 _ELEMENTS = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
@@ -45,7 +46,7 @@ class _Place:
 
 
 class _Chunks:
-    """Checksums of a payload's chunks while it is filled: later each would be read from memory again."""
+    """Hashes a payload's chunks during the fill; hashing them later would read the memory again."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -54,7 +55,7 @@ class _Chunks:
         self.checksums: list[int] = []
 
     def take(self, begin: int, piece: memoryview) -> None:
-        """What is in the payload from `begin` on; before it there may be a gap since the last."""
+        """Hash the piece at `begin`, and any gap between it and the previous piece."""
         self._take(self._view[self._position : begin])
         self._take(piece)
 
@@ -73,7 +74,7 @@ class Payload:
     """Room for every tensor of a full upload, in one dtype."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> None:
-        """`dtype` is a torch dtype name. Raises OSError where there is not enough memory."""
+        """`dtype` is a torch dtype name. Raises OSError if there is not enough memory."""
         self._dtype_name = dtype
         self._dtype = _torch_dtype(dtype)
         self._places, self.length_bytes = _lay_out(tensors, self._dtype)
@@ -82,16 +83,16 @@ class Payload:
         self._announced = tuple(map(self._announce, self._places))
         self._checksums: tuple[int, ...] = ()
         self.chunk_checksums: tuple[int, ...] = ()
-        """XXH3-64 of each CHUNK_BYTES of the whole; none where the last `fill` was not asked for them."""
+        """XXH3-64 of each CHUNK_BYTES of the payload; empty unless the last `fill` was `in_chunks`."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Size of one element in bytes."""
         return self._dtype.itemsize
 
     @cached_property
     def announcement(self) -> bytes:
-        """What a header says of a payload that is being filled: tensors and source, serialized."""
+        """Serialized header of a payload that is being filled: its tensors and its source."""
         source = weights_pb2.SharedMemorySource(
             name=str(self.file.path),
             host_namespace=self.file.host_namespace,
@@ -103,12 +104,12 @@ class Payload:
 
     @property
     def checksums(self) -> tuple[int, ...]:
-        """XXH3-64 of each tensor, in the order of `specs`; as of the last `fill`."""
+        """XXH3-64 of each tensor, in the order of `specs`, after the last `fill`."""
         return self._checksums
 
     @property
     def specs(self) -> tuple[weights_pb2.TensorSpec, ...]:
-        """What lies where, with checksums; as of the last `fill`."""
+        """Location and checksum of each tensor, after the last `fill`."""
         found: list[weights_pb2.TensorSpec] = []
         for announced, xxh3 in zip(self._announced, self._checksums, strict=True):
             spec = weights_pb2.TensorSpec(xxh3=xxh3)
@@ -118,21 +119,24 @@ class Payload:
 
     @property
     def digest(self) -> str:
-        """Checksum of the whole, equal for equal weights; as of the last `fill`."""
+        """Checksum of the whole payload, equal for equal weights, after the last `fill`."""
         digest = xxhash.xxh3_64()
         for place, xxh3 in zip(self._places, self._checksums, strict=True):
             digest.update(f"{place.name} {self._dtype_name} {xxh3:x}\n".encode())
         return digest.hexdigest()
 
     def begin(self) -> None:
-        """Nothing of the next version is filled yet: what the progress word has to say before anybody is
-        told to follow it."""
+        """Reset the progress word, because nothing of the next version is filled yet.
+
+        This must happen before any reader is asked to follow the word.
+        """
         self.file.tell_filled(0)
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]], *, in_chunks: bool = False) -> None:
-        """Overwrites the payload; the names and shapes are those of the constructor, in their order.
+        """Overwrite the payload. Names and shapes must be those of the constructor, in the same
+        order.
 
-        With `in_chunks` it will travel so: their checksums are computed too.
+        With `in_chunks`, the checksums of the chunks that will be sent are computed too.
         """
         self.begin()
         self.chunk_checksums = ()
@@ -148,7 +152,7 @@ class Payload:
             self.chunk_checksums = tuple(chunks.checksums)
 
     def _copy(self, index: int, tensor: Tensor, chunks: _Chunks | None) -> int:
-        """Puts a tensor in its place; returns the checksum of its bytes."""
+        """Copy a tensor to its place; return the checksum of its bytes."""
         place, target, tell_filled = self._places[index], self._views[index], self.file.tell_filled
         if tensor.dtype != self._dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
             self._tensor(place).copy_(tensor)
@@ -156,7 +160,7 @@ class Payload:
             if chunks is not None:
                 chunks.take(place.offset, target.data)
             return xxhash.xxh3_64_intdigest(target.data)
-        # What only needs a copy is not worth torch's threads.
+        # A plain copy does not justify the use of torch's threads.
         source = tensor.reshape(-1).view(torch.uint8).numpy()
         digest = xxhash.xxh3_64()
         for begin in range(0, place.length, PIECE_BYTES):
@@ -164,24 +168,24 @@ class Payload:
             copied = target[begin : begin + PIECE_BYTES]
             np.copyto(copied, piece)
             tell_filled(place.offset + begin + len(copied))
-            # Of what was copied, and not of the copy: it is in the cache, and a copy that went wrong is
-            # noticed on the other side.
+            # Hash the source, not the copy. It is in the cache, and the reader then notices a copy
+            # that went wrong.
             digest.update(piece.data)
             if chunks is not None:
                 chunks.take(place.offset + begin, piece.data)
         return digest.intdigest()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by its name: views, which the next `fill` overwrites."""
+        """Return every tensor by name, as views that the next `fill` overwrites."""
         return {place.name: self._tensor(place) for place in self._places}
 
     def elements(self) -> list[NDArray[np.unsignedinteger]]:
-        """Every tensor's bit patterns, flat, in the order of `specs`: views likewise."""
+        """Return each tensor's bit patterns, flat, in the order of `specs`, also as views."""
         patterns = _ELEMENTS[self._dtype.itemsize]
         return [np.frombuffer(self._bytes(place), patterns) for place in self._places]
 
     def close(self) -> None:
-        """Gives the memory back once the last who reads it has let go of it."""
+        """Close the memory. It is freed once the last reader has closed it too."""
         self.file.close()
 
     def _bytes(self, place: _Place) -> memoryview:
@@ -204,7 +208,7 @@ class Payload:
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise WeightsRefused(f"the server wants weights in {name!r}, which is no torch dtype")
+        raise WeightsRefused(f"the server wants weights in {name!r}, which is not a torch dtype")
     return dtype
 
 

@@ -1,4 +1,4 @@
-"""The payloads of a publisher: one, or two where differences are sent and there is memory for it."""
+"""A publisher's payloads: one, or two if differences are sent and there is enough memory."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from penstock.trainer.weights.payload import Payload
 
 log = logging.getLogger(__name__)
 
-# Every tensor of a full upload with its name, in an order that does not change.
+# Yields every tensor of a full upload with its name, always in the same order.
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
-# Memory beyond a second payload that has to be free before it is allocated.
+# Memory that must stay free beyond a second payload, as a share of its size.
 SPARE_MEMORY_RATIO = 0.25
 MEMORY_INFO = Path("/proc/meminfo")
 
 
 class Payloads:
-    """Gives out the payload to fill next; in the compute thread, since an allocation takes a while."""
+    """Provides the payload to fill next. Allocation is slow, so use this in the compute thread."""
 
     def __init__(self) -> None:
         self._all: list[Payload] = []
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of allocated payloads."""
         return len(self._all)
 
     def free(self, weights: Weights, dtype: str, base: Payload | None) -> Payload | None:
-        """One that is not `base`; None where there is no memory for it."""
+        """Return a payload other than `base`; None if there is no memory for one."""
         if (payload := self.reusable(base)) is not None:
             return payload
         if base is None:
@@ -41,23 +41,23 @@ class Payloads:
             return self._allocate(weights, dtype)
         except OSError as error:
             log.warning(
-                "no memory for a second copy of the weights (%s): every version is sent whole",
+                "no memory for a second copy of the weights (%s); sending every version whole",
                 error.strerror,
             )
             return None
 
     def reusable(self, base: Payload | None) -> Payload | None:
-        """One that is there, and is not `base`; in any thread, at no cost."""
-        # Until a switch makes a base of one, the first is enough.
+        """Return an allocated payload other than `base`, or None. Cheap, and safe in any thread."""
+        # One payload is enough until a switch makes it the base.
         return next((payload for payload in self._all if payload is not base), None)
 
     def keep_one(self) -> None:
-        """Gives back the memory of a second one."""
+        """Free a second payload."""
         while len(self._all) > 1:
             self._all.pop().close()
 
     def close(self) -> None:
-        """Gives back the memory of all."""
+        """Free the memory of all payloads."""
         for payload in self._all:
             payload.close()
         self._all.clear()
@@ -69,8 +69,10 @@ class Payloads:
 
 
 def _check_memory(length_bytes: int) -> None:
-    """Raises OSError where allocating so much would leave too little: the kernel would rather end a
-    process than refuse."""
+    """Raise OSError if this allocation would leave too little memory.
+
+    The kernel would sooner kill a process than refuse the allocation.
+    """
     for line in MEMORY_INFO.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

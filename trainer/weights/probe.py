@@ -1,7 +1,8 @@
-"""A fixed sequence that the trainer scores with the weights it uploads, and the engine after loading them.
+"""A fixed sequence, scored by the trainer with the weights it uploads, and by the engine after
+loading them.
 
-The sequence is the beginning of the first trajectory that the run trains on. It stays the same for the
-whole run, over restarts too, so that the figures of two steps can be compared.
+The sequence is the beginning of the first trajectory that the run trains on. It stays the same for
+the whole run, including restarts, so that figures of different steps are comparable.
 """
 
 from __future__ import annotations
@@ -22,27 +23,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Score = Callable[[Mapping[str, Tensor], Sequence[int]], "NDArray[np.float32]"]
-"""Log-probability of each token but the first under these weights; see `policy.Policy.score`."""
+"""Computes each token's log-probability but the first's under these weights; see `policy.Policy.score`."""
 
 
 class Probe:
-    """One run's sequence, and its score under each version."""
+    """One run's probe sequence. Scores it under each version."""
 
     def __init__(
         self, score: Score, *, tokens: int, tolerance: float, token_ids: Sequence[int] = ()
     ) -> None:
-        """`tokens` is its length, zero for no probe at all. `token_ids` is what a checkpoint has of it,
-        and `tolerance` the mean difference allowed, in nats."""
+        """`tokens` is the sequence's length; zero disables the probe. `tolerance` is the largest
+        allowed mean difference in nats. `token_ids` is the sequence from a checkpoint, if any."""
         self._score = score
         self._tokens = tokens
         self._tolerance = tolerance
         self.token_ids = tuple(token_ids[:tokens])
-        """The sequence; empty before there is one."""
+        """The sequence; empty until it is chosen."""
 
     def choose(self, groups: Sequence[TrainingGroup]) -> None:
-        """Takes the beginning of the first trajectory here, unless there is a sequence already.
+        """Choose the beginning of the first trajectory, unless there is a sequence already.
 
-        One shorter than the probe is taken whole; two tokens are the least that can be scored.
+        A trajectory shorter than the probe is taken whole. At least two tokens are needed for a
+        score.
         """
         if not self._tokens or self.token_ids:
             return
@@ -53,13 +55,13 @@ class Probe:
                     return
 
     def measure(self, tensors: Mapping[str, Tensor]) -> weights_pb2.WeightProbe | None:
-        """What goes with these weights; None while there is no sequence. In the compute thread."""
+        """Score the sequence under these weights; None without one. Runs in the compute thread."""
         if not self.token_ids:
             return None
         logprobs = self._score(tensors, self.token_ids)
         if not np.isfinite(logprobs).all():
-            # The server refuses such weights by the tensor's name, which says more.
-            log.warning("the probe's score is not finite: these weights go without it")
+            # The server refuses such weights and names the tensor, which is more informative.
+            log.warning("the probe's score is not finite; sending these weights without it")
             return None
         return weights_pb2.WeightProbe(
             token_ids=self.token_ids, logprobs=logprobs.tolist(), tolerance=self._tolerance

@@ -1,10 +1,10 @@
-"""The trainer's weights to its servers: packed once, uploaded to each over a connection of its own.
+"""Publishes the trainer's weights: packs each version once and uploads it to every server.
 
-    fill (compute thread) -> upload, to each: whole, or as a difference -> STAGED -> switched
+    fill (compute thread) -> upload to each server: whole, or as a difference -> STAGED -> switched
 
-The switch itself travels on the exchange. What goes to a server, when, and what follows a refusal, is its
-`Sender`'s; the bytes are the `WeightCopy`'s. Uploads to several servers go on at the same time, and what
-changes the copy waits for all of them.
+The switch itself travels on the exchange. Each server has a separate connection and a `Sender`,
+which decides what to send when, and how to react to a refusal. The `WeightCopy` owns the bytes.
+Uploads to several servers run concurrently, and a change of the copy waits for all of them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from penstock.trainer.weights.sender import Announcement, Sender
 
 
 class Publisher:
-    """Weight versions, for every server of a run."""
+    """Publishes weight versions to every server of a run."""
 
     def __init__(self, copy: WeightCopy, senders: Sequence[Sender]) -> None:
-        """`senders` upload `copy`, each to one server."""
+        """Each of `senders` uploads `copy` to one server."""
         self._copy = copy
         self.senders = tuple(senders)
 
     @property
     def filled_version(self) -> int:
-        """Version whose bytes the payload holds; zero before the first."""
+        """The version whose bytes the payload holds; zero before the first."""
         return self._copy.version
 
     @property
     def digest(self) -> str:
-        """Checksum of the payload, equal for equal weights; empty before the first."""
+        """Checksum of the payload, equal for equal weights; empty before the first version."""
         return self._copy.filled.digest if self._copy.filled else ""
 
     @property
     def length_bytes(self) -> int:
-        """Size of a whole version."""
+        """Size of a whole version in bytes."""
         return self._copy.filled.length_bytes if self._copy.filled else 0
 
     async def fill(
@@ -47,16 +47,16 @@ class Publisher:
         dtype: str,
         announcements: Sequence[Announcement] = (),
     ) -> None:
-        """Copies weights into the payload as this version, in the dtype the servers named, and scores
-        the probe with them. With announcements, one for each server, uploads begin meanwhile, where they
-        can.
+        """Copy weights into the payload as this version, and score the probe with them.
 
-        Waits for uploads that are under way.
+        `dtype` is the one the servers asked for. With `announcements`, one per server, uploads
+        begin during the copy if they can. Waits for uploads in progress.
         """
         async with AsyncExitStack() as stack:
             for sender in self.senders:
                 await stack.enter_async_context(sender.lock)
-            # Before the copy begins, so that nobody takes what it overwrites for a whole version.
+            # Before the copy begins, so that a partly overwritten payload never counts as a
+            # version.
             self._copy.relabel(weight_version)
             self._leave_ahead()
             if not any(sender.has_base for sender in self.senders):
@@ -76,12 +76,12 @@ class Publisher:
                 raise
 
     def relabel(self, weight_version: int) -> None:
-        """The bytes of the version before are this version's too: the step changed nothing."""
+        """Give the current bytes a new version number: the step changed nothing."""
         self._copy.relabel(weight_version)
         self._leave_ahead()
 
     def close(self) -> None:
-        """Frees the payloads."""
+        """Close the senders and free the payloads."""
         for sender in self.senders:
             sender.close()
         self._copy.close()

@@ -1,16 +1,17 @@
-"""One server's end of the weights: which way they go there, and what is known to be there.
+"""Uploads weight versions to one server: chooses the transport, and tracks what the server holds.
 
-Where the transport can and nothing in the header has to be known first, an upload begins ahead, before the
-copy is filled: the server verifies what is there while the rest is copied, and `upload` only commits. Until
-then the server may forget it, and does where `leave_ahead` says so. What came to nothing, for whatever
-reason, is sent once more in full, as any other version.
+If the transport allows it, and the header needs nothing that is not known yet, an upload begins
+ahead: it starts before the payload is filled. The server then verifies the weights while the rest
+is copied, and `upload` only commits. Before the commit the server may forget such an upload, and
+`leave_ahead` makes it do so. If an upload that began ahead fails for any reason, the version is
+sent again like any other.
 
-A version goes whole, where differences are sent:
+If differences are enabled, these versions are still sent whole:
 
-    the first; each so many-th (the anchor); after `forget_base`, which a server that was away or that
-    rejected a switch calls for; and at once where the server has another base, or the difference did not
-    come out as it should. Every version does where there is no memory for two copies, and where the server
-    turns out to keep no base.
+    - the first, and every `anchor_every`-th
+    - the next one after `forget_base`, which is called after a lost server or a rejected switch
+    - one whose difference the server refuses: it has another base, or the result fails verification
+    - all of them, if memory does not suffice for two copies, or the server keeps no base
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ Number = TypeVar("Number", int, float)
 
 GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
 INFO_TIMEOUT_SECONDS = 30.0
-# What passes: an upload that broke off and that the server has not noticed yet, a flipped bit, an
-# epoch that a reconnection of the exchange has just outdated.
+# Transient refusals: a broken upload that the server has not noticed yet, a flipped bit, an epoch
+# that a reconnection of the exchange has just outdated.
 PASSING = (Reason.UPLOAD_IN_PROGRESS, Reason.CHECKSUM_MISMATCH, Reason.STALE_EPOCH)
-# A server that is configured to keep nothing refuses each difference; two can be chance.
+# A server that keeps no base refuses every difference; two refusals can be chance.
 REFUSALS_IN_A_ROW = 3
 ATTEMPTS = 5
 FIRST_PAUSE_SECONDS = 0.2
@@ -51,34 +52,34 @@ FIRST_PAUSE_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the upload of one version took."""
+    """The costs of uploading one version."""
 
     bytes_sent: int
-    """Of weights, through the stream those of failed attempts too."""
+    """Bytes of weights; through the stream, those of failed attempts are included."""
     dense_bytes: int
-    """Size of the whole version."""
+    """Size of the whole version in bytes."""
     delta: bool
-    """Whether it went as a difference."""
+    """Whether the version was sent as a difference."""
     changed_elements_ratio: float | None
-    """Elements that differ from the version before, of all; None where it went whole."""
+    """Share of elements that differ from the previous version; None if sent whole."""
     changed_tensors: int | None
-    """Tensors that differ from what the server sampled, as it says; None where it did not say."""
+    """Tensors that differ from what the server sampled; None if the server did not report it."""
     pause_seconds: float = 0.0
-    """How long generation stood still, where the transport switches as it sends."""
+    """How long generation was paused, if the transport switches as it sends."""
     probe_difference: float | None = None
-    """Of the probe, in nats, likewise."""
+    """Difference of the probe in nats, if the transport switches as it sends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a header says that goes out before the payload is filled."""
+    """Header fields of an upload that begins before the payload is filled."""
 
     trainer_epoch: int
     in_flight: weights_pb2.InFlightPolicy.ValueType
 
 
 class Sender:
-    """Uploads versions of a copy to one server; one at a time."""
+    """Uploads versions of a copy to one server, one at a time."""
 
     def __init__(
         self,
@@ -90,9 +91,9 @@ class Sender:
         anchor_every: int = 50,
         adapter: weights_pb2.LoraAdapter | None = None,
     ) -> None:
-        """The first of `transports` is used; the next where the server cannot read from it. None
-        given are shared memory, then `channel`, which must carry nothing else. With `adapter` what is
-        uploaded is that, always whole.
+        """Starts with the first of `transports`; moves to the next if the server cannot read from
+        it. The default is shared memory, then the stream over `channel`. Nothing else may use
+        `channel`. With `adapter`, the adapter is uploaded instead of the model, always whole.
         """
         self._channel = channel
         self._copy = copy
@@ -102,23 +103,23 @@ class Sender:
         self._anchor_every = anchor_every
         self._adapter = adapter
         self._base_version = 0
-        """Version the server is known to hold as a base; zero where none is."""
+        """The version that the server holds as a base; zero if none is known."""
         self._deltas_since_anchor = 0
         self._refused_in_a_row = 0
         self._whole_only = False
         self._ahead: Ahead | None = None
         self.lock = asyncio.Lock()
-        """Held by whoever uploads, and by whoever changes the copy."""
+        """Held during an upload and while the copy changes."""
 
     @property
     def has_base(self) -> bool:
-        """Whether the server holds what the copy makes differences from."""
+        """Whether the server holds the base of the copy's differences."""
         base = self._copy.base
         return base is not None and base.weight_version == self._base_version
 
     @property
     def sends_deltas(self) -> bool:
-        """Whether what comes next can be a difference, once the server has a base."""
+        """Whether the next version can be a difference, once the server has a base."""
         if (
             self._adapter is not None
             or self._whole_only
@@ -133,7 +134,7 @@ class Sender:
 
     @property
     def next_in_chunks(self) -> bool:
-        """Whether what comes next is a whole version in chunks, as far as is known."""
+        """Whether the next version will, as far as is known, be sent whole and in chunks."""
         return self._transport.sends_chunks and not self._may_differ()
 
     @property
@@ -145,7 +146,7 @@ class Sender:
         return sum(transport.bytes_sent for transport in self.transports)
 
     async def server_info(self) -> rollout_service_pb2.GetServerInfoResponse:
-        """What the server is and holds. Raises ServerLost."""
+        """Return the server's description and the versions it holds. Raises ServerLost."""
         call = self._channel.unary_unary(
             GET_SERVER_INFO,
             request_serializer=codec.encode,
@@ -158,9 +159,9 @@ class Sender:
             raise _lost_or(error, "GetServerInfo") from error
 
     def begin_ahead(self, payload: Payload, announcement: Announcement) -> None:
-        """Begins the upload of what is about to be filled, where nothing speaks against it."""
+        """Begin the upload of what is about to be filled, if possible."""
         if self.has_base or self._copy.probe_is_chosen:
-            # The header has the probe's score, which takes longer than what would be gained.
+            # The header needs the probe's score, and waiting for that costs more than is gained.
             return
         header = self._header(
             self._copy.version, 0, announcement.trainer_epoch, announcement.in_flight
@@ -168,7 +169,7 @@ class Sender:
         self._ahead = self._transport.begin(header, payload)
 
     def leave_ahead(self) -> None:
-        """The server forgets an upload that was begun ahead."""
+        """Cancel an upload that began ahead; the server forgets it."""
         if self._ahead is not None:
             self._ahead.cancel()
             self._ahead = None
@@ -180,10 +181,10 @@ class Sender:
         trainer_epoch: Callable[[], int],
         in_flight: weights_pb2.InFlightPolicy.ValueType,
     ) -> Sent | None:
-        """Stages a version on the server; returns once it is verified there.
+        """Stage a version on the server. Returns once the server has verified it.
 
-        None means that the payload holds a newer one by now. `trainer_epoch` is asked for each
-        attempt. Raises ServerLost where the server is away, and WeightsRefused where it says no.
+        Returns None if the payload holds a newer version by now. `trainer_epoch` is called for each
+        attempt. Raises ServerLost if the server is unreachable, WeightsRefused if it refuses.
         """
         async with self.lock:
             if self._copy.version != weight_version:
@@ -196,7 +197,7 @@ class Sender:
                 raise WeightsRefused(str(error)) from error
 
     def switched(self, weight_version: int) -> None:
-        """The server samples this version: what comes next can be its difference from it."""
+        """Note that the server samples this version; the next one can be a difference from it."""
         if self._copy.filled is not None and weight_version == self._copy.version:
             self._base_version = 0
             if self.sends_deltas:
@@ -205,11 +206,11 @@ class Sender:
         self._transport.switched(weight_version)
 
     def forget_base(self) -> None:
-        """What the server holds is not known any more: the next upload is a whole one."""
+        """Assume nothing about the server's base: the next version is sent whole."""
         self._base_version = 0
 
     def close(self) -> None:
-        """Ends what was begun, and frees what transports hold."""
+        """Cancel an upload that began ahead, and free what the transports hold."""
         self.leave_ahead()
         for transport in self.transports:
             transport.close()
@@ -218,7 +219,7 @@ class Sender:
         return self.has_base and self._deltas_since_anchor + 1 < self._anchor_every
 
     async def _commit_ahead(self) -> Sent | None:
-        """Ends what was begun ahead; None where there is nothing, or it came to nothing."""
+        """Commit an upload that began ahead; None if there was none or it failed."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
@@ -227,7 +228,7 @@ class Sender:
             answer = await ahead.commit()
         except (grpc.aio.AioRpcError, NotStaged) as error:
             log.info(
-                "version %d was begun while it was filled, and is sent anew: %s",
+                "version %d: the upload that began while it was filled failed; sending it again: %s",
                 self._copy.version,
                 error.details() if isinstance(error, grpc.aio.AioRpcError) else error,
             )
@@ -251,7 +252,7 @@ class Sender:
                 answer = await self._transport.send(header, parcel)
                 break
             except NotStaged:
-                # What it was sent ended too early, which a flipped bit can say.
+                # The server received an incomplete upload; a flipped bit can look like this.
                 if attempt + 1 == ATTEMPTS:
                     raise
                 await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
@@ -281,7 +282,7 @@ class Sender:
         trainer_epoch: int,
         in_flight: weights_pb2.InFlightPolicy.ValueType,
     ) -> weights_pb2.WeightHeader:
-        """All but the tensors and their source."""
+        """Build a header without the tensors and their source."""
         return weights_pb2.WeightHeader(
             weight_version=weight_version,
             base_weight_version=base_weight_version,
@@ -293,45 +294,45 @@ class Sender:
         )
 
     def _instead(self, parcel: Parcel, failure: Failure) -> Parcel:
-        """The whole version, after its difference was refused."""
-        log.warning("%s: sending version %d whole", failure.message, parcel.weight_version)
+        """Return the whole version, to replace its refused difference."""
+        log.warning("%s; sending version %d whole", failure.message, parcel.weight_version)
         self.forget_base()
         self._refused_in_a_row += 1
         if self._refused_in_a_row == REFUSALS_IN_A_ROW:
-            log.warning("the server keeps no base for differences: every version is sent whole")
+            log.warning("the server keeps no base for differences; sending every version whole")
             self._whole_only = True
         return whole(parcel.payload, parcel.weight_version)
 
     def _fall_back(self, failure: Failure) -> bool:
-        """Whether the server cannot read from this transport and there is another one."""
+        """Move to the next transport if the server cannot read from this one; return whether it did."""
         if self._place + 1 == len(self.transports) or not _cannot_read(failure):
             return False
         self._place += 1
         log.warning(
-            "the server cannot read this host's memory (%s); weights go through the stream",
+            "the server cannot read this host's memory (%s); sending weights through the stream",
             failure.message,
         )
         return True
 
     async def _passes(self, failure: Failure) -> bool:
-        """Whether another attempt may succeed, or none is needed."""
+        """Return whether another attempt may succeed, or none is needed."""
         if failure.reason == Reason.WEIGHT_VERSION_STALE:
             return await self._is_held()
         if failure.code == grpc.StatusCode.INTERNAL and not failure.reason:
-            # What grpc makes of a refusal that comes while a message is being written: another attempt
-            # is told why.
+            # grpc reports this for a refusal that arrives while a message is being written. Another
+            # attempt gets the actual reason.
             return True
         return failure.reason in (*PASSING, *self._transport.passing)
 
     async def _is_held(self) -> bool:
-        """Whether the server has this version already, from an upload whose answer was lost."""
+        """Return whether the server already has this version, from an upload whose answer was lost."""
         info = await self.server_info()
         held = (info.active_weight_version, *info.staged_weight_versions)
         return self._copy.version in held
 
 
 def merge(sent: Sequence[Sent]) -> Sent:
-    """What the uploads of one version to several servers took: sums, and the largest of the rest."""
+    """Merge the uploads of one version to several servers: sum the sizes, take the largest of the rest."""
     return Sent(
         bytes_sent=sum(one.bytes_sent for one in sent),
         dense_bytes=sum(one.dense_bytes for one in sent),
@@ -344,7 +345,7 @@ def merge(sent: Sequence[Sent]) -> Sent:
 
 
 def largest(values: Iterable[Number | None]) -> Number | None:
-    """Of those that are known; None where none is."""
+    """Return the largest known value; None if none is known."""
     return max((value for value in values if value is not None), default=None)
 
 
@@ -365,7 +366,7 @@ def _sent(
 
 
 def _cannot_read(failure: Failure) -> bool:
-    """What a server answers that does not see the memory, or does not know such a source."""
+    """Whether the server does not see the memory, or does not know this kind of source."""
     if failure.reason == Reason.FIELD_INVALID:
         field = failure.metadata.get("field", "header.source")
         return field.startswith(("header.source", "header.shared_memory"))

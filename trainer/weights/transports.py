@@ -1,13 +1,14 @@
-"""How the bytes of a weight version reach the server: one class for each way.
+"""How the bytes of a weight version reach the server, with one class per transport.
 
     SharedMemory         the server maps the trainer's own memory; one host
     Stream               chunks, over a connection that carries nothing else
-    CheckpointFolder     a folder of safetensors on a file system that both see; one for all servers
-    CollectiveTransport  a group that the trainer and the engine's workers join; in a module of its own
+    CheckpointFolder     a folder of safetensors on a shared file system; one folder for all servers
+    CollectiveTransport  a group that the trainer and the engine's workers join; in a separate module
 
-A transport makes one call of `UpdateWeights`, from the header to the version being staged. What is sent,
-when, and what follows a refusal, is the publisher's. Through shared memory the call can begin before the
-payload is filled, so that the server verifies what is there while the rest is copied.
+A transport makes one call of `UpdateWeights`, from the header until the version is staged. The
+sender decides what to send and when, and how to react to a refusal. Through shared memory the call
+can begin before the payload is filled. The server then verifies the first tensors while the rest is
+copied.
 """
 
 from __future__ import annotations
@@ -34,53 +35,53 @@ MODEL_FILE = "model.safetensors"
 
 
 class Transport(Protocol):
-    """One way to the server."""
+    """A way to send weights to one server."""
 
     @property
     def prefers_deltas(self) -> bool:
-        """Whether differences pay, where the configuration leaves it open."""
+        """Whether differences are sent if the configuration says "auto"."""
         ...
 
     @property
     def sends_chunks(self) -> bool:
-        """Whether a whole version goes in chunks, each with a checksum of its own."""
+        """Whether a whole version is sent in chunks that each have a checksum."""
         ...
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of weights sent so far; on a stream those of uploads that failed too."""
+        """Bytes of weights sent so far; on a stream, failed uploads are included."""
         ...
 
     @property
     def passing(self) -> tuple[Reason, ...]:
-        """Refusals of its own that another attempt may not meet."""
+        """Transient refusals that are particular to this transport."""
         ...
 
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
     ) -> weights_pb2.UpdateWeightsResponse:
-        """Names tensors and source in the header and uploads; returns once the version is staged, or
-        active where this transport knows no stage.
+        """Complete the header with tensors and source, and upload.
 
-        Raises AioRpcError, and NotStaged where the server ends the upload without a word.
+        Returns once the version is staged, or active if the transport does not stage. Raises
+        AioRpcError, and NotStaged if the server ends the upload without an error.
         """
         ...
 
     def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> Ahead | None:
-        """Begins to send a payload that is about to be filled; None where it has to be filled first."""
+        """Begin to send a payload that is about to be filled; None if it must be filled first."""
         ...
 
     def switched(self, weight_version: int) -> None:
-        """The server samples this version now."""
+        """Note that the server samples this version now."""
         ...
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Free the transport's resources."""
         ...
 
 
 class Ahead:
-    """An upload that began before its payload was filled; on the event loop."""
+    """An upload that began before its payload was filled. Use it on the event loop."""
 
     def __init__(
         self, call: Filling, payload: Payload, weight_version: int, on_sent: Callable[[int], None]
@@ -91,7 +92,7 @@ class Ahead:
         self.weight_version = weight_version
 
     async def commit(self) -> weights_pb2.UpdateWeightsResponse:
-        """The payload is filled; as `Transport.send`."""
+        """Complete the upload of the filled payload; see `Transport.send`."""
         try:
             staged = await self._call.commit(self.payload.checksums)
         finally:
@@ -100,26 +101,25 @@ class Ahead:
         return staged
 
     def cancel(self) -> None:
-        """The server forgets what it was told."""
+        """Cancel the call; the server forgets the upload."""
         self._call.cancel()
 
 
 class Stream:
-    """Through the connection itself."""
+    """Sends the weights through the gRPC connection."""
 
     prefers_deltas = True
     sends_chunks = True
     passing = ()
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        """`channel` must carry nothing else, lest bulk delay what does."""
+        """`channel` must carry nothing else: a bulk transfer would delay other calls."""
         self._channel = channel
         self.bytes_sent = 0
 
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
     ) -> weights_pb2.UpdateWeightsResponse:
-        """See `Transport`."""
         header.tensors.extend(parcel.specs)
         header.inline.length_bytes = parcel.length_bytes
         checksums = () if parcel.is_delta else parcel.payload.chunk_checksums
@@ -128,20 +128,20 @@ class Stream:
         )
 
     def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> None:
-        """A stream is fastest with nothing beside it."""
+        """Return None: a stream is fastest if nothing else runs during it."""
 
     def switched(self, weight_version: int) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the stream keeps no state between versions."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the stream holds no resources."""
 
     def _count(self, length: int) -> None:
         self.bytes_sent += length
 
 
 class SharedMemory:
-    """The payload's own memory, which the server maps; a difference gets memory for itself."""
+    """Lets the server map the payload's memory. A difference gets separate memory."""
 
     prefers_deltas = False
     sends_chunks = False
@@ -155,7 +155,6 @@ class SharedMemory:
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
     ) -> weights_pb2.UpdateWeightsResponse:
-        """See `Transport`."""
         file = self._pack(parcel) if parcel.is_delta else parcel.payload.file
         header.tensors.extend(parcel.specs)
         header.shared_memory.name = str(file.path)
@@ -165,18 +164,17 @@ class SharedMemory:
         return staged
 
     def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> Ahead:
-        """See `Transport`."""
         payload.begin()
         header.MergeFromString(payload.announcement)
         call = Filling(self._channel, header)
         return Ahead(call, payload, header.weight_version, self._count)
 
     def switched(self, weight_version: int) -> None:
-        """The server reads a difference no more."""
+        """Free the last difference, which the server no longer reads."""
         self._release()
 
     def close(self) -> None:
-        """Frees the memory of a difference."""
+        """Free the memory of the last difference."""
         self._release()
 
     def _count(self, length: int) -> None:
@@ -198,29 +196,29 @@ class SharedMemory:
 
 
 class VersionFolders:
-    """A folder for each version, whole: `<folder>/<version>/model.safetensors`."""
+    """One folder per whole version: `<folder>/<version>/model.safetensors`."""
 
     def __init__(self, compute: ComputeThread, folder: Path, *, keep: int) -> None:
-        """`folder` has to have the same name on every server's side. The `keep` newest stay, and always
-        the one that is sampled."""
+        """`folder` must have the same path for every server. The `keep` newest versions stay, and
+        so does the sampled one."""
         self._compute = compute
         self._folder = folder.absolute()
         self._keep = keep
         self._written = (0, "")
-        """Version and checksum of the last one."""
+        """Version and checksum that were written last."""
 
     async def write(self, parcel: Parcel) -> Path:
-        """The folder of a version, written unless it was for another server. Raises StorageFailed."""
+        """Return a version's folder; write it unless another server's upload did. Raises StorageFailed."""
         return await self._compute.run(self._write, parcel)
 
     def keep(self, weight_version: int) -> None:
-        """Removes versions beyond those to keep, but not this one."""
+        """Remove older versions, except this one."""
         with storing(self._folder):
             for version in self._versions()[: -self._keep]:
                 if version != weight_version:
                     shutil.rmtree(self._folder / str(version))
 
-    # In the compute thread, which does one thing after another.
+    # The following run in the compute thread, one at a time.
 
     def _write(self, parcel: Parcel) -> Path:
         final = self._folder / str(parcel.weight_version)
@@ -229,7 +227,7 @@ class VersionFolders:
             return final
         with storing(self._folder):
             for version in self._versions():
-                # Of a run that went further, was stopped and resumed from before.
+                # Left by a run that went further, was stopped, and resumed from an earlier step.
                 if version > parcel.weight_version:
                     shutil.rmtree(self._folder / str(version))
         tensors = parcel.payload.tensors()
@@ -244,14 +242,14 @@ class VersionFolders:
 
 
 class CheckpointFolder:
-    """The folder of a version, which the server reads."""
+    """Has the server read a version's folder."""
 
     prefers_deltas = False
     sends_chunks = False
     passing = ()
 
     def __init__(self, channel: grpc.aio.Channel, folders: VersionFolders) -> None:
-        """`folders` may be those of several servers."""
+        """`folders` may be shared with other servers' transports."""
         self._channel = channel
         self._folders = folders
         self.bytes_sent = 0
@@ -259,12 +257,11 @@ class CheckpointFolder:
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
     ) -> weights_pb2.UpdateWeightsResponse:
-        """See `Transport`."""
         folder = await self._folders.write(parcel)
         for spec in parcel.specs:
             tensor = header.tensors.add()
             tensor.CopyFrom(spec)
-            # Where a tensor lies, its file says itself.
+            # The safetensors file itself records where each tensor lies.
             tensor.ClearField("offset_bytes")
             tensor.ClearField("length_bytes")
         header.checkpoint.path = str(folder)
@@ -273,11 +270,11 @@ class CheckpointFolder:
         return staged
 
     def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> None:
-        """A folder is written from the payload."""
+        """Return None: the folder is written from the filled payload."""
 
     def switched(self, weight_version: int) -> None:
-        """Removes versions beyond those to keep."""
+        """Remove the versions that are no longer kept."""
         self._folders.keep(weight_version)
 
     def close(self) -> None:
-        """The folders stay."""
+        """Do nothing: the folders stay."""

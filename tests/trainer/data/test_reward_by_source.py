@@ -83,7 +83,7 @@ async def test_rewards_are_told_apart_by_where_they_are_from(tiny: Path, tmp_pat
         first = settings(tmp_path, tiny, server.address, steps=3, fails_at=2)
         code, _, err = await (await start_trainer(first)).end(PATIENCE_SECONDS)
         assert code == 0, err
-        assert "custom: points are lost: ConnectionError: the network is away" in err
+        assert "custom: cannot deliver points: ConnectionError: the network is away" in err
         second = settings(tmp_path, tiny, server.address, steps=6)
         code, out, err = await (await start_trainer(second, resume=True)).end(PATIENCE_SECONDS)
         assert code == 0, err

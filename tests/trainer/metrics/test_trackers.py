@@ -98,9 +98,9 @@ def test_a_point_that_fails_is_lost_and_the_next_is_not(
     end(thread, complete=False)
     assert (told(tracker), tracker.complete) == ([1, 4, 5], False)
     assert (thread.take_lost(), thread.take_lost()) == (2, 0)
-    assert caplog.text.count("points are lost: OSError: network unreachable") == 1
-    assert "points reach it again, from step 4 on" in caplog.text
-    assert "2 points did not reach it" in caplog.text
+    assert caplog.text.count("cannot deliver points: OSError: network unreachable") == 1
+    assert "points are delivered again from step 4" in caplog.text
+    assert "2 points were not delivered" in caplog.text
 
 
 def test_a_tracker_that_does_not_open_is_tried_again_at_each_point(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_one_that_hangs_makes_nobody_wait(tmp_path: Path, caplog: pytest.LogCapt
     thread.end(complete=True)
     thread.wait(0.0)
     assert "not done after" in caplog.text
-    assert "9 points did not reach it" in caplog.text
+    assert "9 points were not delivered" in caplog.text
     tracker.may_log.set()
     thread.wait(SECONDS)
     # The call in flight has ended, and no other was begun.
@@ -225,7 +225,7 @@ def test_one_of_your_own_that_cannot_be_made_ends_the_start(function: str, words
     ("trackers", "words"),
     [
         ([{"kind": "neptune"}], "neptune"),
-        ([{"kind": "mlflow"}, {"kind": "mlflow"}], "'mlflow' is there more than once"),
+        ([{"kind": "mlflow"}, {"kind": "mlflow"}], "'mlflow' is listed more than once"),
         ([{"kind": "wandb", "tracking_uri": "x"}], "Extra inputs"),
     ],
 )

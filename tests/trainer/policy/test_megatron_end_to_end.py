@@ -103,7 +103,7 @@ async def test_a_run_goes_on_in_another_layout_and_not_with_the_other_backend(
             await start_ranks(path, 1, *more, "model.backend={kind = 'megatron'}")
         ).end(SECONDS)
         assert code == 0, err
-        assert "was computed with 2 ranks, this run goes on with 1" in err
+        assert "was computed with 2 ranks, this run continues with 1" in err
         assert out.count("step ") == 2
         assert server.engine.versions == [1, 2, 3, 4, 5]
         assert sampled(server.engine) == trained(tmp_path)

@@ -168,8 +168,8 @@ def test_ranks_go_on_from_the_checkpoint_of_one(found: dict[str, Any], name: str
 def test_what_cannot_be_shared_is_refused_with_its_reason(found: dict[str, Any]) -> None:
     said = found["refusals"]
     for name, words in (
-        ("heads", ["tensor_parallel", "1 heads of keys and values", "2 does not divide"]),
-        ("layers", ["pipeline_parallel", "3 layers", "2 does not divide"]),
+        ("heads", ["tensor_parallel", "1 heads of keys and values", "not divisible by 2"]),
+        ("layers", ["pipeline_parallel", "3 layers", "not divisible by 2"]),
         ("ranks", ["tensor_parallel 3", "number of ranks, which is 2"]),
         ("vocabulary", ["tensor_parallel", "a vocabulary of 1 tokens", "too few for 2 ranks"]),
         ("kind", ["'gpt2'", "llama, qwen2, qwen3"]),

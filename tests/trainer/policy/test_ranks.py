@@ -277,7 +277,7 @@ async def test_ranks_that_are_asked_to_stop_do_and_one_process_goes_on(
             os.kill(pid, signal.SIGTERM)  # As torchrun does.
         assert await ranks.end() == [ASKED, 0]
         assert await (await go(nursery, stand, 1, resume=True)).end() == [0], stand.said
-        assert "computed with 2 ranks, this run goes on with 1" in stand.said
+        assert "computed with 2 ranks, this run continues with 1" in stand.said
         check_lineage(stand)
         compare_runs(stand, *undisturbed)
 
@@ -362,7 +362,7 @@ async def test_the_error_of_a_rank_is_what_the_run_ends_with(
 def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigInvalid, match="local rank 1 on a host of 1 GPUs"):
+    with pytest.raises(ConfigInvalid, match="local rank 1 on a host with 1 GPUs"):
         join_group(Place(1, 2, 1), None)
 
 
@@ -413,7 +413,7 @@ def test_a_rank_that_ends_before_it_joined_ends_the_run() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 3
-    assert "rank 1 ended with 3 before it joined" in ended.stderr
+    assert "rank 1 exited with status 3 before it joined" in ended.stderr
 
 
 def test_a_rank_that_begins_when_rank_zero_has_gone_ends_at_once() -> None:

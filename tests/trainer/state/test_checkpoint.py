@@ -199,16 +199,16 @@ def test_another_count_of_threads_than_before_is_worth_a_line(
     progress = {"optimizer_steps": 0, "threads": 7}
     (tmp_path / "optimizer.json").write_text(json.dumps(progress))
     policy.load(tmp_path)
-    assert "was computed with 7 threads, this run goes on with" in caplog.text
+    assert "was computed with 7 threads, this run continues with" in caplog.text
     assert "ranks" not in caplog.text
     progress = {"optimizer_steps": 0, "backend": "fsdp", "ranks": 3, "threads": 7}
     (tmp_path / "optimizer.json").write_text(json.dumps(progress))
     policy.load(tmp_path)
-    assert "was computed with 3 ranks, this run goes on with 1" in caplog.text
+    assert "was computed with 3 ranks, this run continues with 1" in caplog.text
     assert "float32" not in caplog.text
     (tmp_path / "optimizer.json").write_text(json.dumps({**progress, "dtype": "bfloat16"}))
     policy.load(tmp_path)
-    assert "was computed in bfloat16, this run goes on in float32" in caplog.text
+    assert "was computed in bfloat16, this run continues in float32" in caplog.text
 
 
 def test_an_optimizer_of_another_arithmetic_is_named_where_it_cannot_be_gone_on_with(

@@ -185,7 +185,7 @@ def test_differences_can_be_asked_of_the_sparse_one_only(backend: str) -> None:
     if backend == "sparse_nccl":
         assert WeightsConfig.model_validate(settings).delta == "on"
         return
-    with pytest.raises(ValueError, match="cannot be had"):
+    with pytest.raises(ValueError, match="cannot be combined with"):
         WeightsConfig.model_validate(settings)
 
 

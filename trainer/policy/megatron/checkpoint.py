@@ -1,13 +1,15 @@
-"""What megatron-core has to remember, in its own distributed format, for ranks divided in any way.
+"""Saves and loads megatron-core's state in its own distributed format, for any division of the
+ranks.
 
-    folder/megatron/    torch_dist: every rank writes what no other has, a rank of another layout reads
-                          what it needs of it
+    folder/megatron/    torch_dist: every rank writes what no other rank has; a rank of another layout
+                          reads what it needs
 
-The format and the loading are megatron-core's. Writing is torch's own writer in this process and in this
-thread: megatron-core's forks, which a process with gRPC's threads must not, and hangs where a child fails.
+The format and the loading are megatron-core's. Writing uses torch's own writer in this process and
+thread. megatron-core's writer forks, which is unsafe in a process with gRPC's threads, and it hangs
+if a child fails.
 
-What a failure does: an error on one rank is raised on all of them. What is unfinished lies in the folder
-of a checkpoint that has no name yet, and goes with it (see `checkpoint`).
+Failures: an error on one rank is raised on all of them. Unfinished files lie in a checkpoint folder
+that has no final name yet, and are removed with it (see `checkpoint`).
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ State = dict[str, object]
 
 
 class ShardedModel(Protocol):
-    """The part of megatron-core's modules that is used here."""
+    """The methods of megatron-core's modules that are used here."""
 
     def sharded_state_dict(self) -> State: ...
     def load_state_dict(self, state_dict: Mapping[str, object]) -> object: ...
 
 
 class ShardedOptimizer(Protocol):
-    """The part of megatron-core's optimizers that is used here."""
+    """The methods of megatron-core's optimizers that are used here."""
 
     def sharded_state_dict(
         self, model_sharded_state_dict: State, is_loading: bool = False
@@ -65,7 +67,7 @@ class _Load(Protocol):
 
 
 class _Writer(TorchDistSaveShardedStrategy):
-    """Writes in this thread."""
+    """A strategy that writes in the calling thread."""
 
     def save(  # pyright: ignore[reportIncompatibleMethodOverride] - a dictionary is all it is given.
         self, sharded_state_dict: State, checkpoint_dir: str | Path
@@ -79,7 +81,7 @@ class _Writer(TorchDistSaveShardedStrategy):
 
 
 def save_state(folder: Path, model: nn.Module, optimizer: ShardedOptimizer | None) -> None:
-    """Writes this rank's part; `optimizer` is None where it has nothing to remember yet. Raises OSError."""
+    """Write this rank's part. `optimizer` is None before its first step. Raises OSError."""
     (folder / FOLDER).mkdir(exist_ok=True)
     state = _sharded(model, optimizer, is_loading=False)
     write = cast(
@@ -89,12 +91,13 @@ def save_state(folder: Path, model: nn.Module, optimizer: ShardedOptimizer | Non
     try:
         write(state, str(folder / FOLDER), sharded_strategy=_Writer("torch_dist", 1))
     except (CheckpointException, RuntimeError) as error:
-        # What is common to all ranks goes through torch.save, which has no narrower type for a full disk.
+        # State common to all ranks goes through torch.save, which has no narrower type for a full
+        # disk.
         raise OSError(str(error)) from error
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: ShardedOptimizer | None) -> None:
-    """Reads what this rank needs of it. Raises CheckpointUnusable."""
+    """Read this rank's part. Raises CheckpointUnusable."""
     state = _sharded(model, optimizer, is_loading=True)
     read = cast("_Load", dist_checkpointing.load)
     try:
@@ -107,7 +110,7 @@ def load_state(folder: Path, model: nn.Module, optimizer: ShardedOptimizer | Non
 
 
 def _sharded(model: nn.Module, optimizer: ShardedOptimizer | None, *, is_loading: bool) -> State:
-    """What is written or read, each tensor with its place in the whole."""
+    """Build the state to write or read, in which each tensor has its place in the whole."""
     own = cast("ShardedModel", model).sharded_state_dict()
     state: State = {MODEL: own}
     if optimizer is not None:

@@ -1,6 +1,7 @@
-"""What a Hugging Face model is, for megatron-core: its shape, and whether it can be computed there at all.
+"""Describes a Hugging Face model for megatron-core, and checks whether the backend supports it.
 
-What cannot is refused before anything is loaded, each with its reason. Nothing here imports megatron-core.
+Unsupported models are refused before anything is loaded, with the reason. Nothing here imports
+megatron-core.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.policy.loading import SavedTokenizer, cannot_load, load_config
 from penstock.trainer.policy.megatron.names import SUPPORTED, Shape
 
-# Kinds of rotary embedding whose angles are one fixed frequency times the position.
+# Kinds of rotary embedding whose angles are a fixed frequency times the position.
 FIXED_ROPE = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a model is, whoever computes it."""
+    """A model's shape and its Hugging Face configuration."""
 
     shape: Shape
     config: PretrainedConfig
 
     def save(self, folder: Path) -> None:
-        """Writes the configuration of a model folder whose weights are float32."""
+        """Write the configuration to a model folder whose weights are float32."""
         written = copy.deepcopy(self.config)
         written.dtype = torch.float32
         cast("SavedTokenizer", written).save_pretrained(folder)
 
 
 def describe(path: str, backend: MegatronBackend) -> Description:
-    """Reads a model's configuration. Raises ConfigInvalid, with the reason where it is not supported."""
+    """Read a model's configuration. Raises ConfigInvalid, with the reason, if it is not supported."""
     config = load_config(path)
     facts = cast("Facts", config)
     if facts.model_type not in SUPPORTED:
         kinds = ", ".join(SUPPORTED)
         raise ConfigInvalid(
-            f"model.path: {path!r} is of kind {facts.model_type!r}; backend megatron knows {kinds}"
+            f"model.path: {path!r} is of kind {facts.model_type!r}; backend megatron supports {kinds}"
         )
     heads = facts.num_attention_heads
     shape = Shape(
@@ -61,14 +62,14 @@ def describe(path: str, backend: MegatronBackend) -> Description:
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Size of one head."""
+    """Return the size of one attention head."""
     facts = cast("Facts", config)
     own = cast("int | None", getattr(config, "head_dim", None))
     return own or facts.hidden_size // facts.num_attention_heads
 
 
 class Facts(Protocol):
-    """What is read of the configuration of each kind in `SUPPORTED`."""
+    """The configuration fields that are read, for each kind in `SUPPORTED`."""
 
     model_type: str
     num_hidden_layers: int
@@ -86,7 +87,7 @@ class Facts(Protocol):
 
 
 def _check(path: str, config: PretrainedConfig, shape: Shape, backend: MegatronBackend) -> None:
-    """That ranks divided so can compute this model as transformers does."""
+    """Raise ConfigInvalid unless this layout can compute the model exactly as transformers does."""
     facts = cast("Facts", config)
     rope = str(facts.rope_parameters.get("rope_type", "default"))
     refusals = (
@@ -98,7 +99,9 @@ def _check(path: str, config: PretrainedConfig, shape: Shape, backend: MegatronB
         (bool(getattr(config, "use_sliding_window", False)), "a sliding window"),
     )
     if found := [words for refused, words in refusals if refused]:
-        raise ConfigInvalid(f"model.path: {path!r} has {found[0]}, which backend megatron has not")
+        raise ConfigInvalid(
+            f"model.path: {path!r} has {found[0]}, which backend megatron does not support"
+        )
     for size, name, count, what in (
         (backend.tensor_parallel, "tensor_parallel", shape.groups, "heads of keys and values"),
         (backend.tensor_parallel, "tensor_parallel", facts.intermediate_size, "rows of its MLP"),
@@ -106,9 +109,10 @@ def _check(path: str, config: PretrainedConfig, shape: Shape, backend: MegatronB
     ):
         if count % size:
             raise ConfigInvalid(
-                f"model.backend.{name}: {path!r} has {count} {what}, which {size} does not divide"
+                f"model.backend.{name}: {path!r} has {count} {what}, which is not divisible by {size}"
             )
-    # Each rank has as many tokens of the vocabulary, the last ones fewer: none may be without any.
+    # Ranks have equal numbers of vocabulary tokens, except that the last may have fewer. None may
+    # be empty.
     size = backend.tensor_parallel
     if -(-facts.vocab_size // size) * (size - 1) >= facts.vocab_size:
         raise ConfigInvalid(
@@ -118,7 +122,10 @@ def _check(path: str, config: PretrainedConfig, shape: Shape, backend: MegatronB
 
 
 def model_folder(path: str) -> Path:
-    """The folder with a model's files, fetched where `path` is a name on a hub. Raises ConfigInvalid."""
+    """Return the folder with the model's files, downloaded if `path` is a name on a hub.
+
+    Raises ConfigInvalid.
+    """
     if Path(path).is_dir():
         return Path(path)
     import huggingface_hub

@@ -1,15 +1,15 @@
-"""megatron-core on a machine without CUDA.
+"""Runs megatron-core on a machine without CUDA.
 
     install -> the first import of megatron.core -> each of its modules is compiled from rewritten source
 
-megatron-core names CUDA as the device in some forty of its modules. Where CUDA is present `install` does
-nothing. Elsewhere it has `import` rewrite those places to the CPU, in memory: nothing is written, neither
-source nor bytecode, so that a process without the hook finds the library as it was installed. What to
-rewrite was found for one version, and with another the hook refuses to be installed.
+megatron-core names CUDA as the device in about forty of its modules. With CUDA, `install` does
+nothing. Without CUDA, it has `import` rewrite these places to the CPU, in memory. Neither source
+nor bytecode is written, so a process without the hook finds the library as it was installed. The
+rules were made for one version; the hook refuses to be installed with another one.
 
-What a failure does: `install` raises BackendUnusable before anything is imported where megatron-core is
-missing, is another version, or is loaded already. A place that no rule knows shows as torch's own complaint
-about CUDA, where it is used; `rewrite` never half matches.
+Failures: `install` raises BackendUnusable before it changes anything if megatron-core is missing,
+has another version, or is already loaded. A place that no rule covers raises torch's own error
+about CUDA when it is used. `rewrite` never matches in part.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from penstock.trainer.core.errors import BackendUnusable
 
 VERSION = "0.16.1"
 PACKAGE = "megatron.core"
-# Of other devices alone, or not used here.
+# Modules that are for other devices only, or not used here.
 LEFT_ALONE = tuple(
     f"{PACKAGE}.{name}" for name in ("distributed.fsdp", "inference", "export", "extensions")
 )
 RANDOM = f"{PACKAGE}.tensor_parallel.random"
 COMPILER = f"{PACKAGE}.jit"
 
-# In this order: the first would not be found after the second.
+# The order matters: after the second rule, the first would not match any more.
 RULES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        # gloo's barrier refuses to be told a device.
+        # gloo's barrier does not accept a device.
         (r"device_ids=\[torch\.cuda\.current_device\(\)\],?", ""),
         (r"torch\.cuda\.current_device\(\)", 'torch.device("cpu")'),
         (r"""(\bdevice\s*(?::[^=()\n]*)?=\s*)(["'])cuda\2""", r"\1\2cpu\2"),
@@ -53,23 +53,23 @@ RULES = tuple(
 
 
 def install() -> None:
-    """Has megatron-core run here; the same as nothing where CUDA is present, or a second time.
+    """Make megatron-core run on this machine. Does nothing with CUDA, or when called again.
 
     Raises BackendUnusable.
     """
     _check_version()
-    # What it lacks, and what it does that torch would have otherwise: there is nothing to be done here.
+    # Warnings about optional packages and deprecated torch calls, which users cannot act on.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor")
     if torch.cuda.is_available() or any(isinstance(f, _Finder) for f in sys.meta_path):
         return
     if loaded := [name for name in sys.modules if name.startswith(PACKAGE)]:
-        raise BackendUnusable(f"{loaded[0]} was imported before it could be made to run on a CPU")
+        raise BackendUnusable(f"{loaded[0]} was imported before it could be adapted to the CPU")
     sys.meta_path.insert(0, _Finder())
 
 
 def rewrite(source: str) -> str:
-    """A module's source with the CPU in the place of CUDA; as many lines as before."""
+    """Replace CUDA by the CPU in a module's source, keeping the number of lines."""
     for pattern, replacement in RULES:
         source = pattern.sub(replacement, source)
     return source
@@ -85,12 +85,12 @@ def _check_version() -> None:
         ) from error
     if found != VERSION:
         raise BackendUnusable(
-            f"model.backend megatron: megatron-core {found} is installed; it has to be {VERSION}"
+            f"model.backend megatron: megatron-core {found} is installed, but {VERSION} is required"
         )
 
 
 class _Finder:
-    """Finds what is rewritten, and nothing else."""
+    """Finds the modules to rewrite, and nothing else."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -98,7 +98,7 @@ class _Finder:
         if not f"{name}.".startswith(f"{PACKAGE}.") or name.startswith(LEFT_ALONE):
             return None
         spec = PathFinder.find_spec(name, path, target)
-        # Not its extension modules, nor what has nothing to rewrite: that is compiled already.
+        # Skip extension modules and modules without a match; these keep their compiled bytecode.
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             source = spec.loader.get_source(name)
             if source is not None and (name in (RANDOM, COMPILER) or rewrite(source) != source):
@@ -107,7 +107,7 @@ class _Finder:
 
 
 class _Loader(SourceFileLoader):
-    """Compiles rewritten source each time: bytecode on the disk is never read nor written."""
+    """Compiles the rewritten source on every import; never reads or writes bytecode on disk."""
 
     def get_code(self, fullname: str) -> CodeType | None:
         source = self.get_source(fullname)
@@ -124,7 +124,8 @@ class _Loader(SourceFileLoader):
             ):
                 setattr(module, name, function)
         if module.__name__ == COMPILER:
-            # What its decorators compile is never called; the compiler alone takes seconds to load.
+            # The functions that its decorators compile are unused, and the compiler takes seconds
+            # to load.
             module.disable_jit_fuser()
 
 

@@ -1,4 +1,5 @@
-"""Who has which part of a model: the ranks divided by tensor, pipeline and data parallelism.
+"""Divides the ranks by tensor, pipeline and data parallelism, which assigns each rank its part of
+the model.
 
     rank = (stage x data_ranks + data) x tensor_ranks + tensor
 
@@ -20,48 +21,49 @@ from penstock.trainer.core.errors import ConfigInvalid
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which part of the work is this rank's."""
+    """This rank's part of the work."""
 
     tensor: int
-    """Its place among the ranks that share each tensor."""
+    """Index among the ranks that share each tensor."""
     tensor_ranks: int
     stage: int
-    """Its place in the pipeline."""
+    """Index of the pipeline stage."""
     stages: int
     data: int
-    """Its place among those that have the same weights and other micro-batches."""
+    """Index among the ranks with the same weights and different micro-batches."""
     data_ranks: int
     device: torch.device
     tensor_group: distributed.ProcessGroup
-    """Those that share each tensor with this rank."""
+    """The ranks that share each tensor with this one."""
     pipeline_group: distributed.ProcessGroup
-    """Those that have the other layers of this rank's micro-batches."""
+    """The ranks with the other layers for this rank's micro-batches."""
 
     @property
     def member(self) -> int:
-        """Its place among the ranks that have the same micro-batches."""
+        """Index among the ranks with the same micro-batches."""
         return self.stage * self.tensor_ranks + self.tensor
 
     @property
     def members(self) -> int:
-        """How many these are."""
+        """Number of ranks with the same micro-batches."""
         return self.stages * self.tensor_ranks
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it sees what the model predicts."""
+        """Whether this stage computes the model's predictions."""
         return self.stage == self.stages - 1
 
     @property
     def speaks(self) -> bool:
-        """Whether it is the one of those with the same micro-batches that tells the others' results."""
+        """Whether this rank reports the results for all ranks with the same micro-batches."""
         return self.is_last_stage and self.tensor == 0
 
 
 def join_layout(backend: MegatronBackend, seed: int) -> Layout:
-    """Takes this rank's place among all that are there; a process that is alone is its own group.
+    """Join the layout of all ranks; a single process becomes its own group. Call it once per
+    process.
 
-    A process does so once. Raises ConfigInvalid where the ranks cannot be divided so.
+    Raises ConfigInvalid if the number of ranks cannot be divided this way.
     """
     cuda = torch.cuda.is_available()
     if not distributed.is_initialized():
@@ -82,7 +84,7 @@ def join_layout(backend: MegatronBackend, seed: int) -> Layout:
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(*sizes, create_gloo_process_groups=False)
-    # Layers ask for its states, though none draws from them without dropout.
+    # Layers require the random states to exist, although none draws from them without dropout.
     cast("_Seed", tensor_parallel.model_parallel_cuda_manual_seed)(seed, force_reset_rng=True)
     tensor_group, pipeline_group, data_group = (
         cast("distributed.ProcessGroup", group)

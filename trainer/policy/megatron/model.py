@@ -1,9 +1,10 @@
-"""A Hugging Face model as megatron-core computes it, on one rank of a layout. Suffixes as in `batching`.
+"""A Hugging Face model computed by megatron-core, on one rank of a layout.
 
-The layers are megatron-core's own, of its local specification, which needs neither Transformer Engine nor
-apex. Two parts are replaced, on every device: attention is torch's, which knows the masks of prefix trees
-and keeps no T x T matrix; and rotary angles are those of given positions, for a tree's are not 0, 1, 2 ...
-Fusions are off: they go through torch.compile.
+For the suffixes of tensor names see `batching`. The layers are megatron-core's own, in its local
+specification, which needs neither Transformer Engine nor apex. Two parts are replaced on every
+device. Attention uses torch's kernels, which support the masks of prefix trees and keep no T x T
+matrix. Rotary angles are computed from explicit positions, because those of a tree are not 0, 1, 2
+... Fusions are off, because they go through torch.compile.
 
 Import it only after `megatron_hook.install`.
 """
@@ -35,7 +36,7 @@ from penstock.trainer.policy.megatron.names import Cut, Shape, held_entries, loc
 def transformer_config(
     description: Description, model: ModelConfig, layout: Layout
 ) -> TransformerConfig:
-    """megatron-core's description of the same."""
+    """Translate the description to megatron-core's configuration."""
     facts, shape = cast("Facts", description.config), description.shape
     dtype = compute_dtype(model, layout.device)
     recomputed: dict[str, object] = {}
@@ -68,21 +69,22 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # Weights come from files.
+        # Weights are loaded from files.
         perform_initialization=False,
         use_cpu_initialization=layout.device.type == "cpu",
-        # Transformer Engine's and apex's.
+        # These need Transformer Engine or apex.
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
-        # torch.compile's.
+        # These need torch.compile.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        # Micro-batches differ in shape; the dispatcher, of experts that there are not, must allow it.
+        # Micro-batches differ in shape. The dispatcher must allow that, although there are no
+        # experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Losses carry their denominators already: gradients are summed and never divided.
+        # Losses already include their denominators: gradients are summed and never divided.
         calculate_per_token_loss=True,
     )
 
@@ -92,10 +94,10 @@ class _Build(Protocol):
 
 
 class StageModel:
-    """This rank's part of a model: what it computes of a micro-batch."""
+    """This rank's part of a model, and its computation of a micro-batch."""
 
     def __init__(self, description: Description, config: TransformerConfig, layout: Layout) -> None:
-        """Its weights are whatever the memory held."""
+        """The weights are uninitialized."""
         shape = description.shape
         spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
         layer = cast("_LayerSpec", spec.submodules)
@@ -113,27 +115,29 @@ class StageModel:
             position_embedding_type="rope",
         )
         self._rotary = RotaryAngles(description.config, layout.device)
-        setattr(gpt, "rotary_pos_emb", self._rotary)  # noqa: B010 - it is of another class.
+        setattr(gpt, "rotary_pos_emb", self._rotary)  # noqa: B010 - the declared class differs.
         self._sources_M: Tensor | None = None
         if layout.is_last_stage:
             gpt.output_layer.register_forward_pre_hook(self._select_positions)
         own = padded // layout.tensor_ranks
         self.first_token = own * layout.tensor
-        """The first token whose logits are here."""
+        """The first vocabulary token whose logits this rank computes."""
         self._tokens = max(0, min(own, shape.vocabulary - self.first_token))
         self.layout = layout
         _mark_parts(gpt, shape, layout)
         self.config = config
         self.gpt: nn.Module = gpt.to(layout.device)
-        """With megatron-core's own names."""
+        """The model with megatron-core's own parameter names."""
         self.module: nn.Module = Float16Module(config, gpt) if config.bf16 else self.gpt
-        """What is wrapped and called."""
+        """The module to wrap and call."""
 
     def forward(self, module: nn.Module, batch: MicroBatch) -> Tensor:
-        """What this stage makes of a micro-batch; `module` is `self.module`, perhaps wrapped.
+        """Compute this stage's output for a micro-batch; `module` is `self.module`, perhaps
+        wrapped.
 
-        On the last stage logits at each distinct prediction of the tokens that are here, shape
-        [M, V / tensor_ranks] or less where they are padding; before it the hidden states, shape [T, B, H].
+        The last stage returns logits at each distinct prediction for this rank's vocabulary tokens.
+        Their shape is [M, V / tensor_ranks], or less if some tokens are padding. Earlier stages
+        return hidden states of shape [T, B, H].
         """
         device = self.layout.device
         self._rotary.positions_BT = batch.positions_BT.to(device)
@@ -150,7 +154,7 @@ class StageModel:
         return output.squeeze(0)[:, : self._tokens] if self.layout.is_last_stage else output
 
     def _select_positions(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Before the output layer: keeps only the positions that predict a trained token."""
+        """Keep only the positions that predict a trained token. A hook before the output layer."""
         if self._sources_M is None:
             return inputs
         hidden_BTH = inputs[0].transpose(0, 1)
@@ -158,8 +162,11 @@ class StageModel:
 
 
 def _mark_parts(gpt: nn.Module, shape: Shape, layout: Layout) -> None:
-    """Has each parameter know that it is a part of one. megatron-core does so only where it initializes
-    it; the norm of the gradients would leave the other ranks' parts out."""
+    """Mark each parameter that is a part of a larger one.
+
+    megatron-core does this only if it initializes the parameters. Without the mark, the gradient
+    norm would omit the other ranks' parts.
+    """
     mark = cast(
         "_Mark",
         tensor_parallel.set_tensor_model_parallel_attributes,  # pyright: ignore[reportUnknownMemberType]
@@ -188,7 +195,7 @@ class _LayerSpec(Protocol):
 
 
 class TorchAttention(nn.Module):
-    """Attention by torch's kernels, causal or by a mask; in the place of megatron-core's."""
+    """Attention with torch's kernels, causal or with a mask. Replaces megatron-core's."""
 
     def __init__(self, *, config: TransformerConfig, **unused: object) -> None:
         super().__init__()
@@ -203,8 +210,11 @@ class TorchAttention(nn.Module):
         attention_mask: Tensor | None,
         **unused: object,
     ) -> Tensor:
-        """Of shapes [T, B, heads or groups of this rank, head_dim]; the result has [T, B, heads x
-        head_dim]. The mask is true where a row may look at a column; None is causal."""
+        """Attend with inputs of shape [T, B, heads or groups of this rank, head_dim].
+
+        Returns shape [T, B, heads x head_dim]. The mask is true where a row attends to a column;
+        None is causal.
+        """
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         seen = scaled_dot_product_attention(
             query,
@@ -218,7 +228,7 @@ class TorchAttention(nn.Module):
 
 
 class RotaryAngles(nn.Module):
-    """Rotary angles of a micro-batch's positions; in the place of megatron-core's, which counts them."""
+    """Rotary angles of explicit positions. Replaces megatron-core's, which counts positions."""
 
     def __init__(self, config: PretrainedConfig, device: torch.device) -> None:
         super().__init__()
@@ -231,19 +241,19 @@ class RotaryAngles(nn.Module):
         else:
             initialize = cast("_InitializeRope", ROPE_INIT_FUNCTIONS[kind])
             frequencies_D, _ = initialize(config, torch.device("cpu"))
-        # Not a buffer: bfloat16 would round it.
+        # Not a buffer, because bfloat16 would round it.
         self._frequencies_D = frequencies_D.float().to(device)
         self.positions_BT: Tensor | None = None
-        """Of the micro-batch that is computed next."""
+        """Positions of the next micro-batch."""
 
     def get_rotary_seq_len(self, *unused: object, **also_unused: object) -> int:
-        """What megatron-core asks for before it asks for the angles."""
+        """Return a dummy length. megatron-core asks for it before the angles."""
         return 0
 
     def forward(self, *unused: object, **also_unused: object) -> Tensor:
-        """Angles of every position, shape [T, B, 1, head_dim]."""
+        """Compute the angles of every position, shape [T, B, 1, head_dim]."""
         if self.positions_BT is None:
-            raise RuntimeError("no positions were given")
+            raise RuntimeError("no positions were set before the forward pass")
         half_TBD = self.positions_BT.T.float().unsqueeze(-1) * self._frequencies_D
         return torch.cat((half_TBD, half_TBD), dim=-1).unsqueeze(2)
 

@@ -1,17 +1,18 @@
-"""Hugging Face's names and tensors to megatron-core's, and back, bit for bit.
+"""Maps Hugging Face's names and tensors to megatron-core's and back, bit for bit.
 
     file -> join -> cut -> parameter of a rank          and          parameters -> mend -> split -> upload
 
-Both ways are one table, of a model of the kinds that `SUPPORTED` names. An entry is one parameter of
-megatron-core, whole, as it would be without tensor parallelism; it says which tensors of Hugging Face make
-it up, in which order they are joined, and how it is cut over the ranks of tensor parallelism:
+Both directions use one table, for the kinds of models in `SUPPORTED`. An entry is one whole
+parameter of megatron-core, as it would be without tensor parallelism. It lists the Hugging Face
+tensors that form the parameter, in the order in which they are joined. It also defines how the
+parameter is cut over the ranks of tensor parallelism:
 
     WHOLE      the same on every rank
     ROWS       along its first dimension, which Megatron calls column-parallel
-    COLUMNS    along its second
-    QKV        queries, keys and values, grouped by the heads that share a key, then as ROWS
-    GATED      gate above up; each of them cut along its first dimension
-    VOCABULARY rows of zeros added until it can be cut as ROWS
+    COLUMNS    along its second dimension
+    QKV        queries, keys and values, grouped by the heads that share a key, then cut as ROWS
+    GATED      gate above up, each of them cut along its first dimension
+    VOCABULARY padded with rows of zeros until it can be cut as ROWS
 
 Nothing here communicates or imports megatron-core.
 """
@@ -26,14 +27,14 @@ import torch
 from torch import Tensor
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
-"""`model_type` of the configurations whose names these are."""
+"""The values of `model_type` for which these names apply."""
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 LAYER = "decoder.layers."
 
 
 class Cut(Enum):
-    """How a parameter is laid out; the module says what each means."""
+    """How a parameter is laid out; see the module's docstring."""
 
     WHOLE = auto()
     ROWS = auto()
@@ -45,43 +46,43 @@ class Cut(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model the table depends on."""
+    """The properties of a model that determine the table."""
 
     layers: int
     heads: int
     groups: int
-    """Heads of keys and values."""
+    """Number of heads of keys and values."""
     head_dim: int
     vocabulary: int
     tied: bool
-    """Whether the output layer is the embedding."""
+    """Whether the output layer shares the embedding's weights."""
     qk_norm: bool
     qkv_bias: bool
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
-        """Rows of the embedding that so many ranks can share."""
+        """Return the embedding's number of rows after padding for this many ranks."""
         return -(-self.vocabulary // tensor_parallel) * tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter of megatron-core."""
+    """One parameter of megatron-core and the tensors that form it."""
 
     own: str
-    """Its name there, with the layer counted over all stages."""
+    """Its name in megatron-core, with the layer counted over all stages."""
     hf: tuple[str, ...]
-    """What makes it up."""
+    """Names of the Hugging Face tensors that form the parameter."""
     cut: Cut
 
     def join(self, tensors: Sequence[Tensor], shape: Shape) -> Tensor:
-        """The whole parameter, of the tensors of `hf` in their order."""
+        """Join the tensors of `hf`, in order, into the whole parameter."""
         if self.cut is Cut.QKV:
             grouped = [t.reshape(shape.groups, -1, *t.shape[1:]) for t in tensors]
             return torch.cat(grouped, dim=1).flatten(0, 1)
         return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
     def split(self, whole: Tensor, shape: Shape) -> list[Tensor]:
-        """The tensors of `hf`, of the whole parameter: `join` undone."""
+        """Split the whole parameter into the tensors of `hf`; the inverse of `join`."""
         if self.cut is Cut.QKV:
             per_group = shape.heads // shape.groups * shape.head_dim
             grouped = whole.reshape(shape.groups, -1, *whole.shape[1:])
@@ -92,7 +93,7 @@ class Entry:
         return [whole]
 
     def take(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """What a rank of tensor parallelism holds of it."""
+        """Return the part that a rank of tensor parallelism holds."""
         match self.cut:
             case Cut.WHOLE:
                 return whole
@@ -108,7 +109,7 @@ class Entry:
                 return whole.chunk(ranks)[rank]
 
     def mend(self, parts: Sequence[Tensor], shape: Shape) -> Tensor:
-        """The whole, of what every rank holds, in their order: `take` undone."""
+        """Put the parts of all ranks, in order, together; the inverse of `take`."""
         match self.cut:
             case Cut.WHOLE:
                 return parts[0]
@@ -124,7 +125,7 @@ class Entry:
 
 
 def entries(shape: Shape) -> Iterator[Entry]:
-    """Every parameter of a model, in the order in which its tensors are uploaded."""
+    """Yield every parameter of a model, in the order in which its tensors are uploaded."""
     yield Entry(EMBEDDING, ("model.embed_tokens.weight",), Cut.VOCABULARY)
     for layer in range(shape.layers):
         yield from _layer_entries(shape, f"{LAYER}{layer}.", f"model.layers.{layer}.")
@@ -134,8 +135,10 @@ def entries(shape: Shape) -> Iterator[Entry]:
 
 
 def held_entries(shape: Shape, stage: int, stages: int) -> Iterator[Entry]:
-    """Every parameter that a stage of a pipeline holds: what it uploads, and at the end of a pipeline its
-    own copy of a tied embedding."""
+    """Yield every parameter that a pipeline stage holds.
+
+    These are the ones that it uploads. The last stage also has its copy of a tied embedding.
+    """
     for entry in entries(shape):
         if stage_of(entry, shape, stages) == stage:
             yield entry
@@ -164,14 +167,14 @@ def _layer_entries(shape: Shape, own: str, hf: str) -> Iterator[Entry]:
 
 
 def stage_of(entry: Entry, shape: Shape, stages: int) -> int:
-    """Which stage of a pipeline uploads this parameter; each has as many layers as the others."""
+    """Return the stage that uploads this parameter. All stages have the same number of layers."""
     if entry.own.startswith(LAYER):
         return int(entry.own.split(".")[2]) // (shape.layers // stages)
     return 0 if entry.own == EMBEDDING else stages - 1
 
 
 def local_name(entry: Entry, shape: Shape, stages: int) -> str:
-    """Its name on its stage, where layers are counted from zero."""
+    """Return the parameter's name on its stage, where layers are counted from zero."""
     if not entry.own.startswith(LAYER):
         return entry.own
     layer, _, rest = entry.own.removeprefix(LAYER).partition(".")

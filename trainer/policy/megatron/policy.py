@@ -1,22 +1,26 @@
-"""The policy at scale: a model as megatron-core computes it, over tensor, pipeline and data parallelism.
+"""The policy at scale: a megatron-core model with tensor, pipeline and data parallelism.
 
-For Llama, Qwen2 and Qwen3 in Hugging Face's format, and AdamW as megatron-core drives it. Each rank makes
-one; rank 0 also has the tokenizer, and what `ranked_policy` says of its methods holds. The losses, the
-plan, the learning rate and the order of a step are those of `fsdp_policy`. Suffixes as in `batching`.
+Supports Llama, Qwen2 and Qwen3 in Hugging Face's format, with AdamW driven by megatron-core. Each
+rank creates one policy, and `ranked_policy` describes how its methods are called. Only rank 0 has
+the tokenizer. The losses, the plan, the learning rate and the order of a step are those of
+`fsdp_policy`. For the suffixes of tensor names see `batching`.
 
     ranks -> layout: tensor x pipeline x data parallel
-    step     log-probabilities of the reference, values of the critic -> advantages, where they wait -> of
-               the proximal policy -> per update: gradients of this copy's micro-batches, summed over
-               copies, clipped, applied; then the critic's
+    step     the reference's log-probabilities and the critic's values -> advantages that depend on them ->
+               the proximal policy's log-probabilities -> per update: gradients of this copy's
+               micro-batches, summed over copies, clipped, applied; then the critic's update
     weights  gathered parameter by parameter to rank 0
-    save     a model folder by rank 0; megatron-core's distributed format, and random states, by all
+    save     rank 0 writes a model folder; all ranks write megatron-core's distributed format and their
+               random states
 
-A critic is what it is in `fsdp_policy`: a second model as transformers computes it, of which every rank has
-a share. The ranks of a copy divide its micro-batches among them, and all know what it says of each token.
+The critic is the same as in `fsdp_policy`: a second model, computed by transformers and sharded
+over all ranks. The ranks of a copy divide its micro-batches among them, and all of them get the
+value of each token.
 
-What differs from the default: with `bfloat16` the weights that compute are bfloat16 too, and float32 ones
-are the optimizer's, which are what is uploaded and saved. Each copy of the model has an optimizer of its
-own: megatron-core's distributed one needs Transformer Engine or apex to save and load.
+This differs from the default backend: with `bfloat16` the weights that compute are bfloat16 too.
+The optimizer keeps float32 ones, which are uploaded and saved. Each copy of the model has a
+separate optimizer, because megatron-core's distributed one needs Transformer Engine or apex to save
+and load.
 """
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
@@ -84,7 +88,7 @@ GENERATION_FILE = "generation_config.json"
 
 
 class _Optimizer(ShardedOptimizer, Protocol):
-    """The part of megatron-core's optimizers that is used here."""
+    """The methods of megatron-core's optimizers that are used here."""
 
     param_groups: list[dict[str, Any]]
 
@@ -95,7 +99,7 @@ class _Optimizer(ShardedOptimizer, Protocol):
 
 
 class MegatronPolicy:
-    """This rank's part of a model, and of its optimizer."""
+    """This rank's shard of a model and of its optimizer."""
 
     def __init__(
         self,
@@ -106,7 +110,7 @@ class MegatronPolicy:
         seed: int,
         algorithm: AlgorithmConfig = DEFAULT_ALGORITHM,
     ) -> None:
-        """Raises ConfigInvalid."""
+        """Raises ConfigInvalid if the backend is not megatron or does not support the model."""
         backend = model.backend
         if not isinstance(backend, MegatronBackend):
             raise ConfigInvalid(f"model.backend: {backend.kind} is not megatron")
@@ -135,7 +139,7 @@ class MegatronPolicy:
         )
         self._dtype = dtype = compute_dtype(model, self._layout.device)
         self._optimizer = _make_optimizer(self._parallel, dtype, train)
-        # After the optimizer, whose float32 copies must not be of what is rounded.
+        # After the optimizer: otherwise its float32 copies would be taken from rounded weights.
         load_weights(self._stage.gpt, shape, self._layout, self._folder)
         self._critic: Critic | None = None
         if self._objective.critic is not None:
@@ -153,23 +157,23 @@ class MegatronPolicy:
 
     @property
     def data_ranks(self) -> int:
-        """Copies of the model; see `ranked_policy.RankPolicy`."""
+        """Number of copies of the model; see `ranked_policy.RankPolicy`."""
         return self._layout.data_ranks
 
     def data_rank(self, rank: int) -> int:
-        """Which copy a rank has a part of; see `ranked_policy.RankPolicy`."""
+        """Return which copy the rank holds a shard of; see `ranked_policy.RankPolicy`."""
         return rank // self._layout.tensor_ranks % self._layout.data_ranks
 
     def adapter(self) -> weights_pb2.LoraAdapter | None:
-        """None: all weights are trained."""
+        """Return None: all weights are trained."""
         return None
 
     def supports_trees(self) -> bool:
-        """Its own attention knows masks and positions as they are said to be; whether a critic's does."""
+        """The policy's own attention supports masks and explicit positions; a critic's may not."""
         return self._critic is None or self._critic.supports_trees()
 
     def step(self, plan: StepPlan) -> StepResult:
-        """The updates of one step, of which this rank has its share; see `policy.Policy`."""
+        """Apply this rank's share of a step's updates; see `policy.Policy`."""
         figures, norms = Figures(), list[float]()
         rate, applied, critic_losses = 0.0, False, list[float]()
         plan, prepared, lessons = self._prepare(plan)
@@ -186,7 +190,7 @@ class MegatronPolicy:
             norms.append(norm)
             if self._critic is not None:
                 critic_losses.append(self._critic.learn(lessons[number], update.counts))
-        # Those of ranks that compute the same are counted once.
+        # Ranks that compute the same figures count once.
         figures = self._ranks.sum_figures(figures if self._layout.speaks else Figures())
         return describe_step(
             plan,
@@ -201,9 +205,11 @@ class MegatronPolicy:
     def _prepare(
         self, plan: StepPlan
     ) -> tuple[StepPlan, list[tuple[list[Loss], Update]], list[list[Lesson]]]:
-        """The plan with its advantages; what each micro-batch of each update adds to the loss, given what
-        other weights than the current say of its tokens: on the last stage, which alone asks; and what the
-        critic learns of each update on this rank."""
+        """Compute what the updates need from weights other than the current ones.
+
+        Returns the plan with its advantages, the losses of each update's micro-batches, and the
+        critic's lessons for each update on this rank. Losses are evaluated on the last stage only.
+        """
         if not plan.updates:
             return plan, [], []
         references: list[Tensor] = []
@@ -227,7 +233,7 @@ class MegatronPolicy:
         prepared: list[tuple[list[Loss], Update]] = []
         for number, update in enumerate(plan.updates):
             proximal: list[Tensor] = []
-            # The weights that the first update computes with are the proximal policy's.
+            # The first update starts from the proximal policy's weights.
             if number > 0 and self._objective.needs_proximal:
                 proximal = self._logprobs(self._stage, self._parallel, update.batches)
             losses = [
@@ -246,7 +252,7 @@ class MegatronPolicy:
         return plan, prepared, lessons
 
     def _values(self, critic: Critic, plan: StepPlan) -> Tensor:
-        """What the critic says of every token of the step, on every rank; float64, on the CPU."""
+        """Return the critic's value of every token of the step, on every rank; float64, on the CPU."""
         found_N = np.zeros(len(plan.rewards.sequences_N))
         for update in plan.updates:
             for batch in self._share(update.batches):
@@ -254,7 +260,7 @@ class MegatronPolicy:
         return torch.from_numpy(self._ranks.sum(found_N))  # pyright: ignore[reportUnknownMemberType]
 
     def _lessons(self, plan: StepPlan, value_N: Tensor) -> list[list[Lesson]]:
-        """Of this rank's share of each update's micro-batches."""
+        """Build the lessons for this rank's share of each update's micro-batches."""
         target_N = torch.from_numpy(self._objective.value_targets(plan.rewards))  # pyright: ignore[reportUnknownMemberType]
         device = self._layout.device
         return [
@@ -270,7 +276,10 @@ class MegatronPolicy:
         ]
 
     def _share(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Of those of this rank's copy of the model, its own: each is one rank's, and all have as many."""
+        """Return this rank's share of its copy's micro-batches, padded with empty ones.
+
+        Each micro-batch belongs to one rank, and all ranks of a copy get the same number.
+        """
         most = -(-len(batches) // self._layout.members)
         own = list(batches[self._layout.member :: self._layout.members])
         return own + [EMPTY] * (most - len(own))
@@ -302,14 +311,14 @@ class MegatronPolicy:
         return evaluate
 
     def _accumulate(self, losses: Sequence[Loss], update: Update) -> Figures:
-        """Gradients of an update, summed over all that compute it; returns this rank's figures."""
+        """Compute an update's gradients, summed over all copies; return this rank's figures."""
         self._parallel.zero_grad_buffer()
         self._optimizer.zero_grad()
         pairs = zip(update.batches, losses, strict=True)
         figures = compute_gradients(
             self._stage,
             self._parallel,
-            # Those that are empty keep ranks in step, which these need not be.
+            # Empty micro-batches only keep ranks in step, which is not needed here.
             [(batch, loss) for batch, loss in pairs if len(batch.tokens_N)],
             entropy_gradient=self._objective.has_entropy_bonus,
         )
@@ -319,7 +328,7 @@ class MegatronPolicy:
     def _logprobs(
         self, stage: StageModel, module: nn.Module, batches: Sequence[MicroBatch]
     ) -> list[Tensor]:
-        """Of each micro-batch, on the last stage; zeros before it."""
+        """Compute the log-probabilities of each micro-batch on the last stage; zeros on the others."""
         found = iter(compute_logprobs(stage, module, [b for b in batches if len(b.tokens_N)]))
         nothing = torch.zeros(0, device=self._layout.device)
         if not self._layout.is_last_stage:
@@ -327,8 +336,11 @@ class MegatronPolicy:
         return [next(found) if len(batch.tokens_N) else nothing for batch in batches]
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Log-probability of each trained token under the current weights, float32, shape [N]; on the last
-        stage, zeros before it."""
+        """Compute each trained token's log-probability under the current weights, float32, shape
+        [N].
+
+        Only the last stage returns them; earlier stages return zeros.
+        """
         return self._logprobs(self._stage, self._parallel, [batch])[0]
 
     def _sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -337,25 +349,25 @@ class MegatronPolicy:
     def _set_rates(self, rate: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-            # megatron-core leaves the multiplication to its own scheduler.
+            # megatron-core leaves this multiplication to its own scheduler.
             group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
-            # A checkpoint has those that it was written with.
+            # A loaded checkpoint brings the values that it was written with.
             group["betas"], group["eps"] = self._train.betas, self._train.epsilon
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of an upload on rank 0, none elsewhere; see `policy.Policy`."""
+        """Yield every tensor of an upload on rank 0, none on other ranks; see `policy.Policy`."""
         return gather_weights(self._stage.gpt, self._description.shape, self._layout)
 
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Scores a sequence under given weights, as transformers computes it; see `policy.Policy`."""
+        """Score a sequence under the given weights with transformers; see `policy.Policy`."""
         if self._outline is None:
-            # Where there is room for what a device cannot hold.
+            # On the CPU, whose memory can hold a model that does not fit on one device.
             self._outline = outline(str(self._folder), torch.device("cpu"))
         return self._outline.score(tensors, token_ids).numpy()
 
     def save_model(self, folder: Path) -> None:
-        """Writes a model folder; see `policy.Policy`."""
-        # Copies, because some are parts of one.
+        """Write a model folder; see `policy.Policy`."""
+        # Copied, because some tensors are slices of another.
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights()}
         if self._tokenizer is not None:
             folder.mkdir(exist_ok=True)
@@ -370,12 +382,12 @@ class MegatronPolicy:
         self._ranks.wait()
 
     def save(self, folder: Path) -> None:
-        """Writes a checkpoint; see `policy.Policy`."""
+        """Write a checkpoint; see `policy.Policy`."""
         self.save_model(folder)
         save_state(folder, self._stage.gpt, self._optimizer if self._steps else None)
         try:
             if self._critic is not None:
-                # Its tensors are gathered: nobody begins with that before what was written.
+                # Saving the critic gathers tensors. No rank may start that before all have written.
                 self._ranks.wait()
                 self._critic.save(folder)
             save_random_states(folder, distributed.get_rank())
@@ -387,17 +399,17 @@ class MegatronPolicy:
         self._ranks.wait()
 
     def load(self, folder: Path) -> None:
-        """Restores a checkpoint, of any number of ranks; see `policy.Policy`."""
+        """Restore a checkpoint written by any number of ranks; see `policy.Policy`."""
         try:
             ranks = distributed.get_world_size()
-            # Its optimizer has other tensors for each.
+            # The dtype must match, because each dtype has other optimizer tensors.
             self._steps = load_progress(
                 folder, backend=BACKEND, ranks=ranks, dtype=self._dtype, same_dtype=True
             )
             load_state(folder, self._stage.gpt, self._optimizer if self._steps else None)
             if self._critic is not None:
                 self._critic.load(folder)
-            # Last: what was loaded before may have drawn from them.
+            # Last, because loading the rest may draw random numbers.
             load_random_states(folder, distributed.get_rank())
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
             raise CheckpointUnusable(f"{folder}: {error}") from error
@@ -410,7 +422,7 @@ class MegatronPolicy:
 def _make_optimizer(
     module: DistributedDataParallel, dtype: torch.dtype, train: TrainConfig
 ) -> _Optimizer:
-    """AdamW; matrices have weight decay, vectors have none."""
+    """Create AdamW, with weight decay for matrices and none for vectors."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=train.learning_rate,
@@ -424,7 +436,7 @@ def _make_optimizer(
         use_distributed_optimizer=False,
     )
     made = get_megatron_optimizer(config, [module], use_gloo_process_groups=False)
-    # One for each kind of parameters, and there are no experts.
+    # One optimizer per kind of parameters; without experts there is one kind.
     (optimizer,) = cast("_Chain", made).chained_optimizers
     return optimizer
 

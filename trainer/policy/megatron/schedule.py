@@ -1,11 +1,12 @@
-"""Micro-batches through a pipeline: forward alone, or forward and backward. Suffixes as in `batching`.
+"""Runs micro-batches through a pipeline: forward only, or forward and backward.
 
-Every rank that shares a model calls these with the same micro-batches; ranks with another copy have others,
-and perhaps another number of them. What tokens are given is known on the last stage alone, on each of the
-ranks that share its tensors.
+For the suffixes of tensor names see `batching`. Every rank of a copy of the model makes these calls
+with the same micro-batches. Ranks of another copy have different ones, and possibly another number
+of them. Only the last stage knows the results for tokens; there, all ranks that share its tensors
+know them.
 
-The vocabulary is cut over these ranks, and no rank ever has a row of logits: each reduces its own columns,
-and three numbers a row are summed.
+The vocabulary is cut over these ranks, and no rank ever holds a whole row of logits. Each rank
+reduces its own columns, and only three numbers per row are summed over the ranks.
 """
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
@@ -25,12 +26,12 @@ from penstock.trainer.policy.megatron.model import StageModel
 from penstock.trainer.policy.token_model import TokenOutput, at_temperatures
 
 Loss = Callable[[TokenOutput], tuple[Tensor, Figures]]
-"""What a micro-batch adds to the loss, and its figures."""
+"""Returns what a micro-batch adds to the loss, and its figures."""
 T = TypeVar("T")
 
 
 class _Schedule(Protocol, Generic[T]):
-    """One of megatron-core's schedules; returns what the last stage collected, nothing elsewhere."""
+    """One of megatron-core's schedules. Returns what the last stage collected; nothing on other stages."""
 
     def __call__(
         self,
@@ -49,8 +50,10 @@ class _Schedule(Protocol, Generic[T]):
 def compute_logprobs(
     stage: StageModel, module: nn.Module, batches: Sequence[MicroBatch]
 ) -> list[Tensor]:
-    """Log-probability of each trained token of each micro-batch, float32, shape [N]; on the last stage,
-    and nothing before it. No gradient."""
+    """Compute each trained token's log-probability for each micro-batch, float32, shape [N].
+
+    Returns them on the last stage, and an empty list on the others. No gradient.
+    """
 
     def compute(
         data: Iterator[MicroBatch], module: nn.Module
@@ -73,8 +76,10 @@ def compute_gradients(
     *,
     entropy_gradient: bool,
 ) -> Figures:
-    """Adds the gradient of each micro-batch's loss to this rank's; returns the figures of all of them, on
-    the last stage, and none before it."""
+    """Add the gradient of each micro-batch's loss to this rank's gradients.
+
+    Returns the summed figures on the last stage, and empty ones on the others.
+    """
 
     def compute(
         data: Iterator[tuple[MicroBatch, Loss]], module: nn.Module
@@ -84,7 +89,7 @@ def compute_gradients(
         def conclude(logits_MV: Tensor) -> tuple[Tensor, Tensor, Figures]:
             output = read_tokens(stage, logits_MV, batch, entropy_gradient=entropy_gradient)
             loss, figures = evaluate(output)
-            # With a third value, a count of tokens, the schedule leaves the loss as it is.
+            # Given a third value, a token count, the schedule does not scale the loss.
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), figures
 
         return stage.forward(module, batch), conclude
@@ -101,14 +106,14 @@ def _run(
     forward_only: bool,
 ) -> list[object]:
     if not batches:
-        return []  # A schedule without a pipeline computes at least one.
+        return []  # A schedule without a pipeline runs at least one micro-batch.
     schedule = cast("_Schedule[T]", get_forward_backward_func())
     return schedule(
         forward_step_func=compute,
         data_iterator=iter(batches),
         model=module,
         num_microbatches=len(batches),
-        # Shapes differ, and travel with what has them.
+        # Shapes differ between micro-batches and are sent along with the tensors.
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -124,9 +129,9 @@ def read_tokens(
     entropies: bool = True,
     entropy_gradient: bool = False,
 ) -> TokenOutput:
-    """What logits say of the trained tokens; each rank has other columns of them.
+    """Compute a micro-batch's token outputs from logits whose columns are divided over the ranks.
 
-    Without `entropies` they are zero.
+    Without `entropies` the entropies are zero.
     """
     device = logits_MV.device
     logits_MV = at_temperatures(logits_MV, batch.temperatures_M.to(device))
@@ -144,7 +149,7 @@ def read_tokens(
     entropies_M = torch.zeros_like(total_M)
     if entropies:
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            # As a product of vectors, which needs no third matrix of this size.
+            # A product of vectors needs no third matrix of this size.
             weighted_M = torch.einsum("mv,mv->m", exponentials_MV, shifted_MV)
             entropies_M = total_M.log() - _sum_over_columns(weighted_M) / total_M
     predictions_N = batch.predictions_N.to(device)
@@ -152,7 +157,7 @@ def read_tokens(
 
 
 def _sum_over_columns(partial_M: Tensor) -> Tensor:
-    """Over the ranks that share the vocabulary; each has the gradient of its own part."""
+    """Sum over the ranks that share the vocabulary; each rank gets its part's gradient."""
     reduce = cast(
         "Callable[[Tensor], Tensor]",
         tensor_parallel.reduce_from_tensor_model_parallel_region,  # pyright: ignore[reportUnknownMemberType]

@@ -1,11 +1,12 @@
-"""A model's weights from its files to the ranks, and from the ranks to rank 0.
+"""Loads a model's weights from files to the ranks, and gathers them from the ranks to rank 0.
 
-Both ways go tensor by tensor, so that no rank ever needs room for the model: each reads from the files
-what it has a part of, and rank 0 is sent one parameter after another, in the order of the table. Only the
-ranks of the first copy of the model take part in that; but each rank has to iterate to the end.
+Both directions go tensor by tensor, so that no rank ever needs room for the whole model. Each rank
+reads the tensors of which it holds a part. Rank 0 receives one parameter after another, in the
+order of the table. Only the ranks of the model's first copy take part in gathering, but every rank
+has to iterate to the end.
 
-What a failure does: a tensor that the files do not have, or of another shape, is ConfigInvalid before
-anything is trained; a rank that is gone while parameters are gathered is an error of torch.distributed's.
+Failures: a missing tensor, or one of the wrong shape, raises ConfigInvalid before any training. A
+rank that is lost during gathering causes an error in torch.distributed.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ MOST_DIMENSIONS = 2
 
 
 class _OpenFile(Protocol):
-    """The part of an open safetensors file that is used here."""
+    """The methods of an open safetensors file that are used here."""
 
     def keys(self) -> list[str]: ...
     def get_tensor(self, name: str) -> Tensor: ...
 
 
 class ModelFiles:
-    """The tensors of a model folder, each read when it is asked for."""
+    """The tensors of a model folder, each read on demand."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigInvalid where it has no safetensors files."""
+        """Raises ConfigInvalid if the folder has no readable safetensors files."""
         self._folder = folder
         self._open: dict[str, _OpenFile] = {}
         try:
@@ -58,11 +59,11 @@ class ModelFiles:
                 self._files = dict.fromkeys(self._file(WEIGHTS_FILE).keys(), WEIGHTS_FILE)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigInvalid(
-                f"model.path: {folder} has no {WEIGHTS_FILE} and no {INDEX_FILE} that can be read: {error}"
+                f"model.path: {folder} has no readable {WEIGHTS_FILE} or {INDEX_FILE}: {error}"
             ) from error
 
     def tensor(self, name: str) -> Tensor:
-        """In float32. Raises ConfigInvalid."""
+        """Read a tensor as float32. Raises ConfigInvalid."""
         try:
             return self._file(self._files[name]).get_tensor(name).float()
         except (KeyError, OSError, SafetensorError) as error:
@@ -78,7 +79,7 @@ class ModelFiles:
 
 
 def load_weights(module: nn.Module, shape: Shape, layout: Layout, folder: Path) -> None:
-    """Fills this rank's parameters, those of the optimizer included. Raises ConfigInvalid."""
+    """Fill this rank's parameters and the optimizer's copies of them. Raises ConfigInvalid."""
     files, parameters = ModelFiles(folder), dict(module.named_parameters())
     with torch.no_grad():
         for entry in held_entries(shape, layout.stage, layout.stages):
@@ -87,15 +88,15 @@ def load_weights(module: nn.Module, shape: Shape, layout: Layout, folder: Path) 
             parameter = parameters[local_name(entry, shape, layout.stages)]
             if parameter.shape != own.shape:
                 raise ConfigInvalid(
-                    f"model.path: {folder}: {entry.hf[0]} makes {tuple(own.shape)}, "
-                    f"its configuration {tuple(parameter.shape)}"
+                    f"model.path: {folder}: {entry.hf[0]} has shape {tuple(own.shape)} here, but "
+                    f"the configuration requires {tuple(parameter.shape)}"
                 )
             parameter.copy_(own)
             master(parameter).copy_(own)
 
 
 def gather_weights(module: nn.Module, shape: Shape, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with its Hugging Face name on rank 0, and none elsewhere."""
+    """Yield every tensor with its Hugging Face name on rank 0, and nothing on the others."""
     if layout.data != 0:
         return
     parameters = dict(module.named_parameters())
@@ -110,12 +111,12 @@ def gather_weights(module: nn.Module, shape: Shape, layout: Layout) -> Iterator[
 
 
 def master(parameter: nn.Parameter) -> Tensor:
-    """What the optimizer updates: the float32 copy of a parameter, or the parameter itself."""
+    """Return what the optimizer updates: a parameter's float32 copy, or the parameter itself."""
     return cast("Tensor", getattr(parameter, "main_param", parameter))
 
 
 def _gather_parts(entry: Entry, own: Tensor, shape: Shape, layout: Layout) -> Tensor | None:
-    """The whole parameter on the first rank of a stage, None on the others."""
+    """Gather the whole parameter on the first rank of its stage; None on the others."""
     if layout.tensor_ranks == 1 or entry.cut is Cut.WHOLE:
         return entry.mend([own], shape) if layout.tensor == 0 else None
     parts = None
@@ -128,7 +129,7 @@ def _gather_parts(entry: Entry, own: Tensor, shape: Shape, layout: Layout) -> Te
 def _pass_to_first_stage(
     entry: Entry, whole: Tensor | None, shape: Shape, layout: Layout
 ) -> Tensor | None:
-    """The same on the first rank of the first stage, None on the others."""
+    """Send the whole parameter to the first rank of the first stage; None on the others."""
     stage = stage_of(entry, shape, layout.stages)
     if stage == 0 or layout.tensor != 0:
         return whole

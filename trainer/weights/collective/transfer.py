@@ -1,17 +1,18 @@
-"""vLLM's own weight transfer under Penstock's control: its `VLLMWeightSyncClient` over `UpdateWeights`.
+"""vLLM's own weight transfer under Penstock's control: its `VLLMWeightSyncClient` over
+`UpdateWeights`.
 
-vLLM's trainer engines (nccl, ipc, sparse_nccl, and any that is registered) move the bytes between the
-trainer and the workers and ask four things of the inference side:
+vLLM's trainer engines (nccl, ipc, sparse_nccl, and any that is registered) move the bytes between
+the trainer and the workers. They make four requests of the inference side:
 
     init_weight_transfer_engine   a stream with a join; returns when the engine has joined
-    start_weight_update           the header, where `prepare` was told the tensors: the engine pauses
-    update_weights                the header, where it was not; then a round
+    start_weight_update           the header, if `prepare` got the tensors: the engine pauses
+    update_weights                the header, if it was not sent yet; then a round
     finish_weight_update          the commit; returns when the version is being sampled
 
-They block, each for `timeout_seconds` at most, and are called from any thread. What travels is JSON. Of the
-backends that come with vLLM only ipc has something else to say, the handles of CUDA memory, which vLLM
-pickles; that is done only where VLLM_ALLOW_INSECURE_SERIALIZATION is set on this side, and by vLLM's own
-check read only where it is set on the server's.
+Each call blocks, for `timeout_seconds` at most, and may come from any thread. Messages are JSON. Of
+vLLM's own backends only ipc needs something else: handles of CUDA memory, which vLLM pickles. This
+side then requires VLLM_ALLOW_INSECURE_SERIALIZATION. vLLM's own check also requires it on the
+server's side.
 
     client = PenstockWeightSyncClient("127.0.0.1:50051", "nccl")
     engine = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=...)
@@ -40,38 +41,41 @@ from penstock.wire.upload import UPDATE_WEIGHTS
 TIMEOUT_SECONDS = 300.0
 
 UpdateInfo = Mapping[str, object] | Sequence[Mapping[str, object]]
-"""As vLLM has it: one description for every worker, or one for each."""
+"""In vLLM's format: one description for every worker, or one per worker."""
 
 
 class WeightSyncFailed(TrainerError):
-    """The server refused, or went away, or did not answer in time; `failure` has its reason."""
+    """The server refused, was lost, or did not answer in time; `failure` has the reason."""
 
     def __init__(self, doing: str, failure: Failure, error: grpc.RpcError | None = None) -> None:
         super().__init__(f"{doing}: {failure.reason or failure.code.name}: {failure.message}")
         self.failure = failure
         self.error = error
-        """What gRPC raised; None where this side gave up."""
+        """The error from gRPC; None for a timeout on this side."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextUpdate:
-    """What the next update is to be."""
+    """The description of the next update."""
 
     weight_version: int
     trainer_epoch: int
     in_flight: weights_pb2.InFlightPolicy.ValueType = weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED
-    """What happens to turns in flight; unset leaves it to the server."""
+    """Policy for turns in flight; if unset, the server decides."""
     base_weight_version: int = 0
-    """The active version, which patches apply to; zero for a whole version."""
+    """The active version that patches apply to; zero for a whole version."""
     probe: weights_pb2.WeightProbe | None = None
-    """Scored by the engine after the switch."""
+    """The engine scores it after the switch."""
     tensors: tuple[weights_pb2.TensorSpec, ...] = ()
-    """Names, shapes and dtypes of everything it brings, in all its rounds. Without them the first round
-    has to name everything; with them a refusal comes before any byte."""
+    """Names, shapes and dtypes of all tensors in all rounds of the update.
+
+    Without them, the first round has to name everything. With them, the server can refuse before
+    any byte is sent.
+    """
 
 
 class PenstockWeightSyncClient:
-    """Implements vLLM's VLLMWeightSyncClient; not more than one update at a time."""
+    """Implements vLLM's VLLMWeightSyncClient, with one update at a time."""
 
     def __init__(
         self,
@@ -81,8 +85,10 @@ class PenstockWeightSyncClient:
         timeout_seconds: float = TIMEOUT_SECONDS,
         security: Security | None = None,
     ) -> None:
-        """`address` is the server's HOST:PORT, `backend` a name in vLLM's registry. Raises
-        CredentialsUnusable."""
+        """`address` is the server's HOST:PORT, `backend` a name in vLLM's registry.
+
+        Raises CredentialsUnusable.
+        """
         self._backend = backend
         self._timeout_seconds = timeout_seconds
         self._channel, self._tokens = open_blocking_channel(address, security, own_connection=True)
@@ -94,7 +100,7 @@ class PenstockWeightSyncClient:
             response_deserializer=weights_pb2.UpdateWeightsResponse.FromString,
         )
         self.trainer_epoch = 0
-        """Of the next join; `prepare` sets it too."""
+        """Epoch for the next join; also set by `prepare`."""
         self._next: NextUpdate | None = None
         self._stream: _Stream | None = None
         self._header_sha256 = b""
@@ -102,25 +108,25 @@ class PenstockWeightSyncClient:
 
     @property
     def result(self) -> weights_pb2.UpdateWeightsResponse:
-        """What the server answered to the last update: the pause, the tensors that changed."""
+        """The server's answer to the last update: the pause and the tensors that changed."""
         if self._result is None:
             raise RuntimeError("no update has finished")
         return self._result
 
     def prepare(self, update: NextUpdate) -> None:
-        """Says what the next update is to be; comes before each."""
+        """Describe the next update. Call it before each one."""
         self._next = update
         self.trainer_epoch = update.trainer_epoch
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Cancel an update in progress and close the channel."""
         self._drop()
         self._channel.close()
 
-    # What vLLM's trainer engines call.
+    # The methods that vLLM's trainer engines call.
 
     def init_weight_transfer_engine(self, init_info: dict[str, object]) -> None:
-        """Returns when the engine has joined. Raises WeightSyncFailed."""
+        """Join the collective; return when the engine has joined. Raises WeightSyncFailed."""
         join = weights_pb2.CollectiveJoin(
             backend=self._backend,
             rendezvous_json=_to_json(init_info),
@@ -136,13 +142,13 @@ class PenstockWeightSyncClient:
             stream.cancel()
 
     def start_weight_update(self) -> None:
-        """Returns when the engine is paused, where `prepare` named the tensors. Raises WeightSyncFailed."""
+        """Pause the engine, if `prepare` named the tensors. Raises WeightSyncFailed."""
         self._drop()
         if self._prepared().tensors:
             self._begin(self._prepared().tensors)
 
     def update_weights(self, update_info: UpdateInfo) -> None:
-        """Returns when the engine has received one round. Raises WeightSyncFailed."""
+        """Send one round; return when the engine has received it. Raises WeightSyncFailed."""
         described = _without_handles(update_info)
         if self._stream is None:
             self._begin(_tensors_of(described))
@@ -150,12 +156,12 @@ class PenstockWeightSyncClient:
         self._exchange(weights_pb2.UpdateWeightsRequest(round=update))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Returns when the version is being sampled. Raises WeightSyncFailed."""
+        """Commit; return when the version is being sampled. Raises WeightSyncFailed."""
         version = self._prepared().weight_version
         if weight_version not in (None, str(version)):
             raise ValueError(f"version {version} was prepared, not {weight_version}")
         if self._stream is None:
-            raise RuntimeError("no update is under way")
+            raise RuntimeError("no update is in progress")
         commit = weights_pb2.WeightCommit(header_sha256=self._header_sha256)
         self._result = self._exchange(weights_pb2.UpdateWeightsRequest(commit=commit))
         self._next = None
@@ -182,7 +188,7 @@ class PenstockWeightSyncClient:
     ) -> weights_pb2.UpdateWeightsResponse:
         stream = self._stream
         if stream is None:
-            raise RuntimeError("no update is under way")
+            raise RuntimeError("no update is in progress")
         try:
             stream.send(request)
             response = stream.receive(self._timeout_seconds)
@@ -191,12 +197,12 @@ class PenstockWeightSyncClient:
             raise
         if response is None:
             self._drop()
-            raise RuntimeError("the server ended the upload without a word")
+            raise RuntimeError("the server ended the upload without an answer")
         return response
 
     def _prepared(self) -> NextUpdate:
         if self._next is None:
-            raise RuntimeError("prepare comes before an update")
+            raise RuntimeError("prepare was not called before the update")
         return self._next
 
     def _drop(self) -> None:
@@ -206,7 +212,7 @@ class PenstockWeightSyncClient:
 
 
 class _Stream:
-    """One call, a message at a time."""
+    """One call, used one message at a time."""
 
     def __init__(
         self,
@@ -225,7 +231,7 @@ class _Stream:
         ] = queue.SimpleQueue()
         metadata = None if tokens is None else tokens.metadata()
         self._call = method(iter(self._requests.get, None), metadata=metadata)
-        # gRPC's own iterator knows no deadline for a single answer.
+        # gRPC's own iterator has no deadline for a single answer.
         threading.Thread(target=self._listen, name=doing, daemon=True).start()
 
     def send(self, request: weights_pb2.UpdateWeightsRequest) -> None:
@@ -235,7 +241,7 @@ class _Stream:
         self._requests.put(None)
 
     def receive(self, seconds: float) -> weights_pb2.UpdateWeightsResponse | None:
-        """The next answer; None at the end of the stream. Raises WeightSyncFailed."""
+        """Return the next answer; None at the end of the stream. Raises WeightSyncFailed."""
         try:
             answer = self._answers.get(timeout=seconds)
         except queue.Empty:
@@ -249,7 +255,7 @@ class _Stream:
         return answer
 
     def cancel(self) -> None:
-        """Ends it, if it has not ended."""
+        """End the call if it has not ended."""
         self._requests.put(None)
         self._call.cancel()
 
@@ -263,7 +269,7 @@ class _Stream:
 
 
 def _serialize(message: weights_pb2.UpdateWeightsRequest | weights_pb2.WeightHeader) -> bytes:
-    # The header's checksum is that of its bytes, within the request as by itself.
+    # Deterministic: the server hashes the header's bytes as they are within the request.
     return message.SerializeToString(deterministic=True)
 
 
@@ -271,11 +277,11 @@ def _to_json(info: UpdateInfo) -> str:
     try:
         return json.dumps(info, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise TrainerError(f"what the backend says is not JSON: {error}") from error
+        raise TrainerError(f"the backend's message is not JSON: {error}") from error
 
 
 def _tensors_of(info: UpdateInfo) -> list[weights_pb2.TensorSpec]:
-    """Every tensor of a round, by the names that all of vLLM's backends use."""
+    """Return every tensor of a round, read from the keys that all of vLLM's backends use."""
     return list({spec.name: spec for part in _parts(info) for spec in _specs(part)}.values())
 
 
@@ -293,7 +299,7 @@ def _parts(info: UpdateInfo) -> Sequence[Mapping[str, object]]:
 
 
 def _without_handles(info: UpdateInfo) -> UpdateInfo:
-    """The same without handles of CUDA memory, or with vLLM's pickle of them where that is allowed."""
+    """Replace handles of CUDA memory by vLLM's pickle of them. Raises TrainerError if not allowed."""
     if not any(part.get("ipc_handles") is not None for part in _parts(info)):
         return info
     from vllm import envs
@@ -301,7 +307,7 @@ def _without_handles(info: UpdateInfo) -> UpdateInfo:
 
     if not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
         raise TrainerError(
-            "ipc hands over pickled memory handles, which vLLM reads only where "
+            "ipc sends pickled memory handles, which vLLM reads only if "
             "VLLM_ALLOW_INSECURE_SERIALIZATION=1 is set; set it for the trainer and the server"
         )
     to_json = clients._json_safe_update_payload  # pyright: ignore[reportPrivateUsage]
