@@ -115,7 +115,7 @@ def test_a_journal_in_a_stream_gets_no_folder(config: Path) -> None:
         ("engines.engine=m", r"engines\.engine: must be a table, got 'm'"),
         ("serve.engine=m", r"serve\.engine: must be a table, got 'm'"),
         ("train.model=m", r"train\.model: must be a table, got 'm'"),
-        ("cluster.address=h:1", r'address is for placement = "ray"'),
+        ("cluster.address=h:1", r'address needs placement = "ray"'),
         ("train.path=/no/such/file", "No such file"),
         ("restarts=1", "restarts: Extra inputs"),
         ("up.restarts.most=1", "is a value, not a section"),
