@@ -95,7 +95,7 @@ def test_ranks_are_rank_0s_to_start_here_and_are_placed_one_by_one_elsewhere(pat
             ["engines.listen=0.0.0.0:0"],
             "can be reached from outside and needs security.certificate",
         ),
-        (ELSEWHERE, r"serve\.listen: workers and trainer on other nodes do not reach 127.0.0.1:0"),
+        (ELSEWHERE, r"serve\.listen: workers and trainer on other nodes cannot reach 127.0.0.1:0"),
         (
             [*ELSEWHERE, "serve.listen=0.0.0.0:5", "serve.security.insecure=true"],
             r"\[engines\]: 0.0.0.0:0 can be reached from outside and needs",
@@ -293,5 +293,5 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path, path: Path) -> None:
             locked(tmp_path / "out").__enter__()
         shown = CliRunner().invoke(main, ["up", str(path), "--resume"])
         assert shown.exit_code == 2
-        assert "another `penstock up` runs in" in shown.output
+        assert "another `penstock up` is running in" in shown.output
     assert not is_running(tmp_path / "out")

@@ -138,7 +138,7 @@ def test_a_command_that_does_not_come_to_a_dry_run_is_named(
 ) -> None:
     monkeypatch.setattr(up_checks, "CHECK_SECONDS", 0.2)
     programs = Programs(train=("/bin/sh", "-c", "sleep 60", "train"))
-    with pytest.raises(UpConfigInvalid, match=r"\[train\]: its --dry-run had no answer after 0.2"):
+    with pytest.raises(UpConfigInvalid, match=r"\[train\]: its --dry-run did not finish within 0.2"):
         up_checks.check_trainer(load(config, []), programs)
 
 
