@@ -4,6 +4,7 @@ The tests are the data set's, and they run here. The function that they call is 
 (`candidate.py`), which gets arguments and returns values. So code can pass a test only by returning the
 right value. It has no access to the tests' source or the result. It could, however, read the installed
 data set. Each `assert` is one check and counts separately.
+
     no code ──► 0     it parses ──► PARSES     it defines the function ──► + DEFINES
     checks ──► + CHECKS x share passed     all of them ──► + SOLVED
 """
