@@ -7,9 +7,9 @@ States of a replica, as its client sees it:
        │                              └──────────────────── fails ─────────────────────────┘         │
        └──────────────────────────────────── succeeds ───────────────────────────────────────────────┘
 
-A call that fails is retried on another replica; each is tried once in a round. If all replicas back off, the
-call waits for the first whose time is over, within its patience. So a killed replica costs each of its calls
-one retry. After it comes back, one successful trial call puts it back in use.
+A call that fails is retried on another replica; each is tried once in a round. If all replicas back off,
+the call waits for the first whose time is over, within its patience. So a killed replica costs each of its
+calls one retry. After it comes back, one successful trial call puts it back in use.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class AgentSettings(Section):
     """Whether an attempt that was cut off by a token budget or the context carries no gradient."""
     on_tool_error: Literal["mask", "fail"] = "mask"
     """What happens to an attempt if a search or refinement fails. With "mask", the policy gets an error
-    message, and the attempt continues but carries no gradient. With "fail", the attempt fails and is repeated."""
+    message, and the attempt continues but carries no gradient. With "fail", it fails and is repeated."""
 
 
 class RewardSettings(Section):
