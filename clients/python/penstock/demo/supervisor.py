@@ -291,7 +291,9 @@ class Supervisor:
                 failed = False
             except OSError as error:
                 if not failed:
-                    self._tell(self._server.name, f"cannot write its engines file, retrying: {error}")
+                    self._tell(
+                        self._server.name, f"cannot write its engines file, retrying: {error}"
+                    )
                 failed = True
                 self._engines_moved.set()
                 await asyncio.sleep(WRITE_AGAIN_SECONDS)
