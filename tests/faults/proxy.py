@@ -1,12 +1,12 @@
-"""A TCP proxy that spoils what goes through it.
+"""A TCP proxy that injects network faults.
 
     client -- up --> Proxy -- up --> server
     client <- down -- Proxy <- down - server
 
-Either direction has conditions that may change at any time and hold from the next byte on: latency, a
-rate, darkness (nothing gets through, nothing is lost), and a chance that a bit of a piece flips.
-Connections can be reset, closed in one direction, and cut after so many bytes. What is held back is
-bounded, so a sender feels it as it would feel a network.
+Each direction has conditions that may change at any time and apply from the next byte on. They are latency,
+a rate, darkness (nothing gets through, but nothing is lost), and a chance that a bit of a piece flips.
+Connections can be reset, closed in one direction, and cut after a number of bytes. The proxy buffers a
+bounded amount, so a sender is slowed down as by a real network.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from enum import Enum
 PIECE_BYTES = 16 * 1024
 PIECES_UNDER_WAY = 64
 RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER that makes a close a reset."""
+"""SO_LINGER value that turns a close into a reset."""
 
 
 class Way(Enum):
-    """Which bytes are meant."""
+    """Direction of the bytes."""
 
     UP = "up"
-    """Those to the server."""
+    """Towards the server."""
     DOWN = "down"
-    """Those to the client."""
+    """Towards the client."""
 
 
 class Conditions:
-    """How one direction is, now."""
+    """The current conditions of one direction."""
 
     def __init__(self, rng: random.Random) -> None:
         self.latency_seconds = 0.0
         self.bytes_per_second = 0.0
-        """Zero: as fast as they come."""
+        """Zero means no limit."""
         self.flips = 0.0
-        """Chance that one bit of a piece is not what was sent."""
+        """Chance that one bit of a piece is flipped."""
         self.flipped = 0
         self._rng = rng
         self._lit = asyncio.Event()
         self._lit.set()
 
     def go_dark(self) -> None:
-        """Nothing gets through from now on."""
+        """Stops all bytes from now on."""
         self._lit.clear()
 
     def go_on(self) -> None:
-        """What was held back gets through, and all that follows."""
+        """Releases the bytes that were held, and lets all later ones through."""
         self._lit.set()
 
     def clear(self) -> None:
-        """As if nothing were wrong."""
+        """Restores normal conditions in this direction."""
         self.latency_seconds = self.bytes_per_second = self.flips = 0.0
         self.go_on()
 
     async def pass_through(self, piece: bytes, read_at: float) -> bytes:
-        """Holds a piece back for as long as it takes; returns it as it arrives."""
+        """Delays a piece according to the conditions; returns it as it arrives."""
         now = asyncio.get_running_loop().time()
         late = read_at + self.latency_seconds - now
         if self.bytes_per_second:
@@ -81,19 +81,19 @@ class Conditions:
 
 @dataclass(eq=False)
 class Connection:
-    """One client's connection and the proxy's own to the server."""
+    """A client's connection, and the proxy's connection to the server for it."""
 
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter
     left: dict[Way, int | None] = field(default_factory=lambda: {Way.UP: None, Way.DOWN: None})
-    """Bytes that still get through before it is cut; None: all."""
+    """Bytes that still get through before the cut; None means all."""
 
     def towards(self, way: Way) -> asyncio.StreamWriter:
-        """What bytes of a direction are written to."""
+        """The writer for the bytes of a direction."""
         return self.server if way is Way.UP else self.client
 
     def reset(self) -> None:
-        """Both peers see a reset."""
+        """Resets the connections to both peers."""
         for writer in (self.client, self.server):
             found = writer.get_extra_info("socket")
             if found is not None and found.fileno() >= 0:
@@ -101,7 +101,7 @@ class Connection:
             writer.transport.abort()
 
     def half_close(self, way: Way) -> None:
-        """The receiver of a direction sees its end; the other direction goes on."""
+        """Ends one direction for its receiver; the other direction continues."""
         writer = self.towards(way)
         with contextlib.suppress(OSError, RuntimeError):
             if writer.can_write_eof():
@@ -116,28 +116,28 @@ class Proxy:
         self.connections: set[Connection] = set()
         self.accepted = 0
         self.refusing = False
-        """Whether whoever connects is reset at once."""
+        """Whether new connections are reset immediately."""
         self.address = ""
         self._port = port
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def up(self) -> Conditions:
-        """Of what goes to the server."""
+        """Conditions towards the server."""
         return self.conditions[Way.UP]
 
     @property
     def down(self) -> Conditions:
-        """Of what goes to the client."""
+        """Conditions towards the client."""
         return self.conditions[Way.DOWN]
 
     def go_dark(self) -> None:
-        """Nothing gets through in either direction."""
+        """Stops all bytes in both directions."""
         for conditions in self.conditions.values():
             conditions.go_dark()
 
     def clear(self) -> None:
-        """As if nothing were wrong; what was cut stays cut."""
+        """Restores normal conditions; cut connections stay cut."""
         self.refusing = False
         for conditions in self.conditions.values():
             conditions.clear()
@@ -155,12 +155,12 @@ class Proxy:
             connection.half_close(way)
 
     def truncate_all(self, way: Way, length: int) -> None:
-        """Cuts every connection in mid-message: so many more bytes get through, then a reset."""
+        """Resets every connection mid-message, after this many more bytes."""
         for connection in self.connections:
             connection.left[way] = length
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, to its end."""
+        """Handles one connection until it ends."""
         self.accepted += 1
         task = asyncio.current_task()
         assert task is not None
@@ -177,7 +177,7 @@ class Proxy:
             return
         self.connections.add(connection)
         try:
-            # Cancelled by `close`; asyncio reports a handler that ends so as an error.
+            # Cancelled by `close`. asyncio would report a handler that ends this way as an error.
             with contextlib.suppress(asyncio.CancelledError):
                 async with asyncio.TaskGroup() as pumps:
                     pumps.create_task(self._pump(connection, reader, Way.UP))
@@ -188,7 +188,7 @@ class Proxy:
                 end.transport.abort()
 
     async def _pump(self, connection: Connection, reader: asyncio.StreamReader, way: Way) -> None:
-        """Consumes one side's bytes; waits as the conditions say; produces them at the other side."""
+        """Reads one side's bytes, delays them as the conditions say, and writes them to the other side."""
         pieces: asyncio.Queue[tuple[bytes, float] | None] = asyncio.Queue(PIECES_UNDER_WAY)
         writing = asyncio.create_task(self._write(connection, pieces, way))
         clock = asyncio.get_running_loop().time
@@ -222,14 +222,14 @@ class Proxy:
                     return
             connection.half_close(way)
         except (OSError, RuntimeError):
-            # Its receiver has closed.
+            # The receiver has closed.
             connection.reset()
         finally:
             while not pieces.empty():
-                pieces.get_nowait()  # Whoever waits for room learns that this has ended.
+                pieces.get_nowait()  # Wakes the reader if it waits for room, so that it sees the end.
 
     async def close(self) -> None:
-        """Ends every connection."""
+        """Closes all connections of the proxy."""
         self.reset_all()
         for task in list(self._tasks):
             task.cancel()

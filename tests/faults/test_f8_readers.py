@@ -1,13 +1,13 @@
-"""F8: callers that ask and never read cost bounded memory, and nobody else their speed.
+"""F8: callers that never read their answers cost bounded memory, and do not slow down other callers.
 
     make faults ARGS="-k f8 --fault-seconds 600"
 
-They ask for turns and for leases of large tasks, each by a connection of its own, and read nothing of the
-answers; who is cut off, or has nothing more to come, asks again at once. Others take turns meanwhile. Their
-speed is compared with what it is at another such server, where as many callers ask for the same and do
-read: in slices, now at the one and now at the other, while both have all their callers for the whole time.
-So what else the machine does is the same for both, and the slices are a moment apart. Beside it, what their
-speed is at a third server, which has no other callers at all: there nobody samples but they.
+Non-reading callers request turns and leases of large tasks, each on its own connection, and read no
+answers. A caller that is cut off, or has nothing more to get, requests again immediately. Other callers
+take turns meanwhile. Their speed is compared with that at a second server, where as many callers make the same
+requests and do read. Both servers have all their callers all the time, and speed is measured in alternating
+slices. So other load of the machine affects both equally. For comparison, the speed is also measured at a
+third server, which has no other callers.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ SLICE_SECONDS = 1.5
 QUICK_SLICE_SECONDS = 0.2
 QUICK_SLICES = 6
 TURN_TOKENS = 15_000
-"""More than the buffers on the way to who does not read hold."""
+"""More bytes than the buffers between server and a non-reading caller hold."""
 TURN_SECONDS = 30.0
-"""After which who reads nothing asks again, if it was not cut off before."""
+"""Time after which a non-reading caller requests again, unless it was cut off before."""
 STALLED_SECONDS = 5
 BUDGET_MIB = 128
 """The servers' `limits.memory_bytes`."""
 TASK_TOKENS = 10_000
-"""Of the prompt of each task that is leased: 40 KB."""
+"""Size of the prompt of each leased task: 40 KB."""
 TASKS_MIB = 512
-"""`limits.memory_bytes` where all of these have to have room at once."""
+"""`limits.memory_bytes` for a server that must have room for all of these at once."""
 TASKS_EACH = 700
-"""For each caller that does not read: more than the buffers on the way to it hold."""
+"""Tasks for each non-reading caller: more than the buffers between it and the server hold."""
 BATCH = 100
 STREAMS, QUICK_STREAMS = 8, 1
-"""Callers with so many large tasks; they take as much memory as they have to be."""
+"""Callers with this many large tasks each; the tasks need memory in proportion."""
 BUDGET_BYTES = 8 << 20
-"""What one that does not read may cost the server."""
+"""Memory that a non-reading caller may cost the server."""
 SPEED = 0.95
 QUICK_SPEED = 0.5
-"""What a run too short to say more asks for."""
+"""Requirement for a run that is too short for a stricter one."""
 PATIENCE_SECONDS = 30.0
 NUMBERS = itertools.count()
 
@@ -95,7 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[ServerProcess]
 
 @contextlib.asynccontextmanager
 async def connected(server: ServerProcess) -> AsyncGenerator[Harness]:
-    """A connection to a server that is no other's."""
+    """A connection to a server that is shared with no other caller."""
     options = client_options(own_connection=True)
     async with grpc.aio.insecure_channel(server.address, options=options) as channel:
         unused = cast("Any", None)
@@ -103,7 +103,7 @@ async def connected(server: ServerProcess) -> AsyncGenerator[Harness]:
 
 
 async def take_turns(harness: Harness, seconds: float) -> float:
-    """How many turns a second callers get that do read, while this process is not late itself."""
+    """Measures turns per second of callers that read, while this process is not late itself."""
     turns = 0
     clock = asyncio.get_running_loop().time
     begun = clock()
@@ -126,7 +126,7 @@ async def take_turns(harness: Harness, seconds: float) -> float:
 
 
 async def long_turns(harness: Harness, closer: Harness, *, read: bool) -> None:
-    """One long turn after the other by a connection, for as long as this is let: read, or not at all."""
+    """Takes one long turn after the other on a connection until stopped, reading or not."""
     while True:
         name = f"long-{next(NUMBERS)}"
         request = GenerateRequest(
@@ -147,7 +147,7 @@ async def long_turns(harness: Harness, closer: Harness, *, read: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def callers(server: ServerProcess, count: int, *, read: bool) -> AsyncGenerator[Harness]:
-    """So many callers with long turns, and another one's connection beside them."""
+    """This many callers with long turns, and a connection for another caller."""
     async with contextlib.AsyncExitStack() as stack:
         other = await stack.enter_async_context(connected(server))
         places = [await stack.enter_async_context(connected(server)) for _ in range(count)]
@@ -163,7 +163,7 @@ async def callers(server: ServerProcess, count: int, *, read: bool) -> AsyncGene
 
 
 async def close(harness: Harness, name: str) -> None:
-    """As soon as the turn that was cancelled is over."""
+    """Closes the trajectory as soon as its cancelled turn is over."""
     request = CompleteTrajectoryRequest(trajectory_id=name, outcome=Outcome(reward=1.0))
     async with asyncio.timeout(20):
         while True:
@@ -209,7 +209,7 @@ async def test_speed_and_memory(
             lasted = clock() - begun
         baseline.check_alive()
     server.check_alive()
-    # Slices of a round share what else the machine does; what comes in between slows each as often.
+    # Slices of a round see the same other load. Interruptions hit each server equally often.
     pairs = [bare / read for bare, read in zip(speeds["unread"], speeds["read"], strict=True)]
     alone = [bare / alone for bare, alone in zip(speeds["unread"], speeds["alone"], strict=True)]
     share = median(pairs) if report.count else max(pairs)
@@ -228,7 +228,7 @@ async def test_speed_and_memory(
 
 
 async def test_memory(report: Report, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Of streams whose messages are large: what is not read is not even leased."""
+    """For streams with large messages: if they are not read, nothing more is leased."""
     settings = (*SETTINGS, f"limits.memory_bytes={TASKS_MIB << 20}")
     with fake_server(tmp_path, *settings, step_seconds=0.004, options=OPTIONS) as server:
         async with connected(server) as others:
@@ -280,11 +280,11 @@ async def look_at_memory(
 
 
 PIECE = 1_500
-"""Turns of this many tokens, streamed one by one, are more than the buffers of a narrow connection hold."""
+"""Turns of this many tokens, streamed one by one, exceed the buffers of a narrow connection."""
 
 
 def requests_over_http() -> dict[str, bytes]:
-    """Turns, whole and as they are written; what anybody is told; and half a head."""
+    """Requests by kind: a whole and a streamed turn, an unknown path, and half a head."""
     said = {"model": "m", "messages": [{"role": "user", "content": "x" * 200}]}
 
     def post(body: bytes) -> bytes:
@@ -300,8 +300,10 @@ def requests_over_http() -> dict[str, bytes]:
 
 
 async def ask_on(port: int, rng: random.Random, heard: Counter[str], *, read: bool) -> None:
-    """Asks for one kind of thing as often as it is taken, and for another when it is cut off; who reads is
-    cut off by nobody, and goes on to another after a while."""
+    """Repeats one kind of request, and changes the kind when it is cut off.
+
+    A caller that reads is never cut off, and changes the kind after a while.
+    """
     loop, requests = asyncio.get_running_loop(), requests_over_http()
     while True:
         kind = rng.choice(list(requests))
@@ -329,14 +331,13 @@ async def ask_on(port: int, rng: random.Random, heard: Counter[str], *, read: bo
 
 
 async def read_all(connection: socket.socket) -> None:
-    """Whatever comes."""
     with contextlib.suppress(ConnectionError):
         while await asyncio.get_running_loop().sock_recv(connection, 1 << 16):
             pass
 
 
 class HttpPlace:
-    """A server of chat completions, and who asks it."""
+    """A server of chat completions, and its callers."""
 
     def __init__(self, server: ServerProcess, port: int, client: httpx.AsyncClient) -> None:
         self.server = server
@@ -344,7 +345,7 @@ class HttpPlace:
         self._client = client
         self._url = f"http://127.0.0.1:{port}/v1/chat/completions"
         self.heard: Counter[str] = Counter()
-        """How often its many callers were answered, or cut off, by kind."""
+        """How often its many callers were answered or cut off, by kind."""
 
     async def ask(self) -> None:
         """One short turn of another caller."""
@@ -353,7 +354,7 @@ class HttpPlace:
         assert (await self._client.post(self._url, json=asked)).status_code == 200
 
     async def speed(self, seconds: float) -> float:
-        """Short turns a second, while this process is not late itself."""
+        """Measures short turns per second, while this process is not late itself."""
         turns, clock = 0, asyncio.get_running_loop().time
         begun = clock()
 
@@ -374,7 +375,7 @@ class HttpPlace:
 async def http_place(
     folder: Path, rng: random.Random, count: int, *settings: str, read: bool
 ) -> AsyncGenerator[HttpPlace]:
-    """A server that so many callers ask all the time, once another has been answered."""
+    """A server with this many permanent callers, once another caller has been answered."""
     listen = ("--http-listen", "127.0.0.1:0", *OPTIONS)
     settings = (*SETTINGS, *settings)
     with fake_server(folder, *settings, step_seconds=0.004, options=listen) as server:
@@ -405,8 +406,8 @@ async def http_place(
 
 
 def compare(speeds: dict[str, list[float]]) -> Iterator[tuple[str, float]]:
-    """What the speed beside callers that do not read is of that elsewhere: slices of a round share what
-    else the machine does."""
+    """Speed next to non-reading callers relative to that elsewhere; slices of a round see the same other
+    load."""
     for beside in ("read", "alone"):
         pairs = zip(speeds["unread"], speeds[beside], strict=True)
         yield beside, median(unread / other for unread, other in pairs)
@@ -420,7 +421,7 @@ async def test_http(report: Report, request: pytest.FixtureRequest, tmp_path: Pa
     seconds = request.config.getoption("fault_seconds") if report.count else QUICK_SLICES * each
     rng, clock = random.Random(report.seed), asyncio.get_running_loop().time
     speeds: dict[str, list[float]] = {"unread": [], "read": [], "alone": []}
-    # So that somebody is cut off in a run of seconds.
+    # So that callers are cut off even in a run of seconds.
     settings = () if report.count else ("limits.stalled_seconds=1",)
     async with contextlib.AsyncExitStack() as stack:
         places = {
@@ -428,14 +429,14 @@ async def test_http(report: Report, request: pytest.FixtureRequest, tmp_path: Pa
                 http_place(tmp_path / beside, rng, callers, *settings, read=beside == "read")
             )
             for beside, callers in (("unread", count), ("read", count), ("alone", 0))
-            # In a run of seconds there is nothing to compare, and each takes long to start.
+            # A run of seconds is too short for a comparison, and each server takes long to start.
             if report.count or beside == "unread"
         }
         unread = places["unread"]
-        # None of its callers has come far yet.
+        # None of its callers has got far yet.
         before = peak = unread.server.footprint()
         begun, files = clock(), before.files
-        # On a busy machine the first is cut off later.
+        # On a busy machine the first caller is cut off later.
         while clock() < begun + seconds or (
             not unread.heard and clock() < begun + seconds + PATIENCE_SECONDS
         ):
@@ -445,7 +446,7 @@ async def test_http(report: Report, request: pytest.FixtureRequest, tmp_path: Pa
                 peak = max(peak, now, key=lambda one: one.resident_bytes)
                 files = max(files, now.files)
         lasted = clock() - begun
-    # Nobody held on to what it did not read.
+    # The server cut off all kinds of callers that did not read.
     cut_off = unread.heard
     assert {"half", "whole", "streamed"} <= set(cut_off) if report.count else cut_off
     grown, budget = peak.resident_bytes - before.resident_bytes, BUDGET_MIB << 20
