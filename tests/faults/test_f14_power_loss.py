@@ -203,7 +203,7 @@ async def write_and_compact(folder: Path, tape: Tape, rng: random.Random) -> Non
 
 
 def read_lost(folder: Path, told: set[str]) -> list[str]:
-    """Reads the journal as a server does; it must find exactly what was acknowledged."""
+    """Reads the journal as a server does. It must contain everything that was acknowledged."""
     try:
         found = [
             record.tasks_known.task_ids[0]

@@ -4,10 +4,10 @@
 
 Non-reading callers request turns and leases of large tasks, each on its own connection, and read no
 answers. A caller that is cut off, or has nothing more to get, requests again immediately. Other callers
-take turns meanwhile. Their speed is compared with that at a second server, where as many callers make the same
-requests and do read. Both servers have all their callers all the time, and speed is measured in alternating
-slices. So other load of the machine affects both equally. For comparison, the speed is also measured at a
-third server, which has no other callers.
+take turns meanwhile. Their speed is compared with that at a second server, where as many callers make the
+same requests and do read. Both servers have all their callers all the time, and speed is measured in
+alternating slices. So other load of the machine affects both equally. For comparison, the speed is also
+measured at a third server, which has no other callers.
 """
 
 from __future__ import annotations
