@@ -1,11 +1,11 @@
-# `make demo` and `make test` do all set-up themselves; everything goes into .venv of this checkout.
+# `make demo` and `make test` run the set-up themselves; everything goes into .venv of this checkout.
 
 PYTHON ?= python3
 BIN := $(CURDIR)/.venv/bin
 PROTOS := $(wildcard proto/penstock/v1/*.proto)
 STUBS := clients/python
 
-# Another environment's modules must not come before this one's.
+# Modules of another environment must not shadow those of .venv.
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
@@ -14,28 +14,28 @@ unexport PYTHONPATH PYTHONHOME
 	bench-delta bench-buffer bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity \
 	bench-attempts bench-pool bench-prefix simulate
 
-help: ## what there is
+help: ## list the targets
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: ## make .venv ready; seconds when it already is
+setup: ## set up .venv; takes a fraction of a second if it is up to date
 	@$(PYTHON) .ci/setup.py
 
-demo: setup ## a real model learns over the wire; ARGS="--steps 10 --task chain_sum" are passed on
+demo: setup ## train a real model over the wire; takes ARGS="--steps 10 --task chain_sum"
 	@$(BIN)/penstock demo $(ARGS)
 
-# Each file as a whole: what a file starts once is started once. Three at a time, which is one more than there are
-# cores, because many of them wait.
-test: setup ## all tests; ARGS="-k codec" are passed on
+# Each test file stays in one process, so that its shared fixtures start once. Three processes, one more than
+# there are cores, because many tests wait.
+test: setup ## run all tests; takes ARGS="-k codec"
 	-@$(BIN)/python .ci/clients.py
 	-@$(BIN)/python .ci/programs.py
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-backends: setup ## each backend, on layouts of up to four ranks: the numbers of one process; the tiny demo's reward climbs
-	@$(BIN)/python -m pytest -q -rP -m "long or not long" tests/trainer/policy/test_megatron_policy.py tests/trainer/policy/test_megatron_end_to_end.py tests/system/test_demo_backends.py $(ARGS)
+backends: setup ## test each training backend on up to four ranks: same numbers as one process, and the tiny demo learns
+	@$(BIN)/python -m pytest -q -rP -m "long or not long" tests/test_megatron_policy.py tests/test_megatron_end_to_end.py tests/test_demo_backends.py $(ARGS)
 
-# Ray is no part of set-up: without it the tests of it are skipped, and say so.
-cluster-test: setup ## `penstock up` on a Ray cluster of this machine, each actor killed; installs Ray
+# Set-up does not install Ray; without it, its tests are skipped with a reason.
+cluster-test: setup ## test `penstock up` on a local Ray cluster and kill each actor; installs Ray
 	@$(BIN)/python .ci/add_extra.py ray
 	@$(BIN)/python -m pytest tests/up/test_cluster.py tests/up/test_keeper.py tests/up/test_ray_placement.py $(ARGS)
 	@$(BIN)/python -m pytest -q tests/faults/test_f23_cluster.py --fault-count $(or $(FAULTS),1)
@@ -48,51 +48,51 @@ GROUPS := 1000000
 UPDATES := 200
 SEED :=
 RESULTS := tests/faults/results.json
-# These take as long as they take: nobody asks what they are doing.
+# These runs are long on purpose: no stack dump of a slow test.
 UNHURRIED := -o faulthandler_timeout=0
 FAULTY = $(BIN)/python -m pytest -q $(UNHURRIED) --machine-examples $(MACHINES) \
 	--fuzz-seconds $(FUZZ_SECONDS) --fault-results=$(RESULTS) \
 	$(if $(SEED),--fault-seed $(SEED))
 
-# The verdicts are put on the page whatever they are.
-faults: setup ## each fault as often as its table says, FAULTS=3: three times; SEED=7; writes docs/reliability.md
+# The report is written even if a fault test fails.
+faults: setup ## run each fault test as often as its table says, or FAULTS=3 times; SEED=7; writes docs/reliability.md
 	-@$(BIN)/python .ci/add_extra.py ray
 	-@$(BIN)/python .ci/programs.py
 	@$(FAULTY) tests/faults tests/system/test_end_to_end.py -k "not soak" $(if $(FAULTS),--fault-count $(FAULTS),--fault-table) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
-fuzz: setup ## every rpc from its descriptor, EXAMPLES=10000 each, FUZZ_SECONDS=3600 of bytes, and MACHINES=2000 runs of the model
+fuzz: setup ## fuzz every RPC: EXAMPLES=10000 from each descriptor, FUZZ_SECONDS=3600 of raw bytes, MACHINES=2000 model runs
 	@$(FAULTY) tests/faults/test_f12_*.py --fault-count $(EXAMPLES) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
-soak: setup ## GROUPS=1000000 with kills of the server; UPDATES=200 weight updates under load, with faults; SEED=7
+soak: setup ## run GROUPS=1000000 groups with kills of the server; UPDATES=200 weight updates under load, with faults; SEED=7
 	@$(BIN)/python -m pytest tests/faults -q $(UNHURRIED) -m "long or not long" -k soak --soak-groups $(GROUPS) --updates $(UPDATES) \
 		--fault-results=$(RESULTS) $(if $(SEED),--fault-seed $(SEED)) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
-lint: setup ## ruff, buf lint, buf format
+lint: setup ## check code with ruff, buf lint and buf format
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/buf lint
 	@$(BIN)/buf format --diff --exit-code
 
-types: setup ## pyright, strict on own code
+types: setup ## check types with pyright, in strict mode for this project's code
 	@$(BIN)/pyright
 
-format: setup ## let ruff and buf rewrite what lint complains about
+format: setup ## fix lint findings with ruff and buf
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 	@$(BIN)/buf format --write
 
-gen: setup gen-into ## generate the Python stubs from proto/ anew
+gen: setup gen-into ## generate the Python stubs from proto/
 
-# Without set-up, so that the test of it can name another folder: make gen-into STUBS=/tmp/stubs
+# Without set-up, so that its test can use another folder: make gen-into STUBS=/tmp/stubs
 gen-into:
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto \
 		--python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
 
-clients: setup ## set up, build and test the clients in TypeScript and Go, each where its tools can be had
+clients: setup ## set up, build and test the TypeScript and Go clients, if their tools are available
 	@$(BIN)/python .ci/clients.py
 	@$(BIN)/python -m pytest tests/system/test_languages.py tests/system/test_client_packages.py $(ARGS)
 
@@ -100,12 +100,12 @@ CLIENT_STUBS := .
 GOOGLE_PROTOS = $(dir $(shell $(BIN)/python -c "import google.rpc; print(list(google.rpc.__path__)[0])"))..
 TS_OPTIONS := env=node,esModuleInterop=true,importSuffix=.js,forceLong=bigint,oneof=unions-value,outputJsonMethods=false,exportCommonSymbols=false,annotateFilesWithVersion=false
 
-gen-clients: setup ## generate the stubs of clients/typescript and clients/go anew
+gen-clients: setup ## generate the stubs of clients/typescript and clients/go
 	@$(BIN)/python .ci/clients.py
 	@$(MAKE) --no-print-directory gen-clients-into
 
-# Without set-up, as gen-into: make gen-clients-into CLIENT_STUBS=/tmp/stubs. What travels as the details of
-# an error is no part of proto/: its definition comes with googleapis-common-protos.
+# Without set-up, like gen-into: make gen-clients-into CLIENT_STUBS=/tmp/stubs. The messages for error details
+# are not in proto/: googleapis-common-protos defines them.
 gen-clients-into:
 	@PATH="$(BIN):$(CURDIR)/.venv/share/clients/bin:$$PATH"; set -e; \
 		mkdir -p $(CLIENT_STUBS)/clients/typescript/src/gen; \
@@ -113,62 +113,62 @@ gen-clients-into:
 			--ts_proto_out=$(CLIENT_STUBS)/clients/typescript/src/gen google/rpc/status.proto google/rpc/error_details.proto; \
 		$(BIN)/buf generate --template clients/buf.gen.yaml -o $(CLIENT_STUBS)
 
-bench: bench-codec bench-staleness bench-attempts bench-pool bench-prefix bench-parity bench-delta bench-buffer bench-update bench-weights bench-adapters bench-journal bench-journal-stores bench-overlap bench-corrections bench-serving ## all benchmarks, one after another
+bench: bench-codec bench-staleness bench-attempts bench-pool bench-prefix bench-parity bench-delta bench-buffer bench-update bench-weights bench-adapters bench-journal bench-journal-stores bench-overlap bench-corrections bench-serving ## run all benchmarks, one after another
 
-bench-codec: setup ## trajectories to and from bytes
+bench-codec: setup ## measure encoding and decoding of trajectories
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
 
-bench-serving: setup ## tokens per second next to the raw engine and its HTTP server
+bench-serving: setup ## measure tokens per second, compared with the raw engine and its HTTP server
 	@$(BIN)/python benchmarks/serving.py $(ARGS)
 
-bench-update: setup ## how long a weight update pauses generation
+bench-update: setup ## measure how long a weight update pauses generation
 	@$(BIN)/python benchmarks/update.py $(ARGS)
 
-bench-staleness: setup ## the gate and its controller under heavy-tailed lengths
+bench-staleness: setup ## test the staleness gate and its controller with heavy-tailed lengths
 	@$(BIN)/python benchmarks/staleness.py $(ARGS)
 
-bench-weights: setup ## how fast weights travel by each transport, next to memcpy, TCP and vLLM's own ways
+bench-weights: setup ## measure weight uploads by transport, compared with memcpy, TCP and vLLM's own methods
 	@$(BIN)/python benchmarks/weights.py $(ARGS)
 
-bench-adapters: setup ## what a turn in flight waits for when an adapter is switched to, beside a full version
+bench-adapters: setup ## measure how long turns in flight wait for an adapter switch, compared with a full version
 	@$(BIN)/python benchmarks/adapters.py $(ARGS)
 
-bench-delta: setup ## how small and how fast differences are, also between the versions of a real run
+bench-delta: setup ## measure size and speed of weight differences, including those of a real run
 	@$(BIN)/python benchmarks/delta.py $(ARGS)
 
-bench-buffer: setup ## finished groups through the durable buffer, next to a Ray actor queue
+bench-buffer: setup ## measure the durable buffer of finished groups, compared with a Ray actor queue
 	-@$(BIN)/python .ci/add_extra.py bench
 	@$(BIN)/python benchmarks/buffer.py $(ARGS)
 
-bench-attempts: setup ## thousands of attempts that wait for their tools in one worker: memory, and p99 of Continue
+bench-attempts: setup ## run thousands of attempts that wait for tools in one worker; measure memory, and p99 of Continue
 	@$(BIN)/python benchmarks/attempts.py $(ARGS)
 
-bench-pool: setup ## a hub next to direct calls, what it costs, and 1,024 engines with 10,000 agents
+bench-pool: setup ## measure a hub's overhead over direct calls, and 1,024 engines with 10,000 agents
 	@$(BIN)/python -m benchmarks.pool $(ARGS)
 
-bench-prefix: setup ## prefix-cache hits of real vLLM behind a hub, by routing policy
+bench-prefix: setup ## measure vLLM's prefix-cache hits behind a hub, by routing policy
 	@$(BIN)/python -m benchmarks.prefix_cache $(ARGS)
 
 VERL := .venv/share/verl
 
-bench-journal: setup ## what the journal costs the demo
+bench-journal: setup ## measure how much the journal slows down the demo
 	@$(BIN)/python benchmarks/journal.py $(ARGS)
 
-bench-journal-stores: setup ## appends per second of the journal in a folder, and in a stream of NATS
+bench-journal-stores: setup ## measure the journal's appends per second in a folder and in a NATS stream
 	-@$(BIN)/python .ci/programs.py nats-server
 	@$(BIN)/python -m benchmarks.journal_stores $(ARGS)
 
-bench-overlap: setup ## steps per hour and idle time by max_lag, beside the best there can be
+bench-overlap: setup ## measure steps per hour and idle time by max_lag, compared with the theoretical best
 	@$(BIN)/python benchmarks/overlap.py $(ARGS)
 
-bench-corrections: setup ## final reward by off-policy correction, on stale data
+bench-corrections: setup ## compare final rewards of off-policy corrections on stale data
 	@$(BIN)/python benchmarks/corrections.py $(ARGS)
 
-# No part of `bench`: it makes its tables on a virtual clock, and its real runs are long.
-simulate: setup ## what 1 to 1,024 engines bring, simulated; ARGS="--validate" holds the simulator against real runs first
+# Not in `bench`: its tables come from a virtual clock, and its real runs are long.
+simulate: setup ## simulate the throughput of 1 to 1,024 engines; ARGS="--validate" first compares the simulator with real runs
 	@$(BIN)/python benchmarks/simulate.py $(ARGS)
 
-bench-parity: setup ## advantages and losses against another library's
+bench-parity: setup ## compare advantages and losses with another library's
 	-@$(BIN)/python .ci/add_extra.py bench
 	@test -d $(VERL) || $(BIN)/python -m pip install -q --no-deps --target $(VERL) verl==0.9.1 tensordict \
 		omegaconf hydra-core antlr4-python3-runtime==4.9.3 codetiming cloudpickle pyvers orjson

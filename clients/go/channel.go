@@ -25,7 +25,7 @@ const (
 	maxMetadata     = 16 * 1024
 )
 
-// The settings of proto/README.md. Retries need GRPC_GO_RETRY=on before grpc-go 1.40; `Calls` retries too.
+// The settings of proto/README.md. Before grpc-go 1.40, retries need GRPC_GO_RETRY=on; `calls` also retries itself.
 func dialOptions(options Options) ([]grpc.DialOption, error) {
 	config, err := json.Marshal(map[string]any{"methodConfig": []any{map[string]any{
 		"name": idempotent(),
@@ -53,11 +53,11 @@ func dialOptions(options Options) ([]grpc.DialOption, error) {
 	if options.TLS != nil {
 		return append(chosen, grpc.WithTransportCredentials(credentials.NewTLS(options.TLS))), nil
 	}
-	// A proxy of the environment would be told the token, and loopback would end at it.
+	// With a proxy from the environment, the token would leave this host.
 	dial := func(ctx context.Context, address string) (net.Conn, error) {
 		return (&net.Dialer{}).DialContext(ctx, "tcp", address)
 	}
-	// Not credentials/insecure, which grpc-go 1.33, Debian's, does not have; this is supported throughout 1.x.
+	// Not credentials/insecure, which Debian's grpc-go 1.33 lacks; this function is supported in all of 1.x.
 	return append(chosen, grpc.WithInsecure(), grpc.WithContextDialer(dial)), nil
 }
 
@@ -74,8 +74,8 @@ func idempotent() []map[string]string {
 	return names
 }
 
-// LoadTLS reads PEM files: of the authority that signed the server's certificate ("" trusts the system's
-// roots), and of the client's own certificate and key, for mutual TLS ("" for none).
+// LoadTLS reads PEM files: the certificate authority of the server's certificate ("" trusts the system's roots),
+// and the client's own certificate and key, for mutual TLS ("" for none).
 func LoadTLS(ca, certificate, key string) (*tls.Config, error) {
 	config := &tls.Config{MinVersion: tls.VersionTLS12}
 	if ca != "" {
@@ -101,7 +101,7 @@ func LoadTLS(ca, certificate, key string) (*tls.Config, error) {
 	return config, nil
 }
 
-// tokenSource has the token of each call, from its file where it has one.
+// tokenSource provides the token for each call, from its file if there is one.
 type tokenSource struct {
 	path string
 	lock sync.Mutex
@@ -139,13 +139,13 @@ func (s *tokenSource) token() (string, error) {
 	if err == nil {
 		s.last = token
 	} else if s.last != "" {
-		// One that is being replaced: the last one read goes on.
+		// The file may be in the middle of a replacement; use the last token read.
 		err = nil
 	}
 	return s.last, err
 }
 
-// outgoing adds the token to what a call carries.
+// outgoing adds the token to a call's metadata.
 func (s *tokenSource) outgoing(ctx context.Context) (context.Context, error) {
 	token, err := s.token()
 	if token == "" || err != nil {

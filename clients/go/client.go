@@ -1,4 +1,4 @@
-// Package penstock is the client of penstock.v1: sample from a policy, lease tasks, score what it did.
+// Package penstock is the client of penstock.v1: sample from a policy, lease tasks, score attempts.
 //
 //	client, err := penstock.Connect("127.0.0.1:50051", penstock.Options{})
 //	statistics, err := client.Work(ctx, penstock.WorkOptions{}, func(
@@ -21,23 +21,22 @@ import (
 	penstockv1 "penstock/v1"
 )
 
-// Options say whom a client trusts, what it shows, and how long it waits. Without any: plaintext, and nobody is
-// asked.
+// Options are the client's credentials and patience. The zero value means plaintext without authentication.
 type Options struct {
-	// Encrypts the connection; LoadTLS makes one of PEM files.
+	// Encrypts the connection; LoadTLS makes it from PEM files.
 	TLS *tls.Config
 	// A bearer token.
 	Token string
-	// A file with one, read for each call, so that one that is replaced is used from then on.
+	// A file with a bearer token. It is read for each call, so a replaced token is used from the next call on.
 	TokenFile string
-	// Zeros are 30 s, 60 s and 120 s.
+	// Zero values mean 30 s, 60 s and 120 s.
 	Patience Patience
 }
 
-// Client is everything an agent's process asks of one server. It is for any number of goroutines.
+// Client makes an agent's calls to one server. It may be used by several goroutines.
 type Client struct{ calls *calls }
 
-// Connect makes a client of the server at address, "host:port"; nothing is sent before the first call.
+// Connect makes a client of the server at address, "host:port". It sends nothing before the first call.
 func Connect(address string, options Options) (*Client, error) {
 	calls, err := newCalls(address, options)
 	if err != nil {
@@ -46,33 +45,33 @@ func Connect(address string, options Options) (*Client, error) {
 	return &Client{calls}, nil
 }
 
-// Close closes the connection; calls in flight are cancelled.
+// Close closes the connection; calls in progress are cancelled.
 func (c *Client) Close() error { return c.calls.connection.Close() }
 
-// Work leases attempts and runs agent on each, Concurrency at a time. It returns after Attempts, at the end of ctx,
-// or with the error of a server that refuses to lease.
+// Work leases attempts and runs agent on each, Concurrency at a time. It returns after Attempts attempts, when ctx
+// ends, or with an error if the server refuses to lease.
 func (c *Client) Work(ctx context.Context, options WorkOptions, agent Agent) (Statistics, error) {
 	return work(ctx, c.calls, options, agent)
 }
 
-// LeaseTasks leases attempts, to be closed by the caller.
+// LeaseTasks leases attempts; the caller closes them.
 func (c *Client) LeaseTasks(options LeaseOptions) *Leases { return newLeases(c.calls, options) }
 
-// Trajectory is one without a lease; the first turn opens it. Without a group it is never delivered. An empty id is
-// replaced by a fresh one.
+// Trajectory makes a trajectory without a lease; its first turn opens it. Without a group it is never delivered. An
+// empty id is replaced by a random one.
 func (c *Client) Trajectory(trajectoryID string, options TrajectoryOptions) *Trajectory {
 	if trajectoryID == "" {
 		var random [16]byte
-		rand.Read(random[:]) // It never fails.
+		rand.Read(random[:]) // Never fails.
 		trajectoryID = hex.EncodeToString(random[:])
 	}
 	return &Trajectory{TrajectoryID: trajectoryID, calls: c.calls, options: options}
 }
 
-// Submission is what became of submitted tasks.
+// Submission is the result of submitting tasks.
 type Submission struct{ Accepted, Duplicates, Pending int }
 
-// SubmitTasks adds tasks; a known id changes nothing. It waits, within a bound, for a full queue.
+// SubmitTasks adds tasks; a known id changes nothing. If the queue is full, it waits within a bound.
 func (c *Client) SubmitTasks(ctx context.Context, tasks ...Task) (Submission, error) {
 	request := &penstockv1.SubmitTasksRequest{}
 	for _, task := range tasks {
@@ -88,7 +87,7 @@ func (c *Client) SubmitTasks(ctx context.Context, tasks ...Task) (Submission, er
 	}, err
 }
 
-// ServerInfo has model, versions, limits and load.
+// ServerInfo returns model, versions, limits and load.
 func (c *Client) ServerInfo(ctx context.Context) (*penstockv1.GetServerInfoResponse, error) {
 	return c.calls.serverInfo(ctx, impatient)
 }
@@ -102,8 +101,8 @@ func (c *Client) GetTrajectory(ctx context.Context, trajectoryID string) (*Traje
 	return readTrajectory(held)
 }
 
-// Abort stops turns in flight: request selects trajectories, groups, or all. It returns, once the engine is done
-// with them, what is kept of each.
+// Abort stops turns in flight; request selects trajectories, groups, or all turns. It returns once the engine has
+// stopped them, with the number of tokens kept of each.
 func (c *Client) Abort(ctx context.Context, request *penstockv1.AbortRequest) (map[string]int, error) {
 	answer, err := unary(ctx, c.calls, impatient, c.calls.rollout.Abort, request)
 	kept := map[string]int{}

@@ -1,5 +1,5 @@
-// The client against a server that tests/system/test_client_packages.py starts: PENSTOCK_TEST_ADDRESS and, with TLS and
-// tokens, PENSTOCK_TEST_SECURE_ADDRESS, PENSTOCK_TEST_CA, PENSTOCK_TEST_TOKEN_FILE. Its leases last a second, and
+// Tests of the client against a server that tests/test_client_packages.py starts: PENSTOCK_TEST_ADDRESS and, with TLS
+// and tokens, PENSTOCK_TEST_SECURE_ADDRESS, PENSTOCK_TEST_CA, PENSTOCK_TEST_TOKEN_FILE. Its leases last one second, and
 // each token takes a few milliseconds.
 package penstock_test
 
@@ -39,7 +39,7 @@ func connect(t *testing.T, address string, options penstock.Options) *penstock.C
 	return client
 }
 
-// try runs an agent on one task; returns what the server was told. What a worker before left behind is closed.
+// try runs an agent on one task; returns the outcome that the server got. It closes leftovers of earlier workers.
 func try(t *testing.T, options penstock.WorkOptions, agent penstock.Agent) *penstock.Outcome {
 	t.Helper()
 	client := connect(t, environment(t, "ADDRESS"), penstock.Options{})

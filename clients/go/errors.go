@@ -19,13 +19,13 @@ import (
 type Error struct {
 	// Status of the call.
 	Code codes.Code
-	// Machine-readable, of the table in proto/README.md; empty where the server named none.
+	// Machine-readable, from the table in proto/README.md; empty if the server gave no reason.
 	Reason string
-	// For a person.
+	// Human-readable.
 	Message string
-	// The values the message speaks of, from google.rpc.ErrorInfo.
+	// Values that the message refers to, from google.rpc.ErrorInfo.
 	Metadata map[string]string
-	// When the server expects that asking again helps; zero where it does not say.
+	// When the server suggests to retry; zero if it does not.
 	RetryAfter time.Duration
 
 	cause error
@@ -38,17 +38,17 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("%s: %s: %s", e.Code, e.Reason, e.Message)
 }
 
-// Unwrap returns what gRPC said.
+// Unwrap returns gRPC's error.
 func (e *Error) Unwrap() error { return e.cause }
 
-// Unavailable says that the server cannot be reached, was lost, or does not serve now. UNKNOWN no server
-// answers: gRPC itself does where a connection breaks in a way that it has no code for.
+// Unavailable reports whether the server cannot be reached, was lost, or does not serve now. No server sends
+// UNKNOWN: gRPC uses it if a connection breaks in a way that has no code.
 func (e *Error) Unavailable() bool {
 	return e.Code == codes.Unavailable || e.Code == codes.Canceled || e.Code == codes.Unknown
 }
 
-// full says that a bound of the server's is reached for now, and that the same call may succeed later. Where gRPC
-// itself has no room for a call it names no reason; a message that is too large stays so.
+// full reports whether the server has reached a limit for now, so that the same call may succeed later. gRPC's own
+// limits have no reason; a message that is too large stays too large.
 func (e *Error) full() bool {
 	if e.Code != codes.ResourceExhausted {
 		return false
@@ -60,12 +60,12 @@ func (e *Error) full() bool {
 	return e.Reason == "" && !tooLarge
 }
 
-// notAllowedNow says that the state of the trajectory, the lease or the weights forbids it.
+// notAllowedNow reports whether the state of the trajectory, the lease or the weights forbids the call.
 func (e *Error) notAllowedNow() bool {
 	return e.Code == codes.FailedPrecondition || e.Code == codes.AlreadyExists || e.Code == codes.Aborted
 }
 
-// Reason is the reason of the first Error in err's chain; empty where there is none.
+// Reason returns the reason of the first Error in err's chain; empty if there is none.
 func Reason(err error) string {
 	var refused *Error
 	if errors.As(err, &refused) {
@@ -74,7 +74,7 @@ func Reason(err error) string {
 	return ""
 }
 
-// fromStatus reads the error of a call, with what its details say. The end of ctx is ctx's own error.
+// fromStatus reads the error of a call, including its details. If ctx has ended, it returns ctx's own error.
 func fromStatus(ctx context.Context, err error) error {
 	if err == nil {
 		return nil
@@ -112,18 +112,18 @@ func isUnavailable(err error) bool {
 	return errors.As(err, &refused) && refused.Unavailable()
 }
 
-// Failed is an episode that could not be scored: an agent returns it as its error, and the server has the
-// attempt made again, up to a bound.
+// Failed is an attempt that could not be scored. An agent returns it as its error; the server then repeats the
+// attempt, up to a bound.
 type Failed struct {
-	// Machine-readable, UPPER_SNAKE_CASE; a server is told at most 256 characters of it.
+	// Machine-readable, UPPER_SNAKE_CASE; cut after 256 characters.
 	Reason string
-	// For a person.
+	// Human-readable.
 	Message string
 }
 
 func (f *Failed) Error() string { return f.Reason + ": " + f.Message }
 
-// asFailed is what an agent's error says, as data.
+// asFailed converts an agent's error into a failure.
 func asFailed(err error) *Failed {
 	var failed *Failed
 	if errors.As(err, &failed) {
@@ -136,7 +136,7 @@ func asFailed(err error) *Failed {
 	return &Failed{reason, shortened(err.Error(), 1000)}
 }
 
-// shortened is the beginning of a text, in so many characters, as UTF-8.
+// shortened returns the first characters of a text, as valid UTF-8.
 func shortened(text string, longest int) string {
 	characters := []rune(strings.ToValidUTF8(text, "\ufffd"))
 	return string(characters[:min(len(characters), longest)])

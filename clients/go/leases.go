@@ -13,27 +13,27 @@ import (
 	penstockv1 "penstock/v1"
 )
 
-// A server takes the leases of a lost stream back after a grace of some ten seconds, and may notice the loss
-// later than this side did; so even a long lease is renewed this often.
+// A server takes back the leases of a lost stream after a grace period of about ten seconds. It may notice the loss
+// later than this side did. So even a long lease is renewed this often.
 const longestRenewal = 3 * time.Second
 
-// ErrLeaseLost is the cause of an attempt's context whose lease ran out: its work belongs to another agent.
+// ErrLeaseLost is the cause of an attempt's context if its lease ran out: another agent has the attempt now.
 var ErrLeaseLost = errors.New("the lease ran out")
 
-// Attempt is one attempt at a task, and the trajectory to make it with.
+// Attempt is one attempt at a task, with its trajectory.
 type Attempt struct {
 	*Trajectory
 	Task    *Task
 	GroupID string
 	// Position in the group, from zero.
 	SampleIndex int
-	// Attempts made before this one.
+	// Earlier attempts at this place in the group.
 	RetryCount int
-	// Closed when its lease is lost: work that goes on is for nobody.
+	// Closed when its lease is lost; further work on it is wasted.
 	Lost <-chan struct{}
 }
 
-// LeaseOptions say what to lease.
+// LeaseOptions say which attempts to lease.
 type LeaseOptions struct {
 	// Attempts held at a time; zero is one.
 	Concurrency int
@@ -41,26 +41,26 @@ type LeaseOptions struct {
 	AgentID string
 	// Only tasks of this purpose; unspecified takes any.
 	Purpose penstockv1.Purpose
-	// Lease every attempt of a group here; a group larger than Concurrency then never comes.
+	// Lease all attempts of a group here. A group larger than Concurrency is then never leased.
 	WholeGroups bool
-	// Whether a turn that a weight update ended goes on by itself.
+	// Whether a turn that a weight update aborted resumes automatically.
 	ResumeAborted bool
-	// Told when the server cannot be reached or does not lease now; it is asked again until it does.
+	// Called when the server cannot be reached or does not lease now; the client keeps retrying.
 	ServerLost func(error)
-	// Told when it leases again.
+	// Called when the server leases again.
 	ServerBack func()
 }
 
-// Leases are attempts as they are leased. The server leases another when one is closed.
+// Leases hands out attempts as they are leased. The server leases another attempt when one is closed.
 //
-// One goroutine consumes lease streams, one after another, and waits for the server and for room; another renews
-// all that is held in one call, every third of a lease and every 3 s at the latest.
+// One goroutine reads lease streams, one after another, and waits for the server and for room. Another goroutine
+// renews all held leases in one call, every third of a lease and at least every 3 s.
 type Leases struct {
 	calls   *calls
 	options LeaseOptions
 	request *penstockv1.LeaseTasksRequest
 	ready   chan *Attempt
-	// Ends leasing, and renewing.
+	// Stops leasing and renewing.
 	stop, cancel context.CancelFunc
 	receiving    sync.WaitGroup
 	sooner       chan struct{}
@@ -98,7 +98,7 @@ func newLeases(calls *calls, options LeaseOptions) *Leases {
 	return leases
 }
 
-// Next waits for an attempt. Nil without an error once leasing was stopped.
+// Next waits for an attempt. It returns nil without an error once leasing has stopped.
 func (l *Leases) Next(ctx context.Context) (*Attempt, error) {
 	for {
 		select {
@@ -117,7 +117,7 @@ func (l *Leases) Next(ctx context.Context) (*Attempt, error) {
 	}
 }
 
-// All yields attempts until leasing is stopped, or ctx ends.
+// All yields attempts until leasing stops or ctx ends.
 func (l *Leases) All(ctx context.Context) func(yield func(*Attempt, error) bool) {
 	return func(yield func(*Attempt, error) bool) {
 		for {
@@ -129,14 +129,14 @@ func (l *Leases) All(ctx context.Context) func(yield func(*Attempt, error) bool)
 	}
 }
 
-// Release stops renewing an attempt: it goes to another agent when its lease has run out.
+// Release stops renewing an attempt; when its lease runs out, another agent gets it.
 func (l *Leases) Release(trajectoryID string) {
 	l.lock.Lock()
 	defer l.lock.Unlock()
 	delete(l.held, trajectoryID)
 }
 
-// StopLeasing takes no more attempts; those taken are renewed until Close.
+// StopLeasing takes no more attempts; those already leased are renewed until Close.
 func (l *Leases) StopLeasing() {
 	l.stop()
 	l.receiving.Wait()
@@ -145,7 +145,7 @@ func (l *Leases) StopLeasing() {
 	}
 }
 
-// Close gives the stream up; what is still held goes back when its lease has run out.
+// Close closes the stream; attempts still held go back when their leases run out.
 func (l *Leases) Close() {
 	l.StopLeasing()
 	l.cancel()
@@ -183,7 +183,7 @@ func (l *Leases) receive(ctx context.Context) {
 	}
 }
 
-// offer waits for room: after a loss the new stream leases while attempts of the old are still held.
+// offer waits for room: after a loss, the new stream leases attempts while old ones are still held.
 func (l *Leases) offer(ctx context.Context, lease *penstockv1.LeaseTasksResponse) bool {
 	task := readTask(lease.GetTask())
 	trajectory := &Trajectory{
@@ -242,8 +242,8 @@ func (l *Leases) renewAfterLoss(ctx context.Context) {
 	}
 }
 
-// renewAll renews everything in one call, and lets go of what is lost. An error is left to receive, which notices
-// a lost server by its stream, and renews when it is back.
+// renewAll renews all leases in one call, and drops those that are lost. An error is left to receive, which notices a
+// lost server by its stream and renews when the server is back.
 func (l *Leases) renewAll(ctx context.Context) {
 	var ids []string
 	l.lock.Lock()
@@ -261,7 +261,7 @@ func (l *Leases) renewAll(ctx context.Context) {
 	l.lock.Lock()
 	defer l.lock.Unlock()
 	for _, id := range answer.ExpiredTrajectoryIds {
-		// One that is being closed has no lease any more, because its close was accepted.
+		// An attempt that is being closed has no lease any more, because its close was accepted.
 		if found := l.held[id]; found != nil && !found.closing {
 			delete(l.held, id)
 			close(found.lost)

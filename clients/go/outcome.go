@@ -10,31 +10,31 @@ import (
 	penstockv1 "penstock/v1"
 )
 
-// Longest reason of a failure that a server takes, in characters.
+// Maximum length of a failure's reason that a server accepts, in characters.
 const reasonLength = 256
 
-// Outcome is how an episode ended, as its agent judged it.
+// Outcome is how an attempt ended, as its agent judged it.
 type Outcome struct {
 	// The scalar return; finite.
 	Reward float64
-	// Set where it could not be scored; then nothing else counts.
+	// Set if the attempt could not be scored; all other fields are then ignored.
 	Failure *Failed
 	// Named parts of the reward, and any other number worth logging.
 	Metrics map[string]float64
-	// JSON values a later reader needs.
+	// JSON values for later readers.
 	Metadata map[string]any
-	// Rewards of single turns, by index; empty where only the whole is scored.
+	// Rewards of single turns, by index; empty if only the whole is scored.
 	TurnRewards []float64
 }
 
-// Reward is the Outcome of an episode that has a number and nothing else.
+// Reward returns an Outcome with only a reward.
 func Reward(reward float64) Outcome { return Outcome{Reward: reward} }
 
-// Closed is the answer to a close.
+// Closed is the server's answer to a close.
 type Closed struct {
 	// Whether this close completed its group.
 	GroupCompleted bool
-	// Whether the attempt failed and will be made again, under another trajectory id.
+	// Whether the attempt failed and will be repeated, under another trajectory id.
 	Retried bool
 }
 

@@ -8,12 +8,12 @@ import (
 	penstockv1 "penstock/v1"
 )
 
-// Observation is what a policy is shown: Text, Tokens or Messages.
+// Observation is what the policy sees: Text, Tokens or Messages.
 type Observation interface {
 	observe(chat bool) (prompt, error)
 }
 
-// prompt is an observation as the wire's oneofs take it: exactly one is set.
+// prompt is an observation for the wire's oneofs; exactly one field is set.
 type prompt struct {
 	text         *string
 	tokens       *penstockv1.TokenSequence
@@ -23,7 +23,7 @@ type prompt struct {
 // Text is encoded without a chat template; in a conversation it is a user's message.
 type Text string
 
-// Tokens are used as they are.
+// Tokens are used without change.
 type Tokens []int32
 
 // Messages are rendered with the chat template.
@@ -34,19 +34,19 @@ type Message struct {
 	Role      string
 	Content   string
 	ToolCalls []ToolCall
-	// The call a tool's message answers.
+	// Id of the call that a tool's message answers.
 	ToolCallID string
 	Reasoning  string
 }
 
-// ToolCall is a call the policy made; ArgumentsJSON is as it wrote them, and it may err.
+// ToolCall is a call that the policy made. ArgumentsJSON is exactly what it wrote, and may be invalid.
 type ToolCall struct {
 	ToolCallID    string
 	Name          string
 	ArgumentsJSON string
 }
 
-// Tool is a function the policy may call; Parameters is a JSON Schema.
+// Tool is a function that the policy may call; Parameters is a JSON Schema.
 type Tool struct {
 	Name        string
 	Description string
@@ -90,7 +90,7 @@ func (m Messages) observe(bool) (prompt, error) {
 	return prompt{conversation: conversation}, nil
 }
 
-// writePrompt is nil-able: tools alone are a conversation whose messages are the task's.
+// writePrompt accepts a nil shown. Tools alone make a conversation whose messages come from the task.
 func writePrompt(shown Observation, tools []Tool, chat bool) (prompt, error) {
 	if shown == nil && len(tools) == 0 {
 		return prompt{}, nil
@@ -133,24 +133,24 @@ func readMessage(message *penstockv1.ChatMessage) *Message {
 	return read
 }
 
-// Task is something to do, several times over.
+// Task is a task, to be attempted several times.
 type Task struct {
 	// Chosen by the submitter, unique in the run; makes submission idempotent.
 	TaskID string
-	// Where to start; nil: the agent builds it.
+	// The initial prompt; if nil, the agent builds it.
 	Prompt Observation
-	// Tools the policy may call; only with messages.
+	// Tools that the policy may call; only with messages.
 	Tools []Tool
-	// JSON values to act and to score with.
+	// JSON values for the agent and for scoring.
 	Metadata map[string]any
-	// Trajectories to sample, which form one group; zero is one.
+	// Number of trajectories to sample, which form one group; zero means one.
 	GroupSize int
-	// Measures one weight version, and feeds no optimizer.
+	// Measures one weight version; its groups are not trained on.
 	Eval       bool
 	DataSource string
-	// Order in the data.
+	// Position in the data.
 	Index int64
-	// How to sample where the agent's own call leaves it unset.
+	// Sampling options for what the agent's own call does not set.
 	Sampling []TurnOption
 	sampling *penstockv1.SamplingParams
 }

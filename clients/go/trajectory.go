@@ -14,10 +14,10 @@ import (
 	penstockv1 "penstock/v1"
 )
 
-// Aborts of one trajectory's turns, after which its close is refused: somebody goes on taking turns.
+// Number of aborts of a trajectory's turns after which its close is refused: another caller keeps taking turns.
 const closingAborts = 8
 
-// TurnOption says how to take a turn. What samples holds for this turn and those after it.
+// TurnOption says how to take a turn. Sampling options apply to this turn and all later ones.
 type TurnOption func(*turnOptions)
 
 type turnOptions struct {
@@ -31,12 +31,12 @@ func sampling(set func(*penstockv1.SamplingParams)) TurnOption {
 	return func(o *turnOptions) { set(o.sampling); o.overridden = true }
 }
 
-// Temperature is 1 where it is not given; zero is greedy.
+// Temperature defaults to 1; zero means greedy.
 func Temperature(value float32) TurnOption {
 	return sampling(func(p *penstockv1.SamplingParams) { p.Temperature = &value })
 }
 
-// TopP is 1 where it is not given.
+// TopP defaults to 1.
 func TopP(value float32) TurnOption {
 	return sampling(func(p *penstockv1.SamplingParams) { p.TopP = &value })
 }
@@ -46,46 +46,46 @@ func TopK(value int) TurnOption {
 	return sampling(func(p *penstockv1.SamplingParams) { p.TopK = int32(value) })
 }
 
-// MaxTokens bounds the policy's tokens in one turn, over all its attempts.
+// MaxTokens limits the policy's tokens in one turn, including its resumed parts.
 func MaxTokens(value int) TurnOption {
 	return sampling(func(p *penstockv1.SamplingParams) { p.MaxTokens = int32(value) })
 }
 
-// StopTokens stop after any of these tokens.
+// StopTokens end a turn after any of these tokens.
 func StopTokens(values ...int32) TurnOption {
 	return sampling(func(p *penstockv1.SamplingParams) { p.StopTokenIds = values })
 }
 
-// StopTexts stop after any of these texts.
+// StopTexts end a turn after any of these texts.
 func StopTexts(values ...string) TurnOption {
 	return sampling(func(p *penstockv1.SamplingParams) { p.Stop = values })
 }
 
-// Seed is a fresh one where it is not given.
+// Seed defaults to a random one.
 func Seed(value int64) TurnOption {
 	return sampling(func(p *penstockv1.SamplingParams) { p.Seed = &value })
 }
 
-// IgnoreEOS goes on after the end-of-sequence token.
+// IgnoreEOS continues after the end-of-sequence token.
 func IgnoreEOS(value bool) TurnOption {
 	return sampling(func(p *penstockv1.SamplingParams) { p.IgnoreEos = value })
 }
 
-// WithTools offers tools; only on the first turn.
+// WithTools offers tools to the policy; only on the first turn.
 func WithTools(tools ...Tool) TurnOption { return func(o *turnOptions) { o.tools = tools } }
 
-// Detach lets the server go on with the turn when the connection is lost.
+// Detach lets the server continue the turn when the connection is lost.
 func Detach() TurnOption { return func(o *turnOptions) { o.stream.Detach = true } }
 
-// FinalOnly has Stream yield one segment per weight version, when the turn ends.
+// FinalOnly makes Stream yield only whole segments, one per weight version, when the turn ends.
 func FinalOnly() TurnOption { return func(o *turnOptions) { o.stream.FinalOnly = true } }
 
-// FlushEvery bounds how long tokens wait on the server.
+// FlushEvery limits how long tokens wait on the server.
 func FlushEvery(interval time.Duration) TurnOption {
 	return func(o *turnOptions) { o.stream.FlushInterval = durationpb.New(interval) }
 }
 
-// sampled are the options of a turn, on top of the sampling in force.
+// sampled applies a turn's options to the sampling parameters in force.
 func sampled(inForce *penstockv1.SamplingParams, options []TurnOption) *turnOptions {
 	chosen := &turnOptions{sampling: &penstockv1.SamplingParams{}, stream: &penstockv1.StreamOptions{}}
 	if inForce != nil {
@@ -97,28 +97,28 @@ func sampled(inForce *penstockv1.SamplingParams, options []TurnOption) *turnOpti
 	return chosen
 }
 
-// TrajectoryOptions say where a trajectory without a lease belongs.
+// TrajectoryOptions say what a trajectory without a lease belongs to.
 type TrajectoryOptions struct {
 	GroupID     string
 	GroupSize   int
 	SampleIndex int
-	// Lower runs earlier.
+	// Lower values run earlier.
 	Priority int
-	// A turn under another version is refused; zero takes any.
+	// The server refuses a turn under another version; zero accepts any.
 	RequiredWeightVersion int64
 }
 
-// Trajectory is one episode, made by Client.Trajectory or by a lease; the first turn opens it. It is not for
-// several goroutines at a time, but for Abort.
+// Trajectory is one episode, made by Client.Trajectory or by a lease; its first turn opens it. It must not be used by
+// several goroutines at a time, except for Abort.
 type Trajectory struct {
 	TrajectoryID string
-	// Turns so far; an aborted one is the last until it is resumed.
+	// Turns so far; an aborted turn is the last until it is resumed.
 	Turns []*Turn
 	// Set when its close begins.
 	Outcome *Outcome
 	// Set when its close was confirmed.
 	Closed bool
-	// Whether a turn that was aborted from outside, as by a weight update, goes on by itself.
+	// Whether a turn that was aborted from outside, such as by a weight update, resumes automatically.
 	ResumeAborted bool
 
 	calls    *calls
@@ -129,11 +129,11 @@ type Trajectory struct {
 	chat     bool
 	progress *turnProgress
 	branches []*Trajectory
-	// Told when a close begins, and when it was confirmed.
+	// Called when a close begins, and when it was confirmed.
 	onClose func(confirmed bool)
 }
 
-// LastTurn is the last turn; nil before the first.
+// LastTurn returns the last turn; nil before the first.
 func (t *Trajectory) LastTurn() *Turn {
 	if len(t.Turns) == 0 {
 		return nil
@@ -141,8 +141,8 @@ func (t *Trajectory) LastTurn() *Turn {
 	return t.Turns[len(t.Turns)-1]
 }
 
-// Turn takes one turn: trajectory.Turn(ctx, penstock.Text("What is 2 + 3?"), penstock.MaxTokens(16)). It begins
-// with the task's prompt where shown is nil. After the end of ctx it can be resumed.
+// Turn takes one turn: trajectory.Turn(ctx, penstock.Text("What is 2 + 3?"), penstock.MaxTokens(16)). With a nil
+// observation it begins with the task's prompt. If ctx ends, the turn can be resumed.
 func (t *Trajectory) Turn(ctx context.Context, shown Observation, options ...TurnOption) (*Turn, error) {
 	for _, err := range t.Stream(ctx, shown, append(options, FinalOnly())...) {
 		if err != nil {
@@ -152,11 +152,11 @@ func (t *Trajectory) Turn(ctx context.Context, shown Observation, options ...Tur
 	return t.LastTurn(), nil
 }
 
-// Stream takes one turn and yields its tokens as they come; LastTurn is the turn afterwards.
+// Stream takes one turn and yields its tokens as they arrive; afterwards LastTurn is the turn.
 //
-// Until then they are provisional: where the server was lost and came back with less than it had streamed, a
-// segment whose Position is before the end of the last one takes the place of what followed there. Leaving the
-// loop early aborts the turn.
+// Until then the tokens are provisional. If the server was lost and came back with fewer tokens than it had streamed,
+// a segment may have a Position before the end of the last one; it replaces everything from there. Leaving the loop
+// early aborts the turn.
 func (t *Trajectory) Stream(ctx context.Context, shown Observation, options ...TurnOption) iter.Seq2[Segment, error] {
 	return func(yield func(Segment, error) bool) {
 		if t.progress != nil {
@@ -174,7 +174,7 @@ func (t *Trajectory) Stream(ctx context.Context, shown Observation, options ...T
 	}
 }
 
-// Resume goes on with an aborted or broken-off turn, at the exact token; returns the whole turn.
+// Resume continues an aborted or interrupted turn, at the exact token; returns the whole turn.
 func (t *Trajectory) Resume(ctx context.Context) (*Turn, error) {
 	stream := &penstockv1.StreamOptions{FinalOnly: true}
 	known := t.progress == nil
@@ -200,18 +200,18 @@ func (t *Trajectory) Resume(ctx context.Context) (*Turn, error) {
 	return t.LastTurn(), nil
 }
 
-// Abort stops the turn in flight; returns the tokens it keeps. Nothing in flight: zero.
+// Abort stops the turn in flight; returns the number of tokens it keeps, zero if no turn is in flight.
 func (t *Trajectory) Abort(ctx context.Context, reason string) (int, error) {
 	return t.calls.abortTurn(ctx, impatient, t.TrajectoryID, reason)
 }
 
-// Fail closes it as failed: the server has the attempt made again, up to a bound.
+// Fail closes the trajectory as failed; the server repeats the attempt, up to a bound.
 func (t *Trajectory) Fail(ctx context.Context, reason, message string) (Closed, error) {
 	return t.Complete(ctx, Outcome{Failure: &Failed{reason, message}})
 }
 
-// Complete closes it, and its branches; durable when answered. Their turns that are still in flight are aborted
-// first.
+// Complete closes the trajectory and its branches; once it returns, the outcome is durable. It first aborts turns that
+// are still in flight.
 func (t *Trajectory) Complete(ctx context.Context, outcome Outcome) (Closed, error) {
 	written, err := writeOutcome(outcome)
 	if err != nil {
@@ -236,7 +236,7 @@ func (t *Trajectory) Complete(ctx context.Context, outcome Outcome) (Closed, err
 	return Closed{answer.GroupCompleted, answer.Retried}, nil
 }
 
-// Get returns the trajectory as the server holds it, context included.
+// Get returns the trajectory as the server holds it, including context.
 func (t *Trajectory) Get(ctx context.Context) (*TrajectoryRecord, error) {
 	held, err := t.calls.getTrajectory(ctx, patient, t.TrajectoryID)
 	if err != nil {
@@ -245,7 +245,7 @@ func (t *Trajectory) Get(ctx context.Context) (*TrajectoryRecord, error) {
 	return readTrajectory(held)
 }
 
-// Branch is a trajectory of the same attempt, such as a sub-agent's; it is closed with this one.
+// Branch makes a trajectory of the same attempt, for example for a sub-agent; it is closed with this one.
 func (t *Trajectory) Branch(trajectoryID string) *Trajectory {
 	branch := &Trajectory{
 		TrajectoryID: trajectoryID, calls: t.calls, parent: t.TrajectoryID, ResumeAborted: t.ResumeAborted,
@@ -254,7 +254,7 @@ func (t *Trajectory) Branch(trajectoryID string) *Trajectory {
 	return branch
 }
 
-// abortUnfinished: the server closes nothing of which a turn is in flight.
+// abortUnfinished aborts turns in flight, because the server refuses to close a trajectory with one.
 func (t *Trajectory) abortUnfinished(ctx context.Context) error {
 	for _, branch := range t.branches {
 		if err := branch.abortUnfinished(ctx); err != nil {
@@ -267,7 +267,7 @@ func (t *Trajectory) abortUnfinished(ctx context.Context) error {
 	return t.abortClosing(ctx, t.TrajectoryID)
 }
 
-// complete sends its close. A request for a turn may have been on its way when its abort overtook it.
+// complete sends the close. The abort may have overtaken a turn's request, which then arrives after it.
 func (t *Trajectory) complete(
 	ctx context.Context, request *penstockv1.CompleteTrajectoryRequest,
 ) (*penstockv1.CompleteTrajectoryResponse, error) {
@@ -297,7 +297,7 @@ func (t *Trajectory) abortClosing(ctx context.Context, trajectoryID string) erro
 	return err
 }
 
-// take runs a turn and notes what became of it, however it ends.
+// take runs a turn and records its result, however it ends.
 func (t *Trajectory) take(
 	ctx context.Context, known bool, stream *penstockv1.StreamOptions, yield func(Segment, error) bool,
 ) {
@@ -319,7 +319,7 @@ func (t *Trajectory) take(
 	var refused *Error
 	if errors.As(err, &refused) && !progress.started && !refused.Unavailable() &&
 		refused.Code != codes.DeadlineExceeded {
-		// The server never began it.
+		// The server never started it.
 		t.progress = nil
 	}
 	if err != nil && !errors.Is(err, errStopped) {
@@ -369,7 +369,7 @@ func (t *Trajectory) generateRequest(written prompt, chosen *turnOptions) *penst
 		ParentTrajectoryId: t.parent,
 	}
 	if t.task == nil && t.parent == "" {
-		// A lease and a parent each say themselves which group it is.
+		// A lease or a parent determines the group itself.
 		request.GroupId, request.GroupSize = t.options.GroupID, int32(t.options.GroupSize)
 		request.SampleIndex = int32(t.options.SampleIndex)
 	}

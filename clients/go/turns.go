@@ -13,9 +13,9 @@ import (
 type FinishReason string
 
 const (
-	// Stop is a stop token or stop text.
+	// Stop: a stop token or stop text was sampled.
 	Stop FinishReason = "stop"
-	// Length: the budget or the context ran out.
+	// Length: the token budget or the context was used up.
 	Length FinishReason = "length"
 	// Aborted: stopped from outside; Resume goes on at the exact token.
 	Aborted FinishReason = "aborted"
@@ -27,52 +27,52 @@ var finishReasons = map[penstockv1.FinishReason]FinishReason{
 	penstockv1.FinishReason_FINISH_REASON_ABORTED: Aborted,
 }
 
-// Segment is a run of tokens with one author and, for the policy, one weight version.
+// Segment is a run of tokens with one author; the policy's also has one weight version.
 type Segment struct {
 	TokenIDs []int32
-	// Of each token under the distribution it was sampled from; empty for context.
+	// Log-probability of each token under the distribution it was sampled from; empty for context.
 	Logprobs []float32
-	// Weights that sampled the tokens; zero for context.
+	// Version of the weights that sampled the tokens; zero for context.
 	WeightVersion int64
-	// From zero.
+	// Index of the turn, from zero.
 	TurnIndex int
-	// Temperature the tokens were sampled at; zero for context.
+	// Temperature at which the tokens were sampled; zero for context.
 	Temperature float32
-	// Whether the policy wrote them, or the environment did.
+	// Whether the policy wrote the tokens; otherwise the environment did.
 	FromPolicy bool
-	// Of one that Stream yields: tokens of the turn before it.
+	// In a segment from Stream: number of the turn's tokens before it.
 	Position int
 }
 
-// Turn is one turn of the policy, over all its attempts.
+// Turn is one turn of the policy, including its resumed parts.
 type Turn struct {
-	// From zero.
+	// Index of the turn, from zero.
 	Index int
 	// The policy's tokens, one segment per weight version.
 	Segments     []Segment
 	FinishReason FinishReason
-	// What the policy wrote; empty where the trajectory was opened with tokens.
+	// The policy's text; empty if the trajectory was opened with tokens.
 	Text string
-	// The same with tool calls, where the trajectory was opened with messages.
+	// The same as a message with tool calls, if the trajectory was opened with messages.
 	Message *Message
-	// Tokens the policy saw before it wrote.
+	// Number of tokens the policy saw before it wrote.
 	ContextTokenCount int
-	// Those of them that the engine took from its cache.
+	// How many of them the engine took from its prefix cache.
 	CachedTokenCount int
-	// Why what begins as a tool call is none, for the policy to be told: its text is in the message's content. Empty
-	// where there is no such thing.
+	// Why text that looks like a tool call is not one; an error message for the policy. The text itself is in the
+	// message's content. Empty if there is no such text.
 	ToolCallError string
 }
 
-// Aborted says whether Resume can go on with it.
+// Aborted reports whether Resume can continue the turn.
 func (t *Turn) Aborted() bool { return t.FinishReason == Aborted }
 
 // TrajectoryRecord is a trajectory as the server holds it.
 type TrajectoryRecord struct {
 	TrajectoryID string
-	// Context and policy; their tokens, concatenated, are the sequence the model saw.
+	// Segments of context and policy; their tokens, concatenated, are the sequence that the model saw.
 	Segments []Segment
-	// Why the last policy segment stopped; empty while a turn runs.
+	// Why the last policy segment stopped; empty while a turn is in flight.
 	FinishReason FinishReason
 	TurnCount    int
 	// Nil until it is closed.
@@ -81,18 +81,18 @@ type TrajectoryRecord struct {
 	Open bool
 }
 
-// turnRequest begins a turn, or goes on with one: exactly one is set.
+// turnRequest starts or continues a turn; exactly one field is set.
 type turnRequest struct {
 	generate  *penstockv1.GenerateRequest
 	continue_ *penstockv1.ContinueRequest
 }
 
-// turnProgress is a turn under way: what has arrived of it so far, over streams and attempts.
+// turnProgress is a turn in flight: what has arrived so far, over several streams and resumptions.
 type turnProgress struct {
 	index int
-	// What began it.
+	// The request that started it.
 	request turnRequest
-	// Whether the server is known to have begun it.
+	// Whether the server is known to have started it.
 	started           bool
 	segments          []Segment
 	tokenCount        int
@@ -100,10 +100,10 @@ type turnProgress struct {
 	finished          *Turn
 }
 
-// start: the server has begun it.
+// start records that the server has started the turn.
 func (p *turnProgress) start(event *penstockv1.TurnStarted) {
 	p.started = true
-	// A resumed attempt counts what was written before as context; the turn's own is the first.
+	// A resumed turn reports its earlier tokens as context, so only the first report counts.
 	p.contextTokenCount = orElse(p.contextTokenCount, int(event.ContextTokenCount))
 }
 
@@ -115,14 +115,14 @@ func (p *turnProgress) add(segment Segment) Segment {
 	return segment
 }
 
-// forget: the server never began it, or does not know that it did: it begins anew.
+// forget resets the turn, which the server never started or does not know: it starts again.
 func (p *turnProgress) forget() {
 	p.started, p.segments, p.tokenCount, p.contextTokenCount = false, nil, 0, 0
 }
 
-// catchUp: the server has begun it, and what the record holds is the turn so far. Returns what the caller was
-// not given yet. What it was given and the record does not have never became durable; then the first segment,
-// or the next that arrives, has a position before that.
+// catchUp takes the record's tokens as the turn so far, which the server has started. It returns what the caller has
+// not been given yet. Tokens that the caller was given but the record lacks never became durable. In that case, the
+// first segment, or the next to arrive, has a position before them.
 func (p *turnProgress) catchUp(record *TrajectoryRecord) []Segment {
 	p.started = true
 	written := policySegments(record, func(turn int) bool { return turn == p.index })
@@ -142,7 +142,7 @@ func (p *turnProgress) catchUp(record *TrajectoryRecord) []Segment {
 	return missing
 }
 
-// finish ends the turn; an error where tokens are missing.
+// finish ends the turn; it returns an error if tokens are missing.
 func (p *turnProgress) finish(event *penstockv1.TurnFinished) error {
 	if int(event.PolicyTokenCount) != p.tokenCount {
 		message := fmt.Sprintf("%d of %d tokens of a turn arrived", p.tokenCount, event.PolicyTokenCount)
@@ -161,7 +161,7 @@ func (p *turnProgress) finish(event *penstockv1.TurnFinished) error {
 	return nil
 }
 
-// readSegment reads a segment of the wire without a copy; an error where its arrays disagree.
+// readSegment reads a wire segment without copying; it returns an error if its arrays disagree.
 func readSegment(segment *penstockv1.Segment) (Segment, error) {
 	read := Segment{
 		TokenIDs: segment.GetTokenIds(), Logprobs: segment.GetLogprobs(),
@@ -192,7 +192,7 @@ func readTrajectory(held *penstockv1.GetTrajectoryResponse) (*TrajectoryRecord, 
 	return record, nil
 }
 
-// policySegments are what the policy wrote in some turns.
+// policySegments returns what the policy wrote in some turns.
 func policySegments(record *TrajectoryRecord, in func(turn int) bool) []Segment {
 	var written []Segment
 	for _, segment := range record.Segments {
@@ -229,7 +229,7 @@ func commonCount(first, second []int32) int {
 	return length
 }
 
-// mergeRuns has one segment per run of equal weight version and temperature.
+// mergeRuns merges neighbouring segments of equal weight version and temperature.
 func mergeRuns(segments []Segment) []Segment {
 	var runs []Segment
 	for _, segment := range segments {
@@ -241,7 +241,7 @@ func mergeRuns(segments []Segment) []Segment {
 				continue
 			}
 		}
-		// Of its own, so that what is appended is not written behind what the caller was given.
+		// A separate array, so that appending does not overwrite what the caller was given.
 		segment.TokenIDs, segment.Logprobs = slices.Clip(segment.TokenIDs), slices.Clip(segment.Logprobs)
 		runs = append(runs, segment)
 	}

@@ -1,22 +1,22 @@
 package penstock
 
-// One turn over as many streams, and servers, as it takes.
+// Takes one turn over as many streams and servers as necessary.
 //
-// A stream that is lost is taken up again. The order: wait for the server, longer each time and within a bound
-// -> abort, because it may still be sampling for the lost caller -> GetTrajectory -> by what it holds:
+// A lost stream is recovered in this order: wait for the server, longer each time and within a bound -> abort, because
+// the server may still be sampling for the lost stream -> GetTrajectory -> by what the server holds:
 //
-//	the turn, ended otherwise than ABORTED            it is finished
-//	the turn, ABORTED                                 Continue without an observation: on at the exact token
-//	the trajectory without the turn                   it never arrived: the same request again
-//	no trajectory, and nothing of it had come         the same, unless its lease is gone: LEASE_EXPIRED
-//	no trajectory, and something of it had come       TRAJECTORY_UNKNOWN
+//	the turn, with an end other than ABORTED          the turn is finished
+//	the turn, ABORTED                                 Continue without an observation, at the exact token
+//	the trajectory without the turn                   the request never arrived; send it again
+//	no trajectory, and no tokens had arrived          the same, unless its lease is gone: LEASE_EXPIRED
+//	no trajectory, and some tokens had arrived        TRAJECTORY_UNKNOWN
 //	fewer tokens of earlier turns than were finished  DATA_LOSS
 //	the trajectory, closed                            TRAJECTORY_CLOSED
 //
-// What the server holds is the turn: what was streamed and is not in its record was never durable, is discarded
-// here and sampled again. Where a turn ends with another number of tokens than arrived the server is asked anew:
-// between the answer to GetTrajectory and the Continue that follows from it it may be killed, too, and go on from
-// fewer tokens than it had told.
+// The server's record is authoritative. Tokens that were streamed but are not in it were never durable; they are
+// discarded here and sampled again. If a turn ends with another number of tokens than arrived, the client asks the
+// server again. The server may have been killed between its answer to GetTrajectory and the following Continue, and
+// may have continued from fewer tokens than it had reported.
 
 import (
 	"context"
@@ -29,44 +29,44 @@ import (
 	penstockv1 "penstock/v1"
 )
 
-// Resumes in a row that brought no token, after which an aborted turn is given to the caller.
+// After this many resumptions in a row without a new token, an aborted turn is returned to the caller.
 const fruitlessResumes = 8
 
-// What a request is refused with whose first copy, though its stream was lost, did arrive.
+// Reasons that mean the first copy of a request arrived, although its stream was lost.
 var arrivedAfterAll = []string{"TRAJECTORY_EXISTS", "TURN_IN_FLIGHT", "NOTHING_TO_RESUME"}
 
-// errStopped ends a stream whose reader has enough.
+// errStopped ends a stream whose reader has left the loop.
 var errStopped = errors.New("its reader has enough")
 
-// turnRun is a turn and what it needs.
+// turnRun is a turn in flight and its parameters.
 type turnRun struct {
 	calls        *calls
 	trajectoryID string
 	progress     *turnProgress
-	// Continue without an observation.
+	// A Continue without an observation.
 	resume turnRequest
-	// Whether an aborted turn goes on by itself.
+	// Whether an aborted turn resumes automatically.
 	resumeAborted bool
-	// Whether the trajectory is a lease's own.
+	// Whether the trajectory belongs to a lease.
 	leased bool
-	// Tokens of the turns before this one.
+	// Number of tokens of earlier turns.
 	policyCountBefore int
-	// Given each segment; false where its reader has enough.
+	// Called with each segment; returns false if the reader has left the loop.
 	yield func(Segment) bool
 }
 
-// stand is where the server stands with a turn.
+// stand is a turn's state on the server.
 type stand struct {
-	// Tokens that it holds and that did not arrive.
+	// Tokens that the server holds and that have not arrived.
 	missing []Segment
-	// What to ask next; nil where the turn has ended.
+	// The next request; nil if the turn has ended.
 	request *turnRequest
-	// How the turn ended, where it did while nobody heard it.
+	// How the turn ended, if it ended while the stream was lost.
 	ended *penstockv1.TurnFinished
 }
 
-// run takes the turn to its end, over lost streams, full servers and, where asked to, aborts. Unless it is
-// known where the turn stands, the server is asked first.
+// run takes the turn to its end, across lost streams, full servers and, if requested, aborts. It asks the server first,
+// unless the turn's state is known.
 func (r *turnRun) run(ctx context.Context, known bool) error {
 	lost, overload := &backOff{limit: r.calls.patience.Reconnect}, &backOff{limit: r.calls.patience.Overload}
 	var request *turnRequest
@@ -131,7 +131,7 @@ func orCause(ctx context.Context, err error) error {
 	return err
 }
 
-// catchUp asks where the turn stands, and hands over what is missing; what to ask next, nil where it has ended.
+// catchUp asks for the turn's state and hands over missing tokens; returns the next request, nil if it has ended.
 func (r *turnRun) catchUp(ctx context.Context) (*turnRequest, error) {
 	stand, err := r.whereItStands(ctx)
 	if err != nil {
@@ -148,7 +148,7 @@ func (r *turnRun) catchUp(ctx context.Context) (*turnRequest, error) {
 	return stand.request, nil
 }
 
-// follow reads one stream.
+// follow reads one stream to its end.
 func (r *turnRun) follow(ctx context.Context, request turnRequest, lost *backOff) error {
 	var err error
 	if request.generate != nil {
@@ -177,7 +177,7 @@ func (r *turnRun) take(
 	case finished != nil:
 		err := r.progress.finish(finished)
 		if err != nil {
-			// Where it stands is asked anew.
+			// Ask for its state again.
 			err = &Error{Code: codes.Unavailable, Message: err.Error()}
 		}
 		return true, err
@@ -194,7 +194,7 @@ func (r *turnRun) take(
 	return true, nil
 }
 
-// whereItStands asks for a turn whose stream was lost; the comment above says what follows.
+// whereItStands determines the state of a turn whose stream was lost; the comment at the top has the cases.
 func (r *turnRun) whereItStands(ctx context.Context) (*stand, error) {
 	_, err := r.calls.abortTurn(ctx, patient, r.trajectoryID, "stream lost")
 	var held *penstockv1.GetTrajectoryResponse
@@ -223,7 +223,7 @@ func (r *turnRun) whereItStands(ctx context.Context) (*stand, error) {
 		return &stand{request: &r.progress.request}, nil
 	}
 	if held.LastTurn == nil {
-		// The request was still on its way when the abort overtook it.
+		// The abort overtook the request, which arrives later.
 		message := fmt.Sprintf("turn %d of %s is still in flight", r.progress.index, r.trajectoryID)
 		return nil, &Error{Code: codes.Unavailable, Message: message}
 	}
@@ -234,8 +234,8 @@ func (r *turnRun) whereItStands(ctx context.Context) (*stand, error) {
 	return &stand{missing: missing, ended: held.LastTurn}, nil
 }
 
-// checkLease refuses where the server that is there now never leased this attempt, or no longer does: it would
-// take the request for a trajectory of its own.
+// checkLease returns an error if the current server never leased this attempt, or no longer does. It would take the
+// request for an unleased trajectory.
 func (r *turnRun) checkLease(ctx context.Context) error {
 	if !r.leased {
 		return nil
@@ -247,7 +247,7 @@ func (r *turnRun) checkLease(ctx context.Context) error {
 	return err
 }
 
-// checkExtensible refuses where the record cannot be gone on with.
+// checkExtensible returns an error if the record cannot be continued.
 func (r *turnRun) checkExtensible(record *TrajectoryRecord) error {
 	if !record.Open {
 		return r.notAllowed("TRAJECTORY_CLOSED", fmt.Sprintf("trajectory %s is closed", r.trajectoryID))

@@ -10,32 +10,32 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// Agent makes an attempt and returns its outcome. An error fails its attempt only, which the server has made
-// again; a *Failed says with which reason.
+// Agent runs an attempt and returns its outcome. An error fails only its attempt, which the server then repeats; a
+// *Failed gives the reason.
 type Agent func(ctx context.Context, attempt *Attempt) (Outcome, error)
 
-// WorkOptions say how a worker works.
+// WorkOptions configure a worker.
 type WorkOptions struct {
 	LeaseOptions
-	// Return after so many; zero goes on until ctx ends.
+	// Return after this many attempts; zero continues until ctx ends.
 	Attempts int
-	// Bound on one attempt; after it the attempt fails with ATTEMPT_TIMEOUT.
+	// Time limit of one attempt; after it, the attempt fails with ATTEMPT_TIMEOUT.
 	AttemptTime time.Duration
-	// How long attempts in flight may go on after the end of ctx; zero is 20 s.
+	// How long attempts in flight may continue after ctx has ended; zero means 20 s.
 	Drain time.Duration
-	// Told of each attempt that has ended: closed with its outcome, or lost.
+	// Called for each attempt that has ended: closed with its outcome, or lost.
 	Ended func(*Attempt)
 }
 
-// Statistics are what a worker did.
+// Statistics count a worker's attempts.
 type Statistics struct {
 	// Attempts that ended with a reward, and with a failure.
 	Rewarded, Failed int
-	// Attempts whose lease or server was lost.
+	// Attempts that lost their lease or server.
 	Lost int
 }
 
-// What the give-back of unfinished attempts may take when the worker stops.
+// Time limit for giving back unfinished attempts when the worker stops.
 const giveBack = 5 * time.Second
 
 var (
@@ -43,9 +43,9 @@ var (
 	errTooLate  = &Failed{"ATTEMPT_TIMEOUT", "not done within its time"}
 )
 
-// worker runs a fixed number of attempts in flight, across training steps. Order of shutdown: stop leasing, so
-// that nothing new begins; let what runs end, up to the drain bound; fail the rest, so that the server has it made
-// again; close the lease stream.
+// worker runs a fixed number of attempts in flight, across training steps. Order of shutdown: stop leasing, so that
+// no attempt starts -> let running attempts end, up to the drain bound -> fail the rest, so that the server repeats
+// them -> close the lease stream.
 type worker struct {
 	leases     *Leases
 	options    WorkOptions
@@ -60,7 +60,7 @@ func work(ctx context.Context, calls *calls, options WorkOptions, agent Agent) (
 	options.ResumeAborted = true
 	w := &worker{leases: newLeases(calls, options.LeaseOptions), options: options, agent: agent}
 	defer w.leases.Close()
-	// Not of ctx: attempts in flight outlive it by the drain bound.
+	// Not derived from ctx: attempts in flight outlive it by the drain bound.
 	attempts, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer cancel(errStopping)
 	slots := make(chan struct{}, options.Concurrency)
@@ -94,7 +94,7 @@ func work(ctx context.Context, calls *calls, options WorkOptions, agent Agent) (
 	return w.statistics, failed
 }
 
-// drain returns when nothing runs, or can be waited for any longer.
+// drain returns when no attempt is running, or the drain bound is reached.
 func (w *worker) drain(ctx context.Context, cancel context.CancelCauseFunc) {
 	ended := make(chan struct{})
 	go func() { w.running.Wait(); close(ended) }()
@@ -115,7 +115,7 @@ func (w *worker) drain(ctx context.Context, cancel context.CancelCauseFunc) {
 	}
 }
 
-// attempt makes one, from its lease to its outcome.
+// attempt runs one attempt, from its lease to its outcome.
 func (w *worker) attempt(ctx context.Context, attempt *Attempt) {
 	outcome, lost := w.judge(ctx, attempt)
 	if !lost {
@@ -137,7 +137,7 @@ func (w *worker) attempt(ctx context.Context, attempt *Attempt) {
 	}
 }
 
-// judge runs the agent; what it returns or panics with becomes the outcome. Lost is whether its lease is.
+// judge runs the agent; its result or panic becomes the outcome. lost reports whether the lease was lost.
 func (w *worker) judge(ctx context.Context, attempt *Attempt) (outcome Outcome, lost bool) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -177,7 +177,7 @@ func call(ctx context.Context, agent Agent, attempt *Attempt) (outcome Outcome, 
 	return agent(ctx, attempt)
 }
 
-// close sends an outcome; false where it cannot be sent: the attempt is lost.
+// close sends an outcome; it returns false if that is impossible, and the attempt is lost.
 func (w *worker) close(ctx context.Context, attempt *Attempt, outcome Outcome, ownSent bool) bool {
 	own := attempt.Outcome
 	_, err := attempt.Complete(ctx, outcome)
@@ -186,7 +186,7 @@ func (w *worker) close(ctx context.Context, attempt *Attempt, outcome Outcome, o
 	}
 	var refused *Error
 	known := errors.As(err, &refused)
-	// The outcome itself may be what cannot be sent; where the server was full all the while it is as good as it was.
+	// The outcome itself may be impossible to send. If the server was full all the time, the outcome is still valid.
 	tooLarge := known && refused.Code == codes.ResourceExhausted && !refused.full()
 	unsent := !known || refused.Code == codes.InvalidArgument || tooLarge
 	if unsent && outcome.Failure == nil {
@@ -197,7 +197,7 @@ func (w *worker) close(ctx context.Context, attempt *Attempt, outcome Outcome, o
 		return w.close(ctx, attempt, Outcome{Failure: failed}, ownSent)
 	}
 	if Reason(err) == "OUTCOME_DIFFERS" && own != nil && !ownSent {
-		// By the agent itself, which did not hear the answer.
+		// The agent closed it itself, but did not receive the answer.
 		return w.close(ctx, attempt, *own, true)
 	}
 	return false

@@ -1,8 +1,8 @@
-"""A coding agent: writes a function, runs the tests, and tries again with what they say.
+"""A coding agent: writes a function, runs the tests, and tries again with the tests' feedback.
 
-It knows the `openai` package and nothing of training: OPENAI_BASE_URL says where the model is. `penstock
-rollout --command` runs one of it per attempt, in a folder of its own, in a sandbox where the machine has
-one.
+It uses the `openai` package and knows nothing about training: OPENAI_BASE_URL points to the model.
+`penstock rollout --command` runs one agent process per attempt, each in its own folder, and in a sandbox if
+the machine has one.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def main() -> None:
-    """One attempt: the task from its file, the reward into its file."""
+    """Runs one attempt: reads the task from its file, and writes the reward to the result file."""
     adopt_descendants()
     file = Path(os.environ["PENSTOCK_TASK_FILE"])
     task = json.loads(file.read_text())
-    # It holds the tests, and is where the policy's code can look.
+    # The file contains the tests, and the policy's code could read it.
     file.unlink()
     result = solve(OpenAI(), os.environ["PENSTOCK_MODEL"], task, Path.cwd())
     Path(os.environ["PENSTOCK_RESULT_FILE"]).write_text(json.dumps(result))
 
 
 def solve(client: OpenAI, model: str, task: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Takes turns until the tests pass; returns the reward of the last solution, and what it is made of."""
+    """Takes turns until the tests pass; returns the reward of the last solution, and its parts."""
     problem, messages = task["metadata"], list(task["messages"])
     verdict, turns, errors = Verdict(), 0, 0
     while turns < TURNS:
@@ -45,15 +45,15 @@ def solve(client: OpenAI, model: str, task: Mapping[str, Any], folder: Path) -> 
         except BadRequestError as error:
             if error.code != "context_length_exceeded":
                 raise
-            # No room for what the tests say: what there is counts.
+            # The feedback no longer fits into the context; the last verdict counts.
             break
         content = answer.message.content or ""
         if not content and answer.finish_reason == "length":
-            # No room to write in.
+            # The context has no room for an answer.
             break
         turns += 1
         verdict = judge(problem, extract_code(content), folder)
-        # Or it might write a result of its own, after this one's.
+        # Otherwise leftover processes could overwrite the result file later.
         end_descendants()
         errors += bool(verdict.error)
         if verdict.solved:
@@ -78,7 +78,7 @@ def solve(client: OpenAI, model: str, task: Mapping[str, Any], folder: Path) -> 
 
 
 def extract_code(text: str) -> str:
-    """The first fenced block, also one that was never closed; else all from the first line of code on."""
+    """The first fenced block, even if it was never closed; else everything from the first line of code."""
     fenced = _FENCED.search(text)
     if fenced:
         return fenced[1]

@@ -1,10 +1,11 @@
-"""The policy's code, alone in a process: answers calls of its function, one line each.
+"""Runs the policy's code in a separate process, and answers calls of its function, one line each.
 
     python candidate.py SOLUTION FUNCTION
 
-stdin has the arguments of a call, as a Python tuple; stdout gets `ok VALUE`, `raised WHAT`, or at the start
-`ready` or `raised WHAT`. Values are literals: what is none is `raised`. What the code prints goes nowhere,
-and what it may use is bounded here, before it is read.
+Each line of stdin has the arguments of a call, as a Python tuple. For each call, stdout gets `ok VALUE` or
+`raised WHAT`. At the start it gets `ready` or `raised WHAT`. Values must be literals; any other value is
+reported as `raised`. Output of the code is discarded. Its memory and file sizes are limited before it is
+loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MOST_CHARACTERS = 100_000
 
 
 def main(path: str, function: str) -> None:
-    """Loads the code, and then answers until stdin ends."""
+    """Loads the code, then answers calls until stdin ends."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
     nowhere = os.open(os.devnull, os.O_RDWR)
     calls = os.fdopen(os.dup(0), encoding="utf-8")
@@ -44,20 +45,20 @@ def main(path: str, function: str) -> None:
 
 
 def load(path: str, function: str) -> Callable[..., object] | str:
-    """The function; a text says why there is none."""
+    """The function, or a message why it cannot be loaded."""
     names: dict[str, object] = {"__name__": "solution"}
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 - pathlib takes longer to import.
             exec(compile(file.read(), "solution.py", "exec"), names)
     except BaseException as error:
-        # Whatever the code raises, SystemExit too, is the policy's to hear.
+        # Anything that the code raises, including SystemExit, is feedback for the policy.
         return describe(error)
     found = names.get(function)
     return found if callable(found) else f"NameError: there is no function {function}"
 
 
 def answer(found: Callable[..., object], line: str) -> str:
-    """One call."""
+    """Calls the function with one line's arguments; returns the reply."""
     try:
         value = found(*ast.literal_eval(line))
         text = repr(value)
@@ -68,7 +69,7 @@ def answer(found: Callable[..., object], line: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """As the last line of a traceback."""
+    """The error as in the last line of a traceback, at most 300 characters."""
     return f"{type(error).__name__}: {error}"[:300]
 
 

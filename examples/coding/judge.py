@@ -1,9 +1,9 @@
 """Judges code by a problem's own tests, without ever running it in this process.
 
-The tests are the data set's: they run here, and the function they call is in another process
-(`candidate.py`), which is told arguments and answers with values. So code can pass a test only by
-returning what the test wants. It is shown neither the tests nor the result; code that means to can still
-read the data set where it is installed. Each `assert` is one check, and counts by itself.
+The tests are the data set's, and they run here. The function that they call is in another process
+(`candidate.py`), which gets arguments and returns values. So code can pass a test only by returning the
+right value. It has no access to the tests' source or the result. It could, however, read the installed
+data set. Each `assert` is one check and counts separately.
 
     no code ──► 0     it parses ──► PARSES     it defines the function ──► + DEFINES
     checks ──► + CHECKS x share passed     all of them ──► + SOLVED
@@ -31,54 +31,54 @@ CHECKS = 0.4
 SOLVED = 0.5
 
 SECONDS = 10.0
-"""For all checks of one solution together."""
-# Longer than any value a test asks for.
+"""Time limit for all checks of one solution together."""
+# More than any value that a test expects.
 _MOST_BYTES = 1 << 20
 
 
 class CandidateError(Exception):
-    """The function raised, or gave no answer; the message says which."""
+    """The function raised or did not answer; the message says which."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One assertion."""
+    """One assertion of a test."""
 
     source: str
     passed: bool
     why: str = ""
-    """What the function did, where it did not hold."""
+    """What the function did, if the check failed."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one solution."""
+    """The result of judging one solution."""
 
     parses: bool = False
     defines: bool = False
     checks: tuple[Check, ...] = ()
     error: str = ""
-    """Why nothing could be checked."""
+    """Why nothing could be checked; empty if it could."""
 
     @property
     def share(self) -> float:
-        """Of the checks that passed, from 0 to 1."""
+        """Share of the checks that passed, from 0 to 1."""
         return sum(check.passed for check in self.checks) / max(len(self.checks), 1)
 
     @property
     def solved(self) -> bool:
-        """Whether all did."""
+        """Whether all checks passed."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
     @property
     def reward(self) -> float:
-        """From 0 to 1."""
+        """The reward, from 0 to 1."""
         parts = PARSES * self.parses + DEFINES * self.defines
         return parts + CHECKS * self.share + SOLVED * self.solved
 
     def feedback(self, function: str) -> str:
-        """What the policy is told: the first failure among the first half of the checks, and no more of the
-        others than that there are some."""
+        """Feedback for the policy: the first failure among the first half of the checks. Of the other
+        checks it reveals only that some fail."""
         if self.error:
             return self.error
         shown = self.checks[: (len(self.checks) + 1) // 2]
@@ -92,14 +92,14 @@ class Verdict:
 
 @dataclass
 class Candidate:
-    """The function, in its process; calls it like any other."""
+    """Calls the function in its process, like an ordinary function."""
 
     path: Path
     function: str
     deadline: float
-    """Of `time.monotonic`, for everything."""
+    """In the time of `time.monotonic`; applies to all calls together."""
     last: str = ""
-    """The last call, and what came of it."""
+    """The last call and its result, in words."""
     _buffer: bytes = field(default=b"", init=False)
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class Candidate:
             raise CandidateError(said.removeprefix("raised "))
 
     def __call__(self, *arguments: object) -> object:
-        """Raises CandidateError."""
+        """Calls the function. Raises CandidateError."""
         call = f"{self.function}({', '.join(map(repr, arguments))})"
         assert self._process.stdin is not None
         try:
@@ -139,19 +139,19 @@ class Candidate:
         return ast.literal_eval(what)
 
     def end(self) -> None:
-        """Ends it and what it has started in its group."""
-        # It leads a group of its own, which may outlive it. Its number is its own until it is waited for.
+        """Kills the process and its process group."""
+        # It leads its group, which may outlive it. Its id is not reused until it has been waited for.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                # What it did not read any more is lost.
+                # Unread input is discarded.
                 with suppress(BrokenPipeError):
                     stream.close()
         self._process.wait()
 
     def _read(self) -> str:
-        """A line. Raises CandidateError at the deadline, and where the process ends."""
+        """The next line of output. Raises CandidateError at the deadline, or if the process ends."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
@@ -168,8 +168,10 @@ class Candidate:
 
 
 def judge(problem: Mapping[str, Any], code: str, folder: Path, seconds: float = SECONDS) -> Verdict:
-    """Writes `solution.py` into an empty folder within this one and checks it there. Raises nothing for any
-    code."""
+    """Writes `solution.py` into a new folder inside `folder` and checks it there.
+
+    Never raises an exception, whatever the code is.
+    """
     function = str(problem["entry_point"])
     if not code.strip():
         return Verdict(error="There is no code in your answer. Write it between ```python and ```.")
@@ -178,7 +180,7 @@ def judge(problem: Mapping[str, Any], code: str, folder: Path, seconds: float = 
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return Verdict(error=f"Your code does not parse: {error}")
     path = Path(tempfile.mkdtemp(prefix="solution-", dir=folder)) / "solution.py"
-    # A lone surrogate, which a string of Python may hold, is no UTF-8.
+    # A Python string may contain a lone surrogate, which UTF-8 cannot encode.
     path.write_text(preamble(problem) + "\n" + code, encoding="utf-8", errors="replace")
     candidate = Candidate(path, function, time.monotonic() + seconds)
     try:
@@ -191,13 +193,13 @@ def judge(problem: Mapping[str, Any], code: str, folder: Path, seconds: float = 
 
 
 def preamble(problem: Mapping[str, Any]) -> str:
-    """What the prompt has before the function: imports, and what it is built on."""
+    """The part of the prompt before the function: imports and helper functions."""
     before, _, _ = str(problem["prompt"]).partition(f"def {problem['entry_point']}(")
     return before
 
 
 def run_checks(problem: Mapping[str, Any], candidate: Candidate) -> list[Check]:
-    """Runs the problem's tests, each assertion on its own."""
+    """Runs the problem's tests and records each assertion separately."""
     checks: list[Check] = []
 
     def note(test: Callable[[], object], source: str) -> None:
@@ -205,13 +207,13 @@ def run_checks(problem: Mapping[str, Any], candidate: Candidate) -> list[Check]:
         try:
             checks.append(Check(source, bool(test()), candidate.last))
         except Exception as error:
-            # Of the function, or of the comparison with what it returned, such as abs(None).
+            # Raised by the function, or by a comparison with its result, such as abs(None).
             why = candidate.last or f"{type(error).__name__}: {error}"
             checks.append(Check(source, False, why))
 
     names: dict[str, Any] = {"__note__": note}
-    # The data set's own, not the policy's. Some tests use what the prompt defines beside the function, and
-    # one calls the function by its name.
+    # This code is the data set's, not the policy's. Some tests use the prompt's helper functions, and one
+    # calls the function by name.
     exec(preamble(problem), names)
     names[str(problem["entry_point"])] = candidate
     exec(compile(noted(str(problem["test"])), "test", "exec"), names)
@@ -223,7 +225,7 @@ def run_checks(problem: Mapping[str, Any], candidate: Candidate) -> list[Check]:
 
 
 def noted(test: str) -> ast.Module:
-    """The tests with each assertion counted instead of raised; those of constants are left out."""
+    """The tests, changed to record assertions instead of raising; assertions of constants are removed."""
     return ast.fix_missing_locations(_Noting().visit(ast.parse(test)))
 
 

@@ -1,7 +1,7 @@
-"""Measures what a model gets for each problem before any training.
+"""Measures a model's reward for each problem before training.
 
-Writes baseline.json, which orders the curriculum: for each problem the mean reward of the first answer, and
-the shares of answers that parse, pass a part of the checks, and pass all.
+Writes baseline.json, which orders the curriculum. For each problem it has the mean reward of the first
+answers, and the shares of answers that parse, define the function, pass some checks, and pass all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_TOKENS = 192
 
 
 async def main(address: str, count: int, samples: int) -> None:
-    """The first `count` problems by the length of their prompt; the file has those that are done."""
+    """Measures the `count` problems with the shortest prompts, and updates the file after each."""
     judging, asking = asyncio.Semaphore(2), asyncio.Semaphore(AT_ONCE)
     table: dict[str, dict[str, float]] = {}
     async with connect(address) as penstock:
@@ -51,7 +51,7 @@ async def main(address: str, count: int, samples: int) -> None:
 
 
 async def answer(penstock: Client, row: dict[str, Any]) -> str:
-    """One answer to a problem."""
+    """Samples one answer to a problem."""
     trajectory = penstock.trajectory()
     turn = await trajectory.turn(row["messages"], max_tokens=MAX_TOKENS, temperature=1.0)
     await trajectory.fail("MEASURED")
@@ -59,7 +59,7 @@ async def answer(penstock: Client, row: dict[str, Any]) -> str:
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """Of all answers to one problem."""
+    """Means over all answers to one problem."""
     return {
         "reward": round(mean(verdict.reward for verdict in verdicts), 4),
         "parses": mean(verdict.parses for verdict in verdicts),
@@ -70,9 +70,11 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What a model gets before any training.")
+    parser = argparse.ArgumentParser(description="Measure a model's rewards before any training.")
     parser.add_argument("address", help="HOST:PORT of a server")
-    parser.add_argument("--problems", type=int, default=164, help="those with the shortest prompts")
-    parser.add_argument("--samples", type=int, default=8, help="answers to each")
+    parser.add_argument(
+        "--problems", type=int, default=164, help="number of problems, shortest first"
+    )
+    parser.add_argument("--samples", type=int, default=8, help="answers to each problem")
     given = parser.parse_args()
     asyncio.run(main(given.address, given.problems, given.samples))

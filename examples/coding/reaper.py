@@ -1,6 +1,6 @@
-"""Ends what the policy's code has started, also what it hid by a session of its own.
+"""Kills all processes that the policy's code has started, even those in a new session.
 
-A process whose parent is gone becomes a child of this one, so nothing below it gets away.
+An orphaned descendant becomes a child of this process, so no descendant can escape.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
-# Between two looks: a process that is killed does not always end at once.
+# Pause between two rounds: a killed process does not always end at once.
 LOOK_SECONDS = 0.01
 
 
 def adopt_descendants() -> None:
-    """From now on. Raises OSError."""
+    """Makes orphaned descendants children of this process from now on. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
 def end_descendants() -> None:
-    """Kills every process below this one; returns when there is none."""
+    """Kills every descendant of this process; returns when none is left."""
     while True:
         for process_id in descendants():
             with suppress(ProcessLookupError):
@@ -39,11 +39,11 @@ def end_descendants() -> None:
 
 
 def descendants() -> set[int]:
-    """Processes below this one, by /proc."""
+    """Process ids of all descendants, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            # "PID (NAME) STATE PARENT ...": a name may hold anything.
+            # "PID (NAME) STATE PARENT ...": the name may contain any characters.
             parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(entry.name))
     found: set[int] = set()

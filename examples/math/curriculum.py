@@ -1,11 +1,11 @@
-"""Prompts of rising difficulty: reasoning-gym's sums, one level after another.
+"""Prompts of rising difficulty: reasoning-gym's sums, level by level.
 
-The share of each level among the prompts moves along with the run: a level begins while the one before is
-still asked, peaks, and stays as a small part of all that follows, so that what was learned is kept.
+The mix of levels changes during the run. A level begins while the previous one is still in use, and peaks.
+After that, it keeps a small share of the prompts, so that what was learned is not lost.
 
-What is evaluated is never trained. Another seed would not do: reasoning-gym draws problem i of seed s from
-s + i, so that the seeds of two sets would have to be further apart than the sets are long, and of two terms
-of one digit there are 200 sums in all. So training passes over the very questions that evaluation asks.
+Evaluation questions are never trained. A different seed is not enough: reasoning-gym draws problem i of
+seed s from s + i, so two data sets overlap unless their seeds differ by more than their length. And there
+are only 200 sums of two one-digit terms. So training explicitly skips the questions of the evaluation.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ LEVELS: tuple[dict[str, int], ...] = (
 )
 """Settings of reasoning-gym's `chain_sum`."""
 REVISION = 0.25
-"""Part of the prompts that are of a level that is over."""
+"""Share of the prompts that come from earlier levels."""
 LEVEL_SIZE = 100_000
 HELD_OUT_SEED = 10 * LEVEL_SIZE
-"""Of evaluation: further from training's than a level is long."""
+"""Seed of the evaluation: further from training's seeds than a level is long."""
 HELD_OUT = 64
-"""Questions of each level that are evaluated and never trained; of the first level a third of all."""
+"""Questions of each level that are held out for evaluation; a third of all questions of the first level."""
 
 
 class Curriculum(Sequence[dict[str, object]]):
-    """Levels that rise over `rise` prompts, then more of the last; an index is always the same prompt."""
+    """Levels that rise over `rise` prompts, then more of the last level.
+
+    An index always gives the same prompt.
+    """
 
     def __init__(self, rise: int, seed: int) -> None:
         self._rise, self._seed = rise, seed
@@ -56,7 +59,7 @@ class Curriculum(Sequence[dict[str, object]]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         rng = random.Random(f"{self._seed} {index}")
-        # Where the run is, from zero to the number of levels; the levels blend into each other.
+        # Position in the curriculum, from zero to the number of levels; noise blends adjacent levels.
         place = index / self._rise * len(LEVELS) + rng.uniform(-0.5, 0.5)
         newest = min(max(int(place), 0), len(LEVELS) - 1)
         chosen = rng.randrange(newest + 1) if rng.random() < REVISION else newest
@@ -67,12 +70,12 @@ class Curriculum(Sequence[dict[str, object]]):
 
 
 def level(settings: dict[str, int], seed: int) -> Any:
-    """One level's problems."""
+    """The problems of one level."""
     return reasoning_gym.create_dataset("chain_sum", size=LEVEL_SIZE, seed=seed, **settings)
 
 
 def row(entry: Any, number: int) -> dict[str, object]:
-    """As the trainer's data sources take it, with what the reward needs."""
+    """A row for the trainer's data sources, with what the reward function needs."""
     return {
         "prompt": str(entry["question"]),
         "answer": str(entry["answer"]),
@@ -83,12 +86,11 @@ def row(entry: Any, number: int) -> dict[str, object]:
 
 
 def training(rise: int = 4_000, seed: int = 1) -> Curriculum:
-    """What is trained on."""
     return Curriculum(rise, seed)
 
 
 def evaluation(number: int, size: int = HELD_OUT) -> list[dict[str, object]]:
-    """The first `size`, at most HELD_OUT, different questions of one level, which training passes over."""
+    """The first `size` different held-out questions of one level; `size` is at most HELD_OUT."""
     if not 1 <= size <= HELD_OUT:
         raise ValueError(f"size: {size}; {HELD_OUT} of each level are held out")
     problems = level(LEVELS[number], HELD_OUT_SEED + number)

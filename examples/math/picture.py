@@ -1,6 +1,7 @@
-"""Draws what a run came to: `python picture.py runs/math [math.png]`.
+"""Plots the results of a run: `python picture.py runs/math [math.png]`.
 
-Above, the reward of each step, as sampled, and of each evaluation, greedy; below, the evaluations by level.
+The upper panel shows the reward of each step, as sampled, and of each evaluation, greedy. The lower panel
+shows the evaluations by level.
 """
 
 from __future__ import annotations
@@ -19,21 +20,20 @@ SMOOTHED_STEPS = 9
 
 
 def read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Steps and evaluations of a run."""
+    """The steps and the evaluations of a run."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if row.get("kind") == "evaluation"]
     return [row for row in rows if row.get("kind") != "evaluation"], evaluations
 
 
 def smooth(values: list[float]) -> list[float]:
-    """The mean of what is around each."""
+    """Moving average over SMOOTHED_STEPS values."""
     half = SMOOTHED_STEPS // 2
     around = [values[max(0, at - half) : at + half + 1] for at in range(len(values))]
     return [sum(part) / len(part) for part in around]
 
 
 def draw(folder: Path, path: Path) -> None:
-    """Writes the picture."""
     steps, evaluations = read(folder)
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True)
     at = [row["step"] for row in steps]

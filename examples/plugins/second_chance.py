@@ -1,6 +1,6 @@
-"""An agent, its reward and a filter as they are written for slime; nothing here knows of Penstock.
+"""An agent, its reward and a filter, written for slime; nothing here depends on Penstock.
 
-The policy answers, is asked to look again where it is wrong, and is scored. docs/moving.md runs it.
+If the policy's answer is wrong, it is asked to look again; then it is scored. docs/moving.md runs it.
 """
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput

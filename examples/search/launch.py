@@ -1,13 +1,13 @@
-"""Everything in one command: `.venv/bin/python examples/search/launch.py`.
+"""Runs the whole example with one command: `.venv/bin/python examples/search/launch.py`.
 
     install what is missing -> model -> corpus, indexes -> retrieval servers -> `penstock up` -> figures
 
-Options are those of `penstock up`: `--set train.run.steps=5`, `--resume`. What stands in `search.toml`, or
-in the file that `--settings` names, is the retrieval's and the agent's.
+It takes options of `penstock up`: `--set train.run.steps=5`, `--resume`. Retrieval and agent are configured
+in `search.toml`, or in the file that `--settings` names.
 
-Retrieval servers are kept running: one that dies is started again on the port it had, so that the agents'
-addresses stay true; meanwhile they ask its replicas. Where one cannot live, everything stops. Whatever
-happens to this process, the kernel ends the servers it started.
+The launcher restarts a retrieval server that dies, on the same port, so that the addresses known to the
+agents stay valid. Meanwhile agents use its replicas. If a server cannot run, everything stops. If this
+process ends for any reason, the kernel ends the servers that it started.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ HERE = Path(__file__).resolve().parent
 ADD_EXTRA = HERE.parents[1] / ".ci" / "add_extra.py"
 SERVING = re.compile(r"^retrieval serving .* at http://(\S+:\d+)$")
 UNUSABLE = 2
-"""Exit status where nothing was started."""
+"""Exit status if nothing could be started."""
 
 
 def say(who: str, what: str) -> None:
-    """One line of progress, as `penstock up` writes them."""
+    """Prints one line of progress, in the format of `penstock up`."""
     print(f"{who:8} {what}", flush=True)
 
 
 class RetrievalServers:
-    """The servers of every shard; `keep` owns them."""
+    """Runs the retrieval servers of all shards; `keep` starts and restarts them."""
 
     def __init__(self, settings: Settings, corpus: Path, logs: Path) -> None:
         self._settings, self._corpus, self._logs = settings.retrieval, corpus, logs
         self._newest: dict[str, Process] = {}
         self._serving = asyncio.Event()
         self.addresses: dict[str, str] = {}
-        """HOST:PORT of each, by its name."""
+        """HOST:PORT of each server, by its name."""
 
     @property
     def names(self) -> list[list[str]]:
-        """Those of each shard."""
+        """Names of the servers, by shard."""
         shards, replicas = self._settings.shards, self._settings.replicas
         return [
             [f"retrieval-{shard}-{replica}" for replica in range(1, replicas + 1)]
@@ -73,18 +73,18 @@ class RetrievalServers:
 
     @property
     def processes(self) -> list[Process]:
-        """The newest of each."""
+        """The latest process of each server."""
         return list(self._newest.values())
 
     async def urls(self) -> tuple[tuple[str, ...], ...]:
-        """Where each shard is served, once all of them are."""
+        """Waits until all servers serve; returns their URLs, by shard."""
         await self._serving.wait()
         return tuple(tuple(f"http://{self.addresses[name]}" for name in own) for own in self.names)
 
     async def keep(self) -> None:
-        """Starts them, and starts again what dies. Never returns.
+        """Starts the servers, and restarts those that die. Never returns.
 
-        Raises ProcessFailed where one cannot live.
+        Raises ProcessFailed if a server fails too often.
         """
         async with asyncio.TaskGroup() as keeping:
             for shard, names in enumerate(self.names, start=1):
@@ -117,13 +117,13 @@ class RetrievalServers:
             *("--shard", f"{shard}/{settings.shards}", "--kinds", kinds),
             *("--window", str(settings.window_seconds), "--max-batch", str(settings.max_batch)),
         )
-        # The cores are for the engine and the trainer.
+        # Leaves the cores to the engine and the trainer.
         environment = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
         return Command(name, arguments, self._logs / f"{name}.log", environment)
 
 
 async def run_all(settings: Settings, corpus: Path, out: Path, command: list[str]) -> int:
-    """Retrieval servers, and `penstock up` beside them; its exit status."""
+    """Runs retrieval servers and `penstock up`; returns the exit status of `penstock up`."""
     from research import settings as settings_module
 
     servers = RetrievalServers(settings, corpus, out)
@@ -154,7 +154,7 @@ async def _run_up(
     loop = asyncio.get_running_loop()
 
     def stop(number: signal.Signals) -> None:
-        # A terminal's Ctrl-C reaches `up` by itself.
+        # A terminal's Ctrl-C reaches `up` directly.
         if up.returncode is None and number is not signal.SIGINT:
             up.send_signal(number)
 
@@ -165,7 +165,7 @@ async def _run_up(
         (ended, *([keeping] if keeping else [])), return_when=asyncio.FIRST_COMPLETED
     )
     if not ended.done():
-        # The retrieval is gone for good.
+        # A retrieval server failed too often.
         up.terminate()
     status = await ended
     if keeping is not None and keeping.done():
@@ -178,18 +178,20 @@ async def _run_up(
     "--config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     default=HERE / "run.toml",
-    help="As `penstock up` takes it.",
+    help="Configuration file for `penstock up`.",
 )
 @click.option(
     "--settings",
     "settings_path",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     default=HERE / "search.toml",
-    help="Retrieval, agent, reward.",
+    help="Settings of retrieval, agent and reward.",
 )
-@click.option("--model", help="A folder or a hub's name. Default: SmolLM2-135M-Instruct.")
-@click.option("--resume", is_flag=True, help="Go on with the run in the file's folder.")
-@click.option("--prepare", "only_prepare", is_flag=True, help="Prepare everything, start nothing.")
+@click.option("--model", help="A folder, or a name on the hub. Default: SmolLM2-135M-Instruct.")
+@click.option("--resume", is_flag=True, help="Continue the run in the file's folder.")
+@click.option(
+    "--prepare", "only_prepare", is_flag=True, help="Prepare everything, but start nothing."
+)
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE")
 def main(
     config: Path,

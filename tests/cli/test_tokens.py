@@ -47,7 +47,7 @@ def test_the_file_of_tokens_says_names_roles_and_ends():
         ("x = = 1", "not TOML"),
         ("[tokens]\none = 1", "tokens.one is not a table"),
         ("tokens = 3", "tokens is not a table"),
-        ("[other]", "other tables"),
+        ("[other]", "tables other than"),
         (entry(role='"root"'), "tokens.one.role is not one of agent, trainer, admin"),
         (entry(role="[1]"), "tokens.one.role is not one of"),
         (entry(sha256='"SECRET"'), "tokens.one.sha256 is not 64"),

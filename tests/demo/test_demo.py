@@ -275,7 +275,7 @@ async def test_a_log_without_room_holds_no_process_up(
         assert await process.wait() == 0
     assert [line.split()[0] for line in lines] == [str(number) for number in range(40)]
     assert [record.message for record in caplog.records] == [
-        "/dev/full: [Errno 28] No space left on device; what comes is left out until that is over"
+        "/dev/full: [Errno 28] No space left on device; dropping output until this is resolved"
     ]
 
 

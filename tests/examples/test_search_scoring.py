@@ -98,5 +98,5 @@ def test_questions_know_the_chunks_that_hold_their_answer() -> None:
 
 
 def test_another_form_of_the_data_is_refused() -> None:
-    with pytest.raises(corpus.CorpusUnavailable, match="another form"):
+    with pytest.raises(corpus.CorpusUnavailable, match="unexpected format"):
         corpus.build([{"id": "1", "query": "What?", "answers_text": []}], [])

@@ -1,12 +1,12 @@
-"""A TCP proxy that disturbs its traffic.
+"""A TCP proxy that injects network faults.
 
     client -- up --> Proxy -- up --> server
     client <- down -- Proxy <- down - server
 
-Each direction has conditions that can change at any time and apply from the next byte on. They are
-latency, a rate, darkness (bytes wait, none are lost), and a probability that a bit of a piece
-flips. Connections can be reset, closed in one direction, and cut after a number of bytes. The
-proxy's buffers are bounded, so the sender feels backpressure as on a network.
+Each direction has conditions that may change at any time and apply from the next byte on. They are latency,
+a rate, darkness (nothing gets through, but nothing is lost), and a chance that a bit of a piece flips.
+Connections can be reset, closed in one direction, and cut after a number of bytes. The proxy buffers a
+bounded amount, so a sender is slowed down as by a real network.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from enum import Enum
 PIECE_BYTES = 16 * 1024
 PIECES_UNDER_WAY = 64
 RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER value with which a close sends a reset."""
+"""SO_LINGER value that turns a close into a reset."""
 
 
 class Way(Enum):
-    """The direction of bytes."""
+    """Direction of the bytes."""
 
     UP = "up"
-    """To the server."""
+    """Towards the server."""
     DOWN = "down"
-    """To the client."""
+    """Towards the client."""
 
 
 class Conditions:
@@ -41,28 +41,29 @@ class Conditions:
     def __init__(self, rng: random.Random) -> None:
         self.latency_seconds = 0.0
         self.bytes_per_second = 0.0
-        """0 means unlimited."""
+        """Zero means no limit."""
         self.flips = 0.0
-        """Probability that one bit of a piece flips."""
+        """Chance that one bit of a piece is flipped."""
         self.flipped = 0
         self._rng = rng
         self._lit = asyncio.Event()
         self._lit.set()
 
     def go_dark(self) -> None:
-        """Hold back all bytes from now on."""
+        """Stops all bytes from now on."""
         self._lit.clear()
 
     def go_on(self) -> None:
-        """Let the held bytes through, and all that follow."""
+        """Releases the bytes that were held, and lets all later ones through."""
         self._lit.set()
 
     def clear(self) -> None:
+        """Restores normal conditions in this direction."""
         self.latency_seconds = self.bytes_per_second = self.flips = 0.0
         self.go_on()
 
     async def pass_through(self, piece: bytes, read_at: float) -> bytes:
-        """Delay a piece as the conditions require; return it as it arrives."""
+        """Delays a piece according to the conditions; returns it as it arrives."""
         now = asyncio.get_running_loop().time()
         late = read_at + self.latency_seconds - now
         if self.bytes_per_second:
@@ -85,14 +86,14 @@ class Connection:
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter
     left: dict[Way, int | None] = field(default_factory=lambda: {Way.UP: None, Way.DOWN: None})
-    """Bytes that still get through before the connection is cut. None means all."""
+    """Bytes that still get through before the cut; None means all."""
 
     def towards(self, way: Way) -> asyncio.StreamWriter:
         """The writer for the bytes of a direction."""
         return self.server if way is Way.UP else self.client
 
     def reset(self) -> None:
-        """Reset the connection, at both peers."""
+        """Resets the connections to both peers."""
         for writer in (self.client, self.server):
             found = writer.get_extra_info("socket")
             if found is not None and found.fileno() >= 0:
@@ -100,7 +101,7 @@ class Connection:
             writer.transport.abort()
 
     def half_close(self, way: Way) -> None:
-        """End one direction at its receiver. The other direction continues."""
+        """Ends one direction for its receiver; the other direction continues."""
         writer = self.towards(way)
         with contextlib.suppress(OSError, RuntimeError):
             if writer.can_write_eof():
@@ -115,28 +116,28 @@ class Proxy:
         self.connections: set[Connection] = set()
         self.accepted = 0
         self.refusing = False
-        """Whether new connections are reset at once."""
+        """Whether new connections are reset immediately."""
         self.address = ""
         self._port = port
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def up(self) -> Conditions:
-        """Conditions of the bytes to the server."""
+        """Conditions towards the server."""
         return self.conditions[Way.UP]
 
     @property
     def down(self) -> Conditions:
-        """Conditions of the bytes to the client."""
+        """Conditions towards the client."""
         return self.conditions[Way.DOWN]
 
     def go_dark(self) -> None:
-        """Hold back all bytes in both directions."""
+        """Stops all bytes in both directions."""
         for conditions in self.conditions.values():
             conditions.go_dark()
 
     def clear(self) -> None:
-        """Remove all conditions. Cut connections stay cut."""
+        """Restores normal conditions; cut connections stay cut."""
         self.refusing = False
         for conditions in self.conditions.values():
             conditions.clear()
@@ -154,12 +155,12 @@ class Proxy:
             connection.half_close(way)
 
     def truncate_all(self, way: Way, length: int) -> None:
-        """Cut every connection mid-message, with a reset after this many more bytes."""
+        """Resets every connection mid-message, after this many more bytes."""
         for connection in self.connections:
             connection.left[way] = length
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle one connection until it ends."""
+        """Handles one connection until it ends."""
         self.accepted += 1
         task = asyncio.current_task()
         assert task is not None
@@ -176,7 +177,7 @@ class Proxy:
             return
         self.connections.add(connection)
         try:
-            # Cancelled by `close`. asyncio would log a cancelled handler as an error.
+            # Cancelled by `close`. asyncio would report a handler that ends this way as an error.
             with contextlib.suppress(asyncio.CancelledError):
                 async with asyncio.TaskGroup() as pumps:
                     pumps.create_task(self._pump(connection, reader, Way.UP))
@@ -187,9 +188,7 @@ class Proxy:
                 end.transport.abort()
 
     async def _pump(self, connection: Connection, reader: asyncio.StreamReader, way: Way) -> None:
-        """Read one side's bytes, and queue them for `_write`, which delays and sends them to the
-        other side.
-        """
+        """Reads one side's bytes, delays them as the conditions say, and writes them to the other side."""
         pieces: asyncio.Queue[tuple[bytes, float] | None] = asyncio.Queue(PIECES_UNDER_WAY)
         writing = asyncio.create_task(self._write(connection, pieces, way))
         clock = asyncio.get_running_loop().time
@@ -227,9 +226,10 @@ class Proxy:
             connection.reset()
         finally:
             while not pieces.empty():
-                pieces.get_nowait()  # Lets a reader that waits for room continue and end.
+                pieces.get_nowait()  # Wakes the reader if it waits for room, so that it sees the end.
 
     async def close(self) -> None:
+        """Closes all connections of the proxy."""
         self.reset_all()
         for task in list(self._tasks):
             task.cancel()

@@ -1,8 +1,8 @@
-"""F14: power is lost. The log of writes and syncs is cut anywhere; what was acknowledged survives.
+"""F14: power loss. The log of writes and syncs is cut at any point; everything acknowledged must survive.
 
-A disk may have kept the following when power failed. Of each file: everything before its last sync,
-and any sectors of what was written since. Of each folder: every name up to its last sync, and any
-of the names that were added or removed later.
+The model of a disk after power loss: of each file, everything before its last sync is kept. Of later writes
+any part may be kept, sector by sector. Of each folder, every name up to its last sync is kept, and of later
+additions and removals of names any may be.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEGMENT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Event:
-    """One operation on the disk, or one acknowledgement to a caller."""
+    """One event: a change of the disk, or an acknowledgement to a caller."""
 
     kind: str
     file: int = 0
@@ -47,7 +47,6 @@ class Tape:
     events: list[Event] = field(default_factory=list[Event])
 
     def record(self, patch: pytest.MonkeyPatch) -> None:
-        """Record all operations from now on."""
         files = itertools.count(1)
         numbers: dict[int, int] = {}
         names: dict[str, int] = {}
@@ -98,17 +97,17 @@ class Tape:
         patch.setattr(journal_segment, "sync_folder", recorded_sync_folder)
 
     def told(self, name: str) -> None:
-        """Note that this was acknowledged to a caller as durable."""
+        """Records that a caller got an acknowledgement that this is durable."""
         self.events.append(Event("told", name=name))
 
     def gone(self, name: str) -> None:
-        """Note that no caller needs this any more."""
+        """Records that this is of no use from now on."""
         self.events.append(Event("gone", name=name))
 
     def disk(self, cut: int, rng: random.Random, folder: Path) -> set[str]:
-        """Write what a disk may hold if power fails after `cut` events.
+        """Writes a disk as it may be if power went after this many events.
 
-        Returns the acknowledged records that are still needed.
+        Returns what was acknowledged as durable by then, without what had become useless.
         """
         happened = self.events[:cut]
         synced = {event.file: index for index, event in enumerate(happened) if event.kind == "sync"}
@@ -148,7 +147,7 @@ class Tape:
 
 
 async def write_some(folder: Path, tape: Tape, rng: random.Random) -> None:
-    """Write a journal: appends of all sizes, one by one and many at a time, over several segments."""
+    """A journal's life: appends of all sizes, singly and many at once, over several segments."""
     journal = LogJournal(folder, durability="fsync", max_bytes=1 << 30, segment_bytes=SEGMENT_BYTES)
     async for _ in journal.replay():
         pass
@@ -167,9 +166,9 @@ async def write_some(folder: Path, tape: Tape, rng: random.Random) -> None:
 
 
 async def write_and_compact(folder: Path, tape: Tape, rng: random.Random) -> None:
-    """Write a journal until it was compacted twice. Records are live for a while and then released."""
+    """A second life, in which records become useless after a while and are compacted, twice."""
     live: dict[str, Stored | None] = {}
-    """Live records, with their place if held; None for those that only the snapshot contains."""
+    """Positions of the live records; None for those that are only in the state."""
 
     def snapshot() -> list[Record | Stored]:
         return [
@@ -198,13 +197,13 @@ async def write_and_compact(folder: Path, tape: Tape, rng: random.Random) -> Non
                 journal.release(found)
         if journal.compactions >= 2:
             break
-        # Let the compaction make progress in between.
+        # Compaction continues concurrently.
         await asyncio.sleep(rng.choice([0, 0, 0.002]))
     await journal.close()
 
 
 def read_lost(folder: Path, told: set[str]) -> list[str]:
-    """Read the records that a server would find. They must include every acknowledged one."""
+    """Reads the journal as a server does. It must contain everything that was acknowledged."""
     try:
         found = [
             record.tasks_known.task_ids[0]
@@ -225,7 +224,7 @@ async def test_what_was_acknowledged_survives_the_loss_of_power(
         with pytest.MonkeyPatch.context() as patch:
             tape.record(patch)
             await write_some(folder, tape, rng)
-        # Cut one tape several times, because recording costs more than cutting.
+        # Several cuts of one recording, because recording costs more than cutting.
         for _ in range(CUTS):
             lost = tmp_path / f"lost-{rng.random()}"
             lost.mkdir()
@@ -272,7 +271,7 @@ CUTS = 10
 
 
 async def go_on(folder: Path, found: list[str]) -> None:
-    """Another server continues from these files, and its new record is found as well."""
+    """Checks that another server can continue the journal, and that its appends are found too."""
     journal = LogJournal(folder, durability="fsync", max_bytes=1 << 30, segment_bytes=SEGMENT_BYTES)
     replayed = [stored async for _, stored in journal.replay()]
     assert len(replayed) == len(found)

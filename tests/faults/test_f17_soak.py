@@ -1,23 +1,21 @@
-"""F17: soak. Many groups pass through a server that is killed and restarted, and that must never
-grow.
+"""F17: soak. Many groups pass through a server that is killed and restarted, and that must not grow.
 
     make soak GROUPS=1000000
 
-Everything but the model is real. `penstock serve` runs around the fake engine in a separate
-process, with its journal on disk. Agents, and the trainer's end of `Exchange`, talk to it over the
-wire from this process. The server is killed with SIGKILL every `--soak-restart-seconds`, and at
-least once. The others notice no more than a pause. A separate soak of three tenths of the groups
-runs in one life.
+Everything but the model is real. `penstock serve`, with the fake engine and its journal on disk, is a
+separate process. Agents and the trainer's end of `Exchange` are in this process and use the wire. The
+server is killed (-9) every `--soak-restart-seconds`, and at least once; its callers see only a pause.
+Another soak, with three tenths of the groups, runs without a kill.
 
-What the server remembers of the past is bounded, and full from the start: its first journal was
-left by a server that had served more than it remembers. Its tables are as small as possible after
-recovery. They double once, before all of their entries have been replaced. So memory within a life
-is judged only after that. What still grows then grows with every group. Lives too short for this
-are compared with each other.
+The server's memory of the past is bounded, and already full at the start: the initial journal was left by a
+server that had served more groups than it remembers. Tables read from the journal are as small as possible.
+They double once, before all of their entries have been replaced. So memory within a life is measured only
+after that; what grows then grows with every group. Lives that are too short for that are compared with each
+other.
 
-Afterwards each task was trained once, counted in an array with a byte for each. The journal holds
-nothing that waits. The server's resident memory, its files and the journal's folder stayed the
-same. Memory is judged by its median slope (`report.slope`).
+Afterwards, each task must have been trained exactly once, and the journal must hold nothing that waits. The
+server's resident memory, its files and the journal's folder must not have grown. Memory is judged by the
+median slope (`report.slope`).
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ from tests.support.processes import Server, server_process
 
 T = TypeVar("T")
 
-# Each wait has its own limit (`STUCK_SECONDS`), because the whole run may take hours.
+# A call that takes longer than this is stuck; the run itself may take hours.
 pytestmark = pytest.mark.timeout(0)
 STUCK_SECONDS = 120.0
 
@@ -71,18 +69,18 @@ CONCURRENCY = 96
 TOKENS = 32
 SEGMENT_BYTES = 8 << 20
 PAST_BYTES = 64 << 20
-"""Segment size with which the past fits without compaction. None of it is live state."""
+"""Segment size at which the past fits without compaction, because no state would hold it."""
 SAMPLES_OF_A_LIFE = 120
 REMEMBERED = max(known_tasks.MAX_PAST, task_queue.MAX_REMEMBERED_GROUPS)
-"""After this many groups, the server itself has put in everything that it remembers."""
+"""Groups after which every entry that a server remembers was added in its own life."""
 
 SLOPE_BYTES_PER_HOUR = 1 << 20
 NOISE_BYTES = 4 << 20
-"""Memory that an allocator has not yet returned at a given moment."""
+"""Memory that an allocator may hold at one moment and have returned at the next."""
 JOURNAL_BYTES = 192 << 20
-"""Four times the remembered state, plus eight segments: see docs/journal.md, "Compaction"."""
+"""Four times what is remembered, plus eight segments; see docs/journal.md, "Compaction"."""
 MORE_FILES = 4 + AGENTS + 2
-"""Segments during a compaction, one connection for each agent, and two for the trainer."""
+"""Segments during compaction, a connection for each agent, and two for the trainer."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class Moment:
     """The server's resources at one time."""
 
     seconds: float
-    """Since the run began."""
+    """Seconds since the run began."""
     groups: int
     """Groups trained by then."""
     process: Footprint
@@ -105,12 +103,12 @@ class Soak:
     rng: random.Random
     kill: bool = True
     half: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when half of the tasks are trained. Until then the first kill waits at most."""
+    """Set when half of the tasks are trained; the server is first killed at this point at the latest."""
     killed: asyncio.Event = field(default_factory=asyncio.Event)
     trained: np.ndarray = field(init=False)
-    """How often each task was trained, in a byte for each."""
+    """How often each task was trained, one byte each."""
     used: int = 0
-    """Number of trained groups."""
+    """Number of groups trained."""
     lives: list[list[Moment]] = field(default_factory=lambda: [[]])
     lost_attempts: int = 0
     deliveries: int = 0
@@ -121,11 +119,11 @@ class Soak:
 
     @property
     def kills(self) -> int:
-        """How often the server was killed."""
+        """Number of kills of the server."""
         return len(self.lives) - 1
 
     async def run(self) -> None:
-        """Run until every task is trained."""
+        """Runs until every task is trained."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             others = [tasks.create_task(self._agent(number)) for number in range(AGENTS)]
@@ -139,7 +137,7 @@ class Soak:
     # The server
 
     async def _fell(self, began: float) -> None:
-        """Measure the server regularly, and kill it when its time has come."""
+        """Samples the server's resources, and kills it when its time has come."""
         while True:
             since = time.monotonic()
             while not self._due(since):
@@ -248,10 +246,10 @@ class Soak:
         await exchange.close(timeout_seconds=10.0)
 
     async def _receive_again(self, exchange: Exchange, client: Client) -> None:
-        """Receive used groups whose receipt the killed server did not record.
+        """Acknowledges groups that arrived before a kill of the server and were used after it.
 
-        The restarted server delivers them again on demand. The trainer recognises them and sends
-        the receipt again.
+        The restarted server lacks their receipts and waits for demand. The exchange recognises such a group
+        when it arrives again, and sends its receipt then.
         """
         while waiting := (await _patiently(client.server_info)).load.buffered_group_count:
             wanted = exchange.delivery_count + waiting
@@ -261,12 +259,12 @@ class Soak:
 
 
 async def _submit(client: Client, numbers: range) -> None:
-    """Submit tasks. A restarted server recognises those that were already accepted."""
+    """Submits tasks until they are accepted. Tasks that a killed server accepted are known to the next."""
     await _patiently(lambda: client.submit_tasks([_task(number) for number in numbers]))
 
 
 async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
-    """Retry until it succeeds. These client calls do not wait for a server that is gone."""
+    """Retries without a limit, because these calls of a client do not wait for a lost server."""
     while True:
         try:
             return await ask()
@@ -285,11 +283,11 @@ def _task(number: int) -> Task:
 
 
 async def _nothing_to_restore(_: trainer_service_pb2.Welcome) -> None:
-    """The fake engine's weights never change here, so there is nothing to restore."""
+    """The fake engine's weights never change in this test."""
 
 
 async def leave_past(folder: Path, count: int) -> None:
-    """Write the journal of a server that had served `count` groups, all of which are final."""
+    """Writes the journal of a server that had served this many groups, all of them final."""
     journal = LogJournal(folder, durability="process", max_bytes=1 << 30, segment_bytes=PAST_BYTES)
     await journal.start(list)
     await journal.append([tasks_known(f"p{number:08d}" for number in range(count))])
@@ -304,14 +302,14 @@ async def leave_past(folder: Path, count: int) -> None:
 
 
 def check_journal(folder: Path) -> None:
-    """Check that the journal holds no unfinished work."""
+    """Checks that the journal holds nothing that is still to be done."""
     found = recover(read_records(find_files(folder), Reading()))
     left = (found.pending, found.groups, found.finished, found.trajectories)
     assert not any(left), left
 
 
 def settled(life: Sequence[Moment]) -> list[Moment]:
-    """The moments after the server itself has put in everything it remembers."""
+    """The samples taken after every remembered entry was added in this life."""
     return [moment for moment in life if moment.groups - life[0].groups >= REMEMBERED]
 
 
@@ -322,12 +320,12 @@ def by_hour(moments: Sequence[Moment]) -> float:
 
 
 def beyond_noise(moments: Sequence[Moment]) -> float:
-    """The same, without the slope that noise alone may cause over this time."""
+    """The same, without the noise that is possible over such a time."""
     return by_hour(moments) - NOISE_BYTES / ((moments[-1].seconds - moments[0].seconds) / 3600)
 
 
 def over_lives(lives: Sequence[Sequence[Moment]]) -> float:
-    """Median growth of resident memory from life to life, in bytes per hour."""
+    """Median slope of a life's resources, from life to life, in bytes per hour."""
     if len(lives) < 2:
         return 0.0
     taken = [
@@ -359,7 +357,7 @@ async def test_groups_without_end_do_not_make_the_server_grow(
 
 
 def judge(report: Report, soak: Soak, asked: int, test: str) -> None:
-    """Judge kills, memory, files and the journal's folder."""
+    """Adds verdicts on kills, memory, files and the journal's folder."""
     whole = [life for life in soak.lives if len(life) >= SAMPLES_OF_A_LIFE // 2]
     long = [life for life in map(settled, whole) if len(life) >= SAMPLES_OF_A_LIFE // 2]
     across = over_lives(whole)

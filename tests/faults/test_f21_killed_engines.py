@@ -1,16 +1,15 @@
-"""F21: engine servers of a pool are killed with SIGKILL at random, while a real trainer trains a
-tiny model.
+"""F21: kill -9 of a pool's engine servers, at random, while a real trainer trains a tiny model.
 
-The hub and its worker are in this process. Each engine server is a separate process, which is
-killed during whatever it does, including uploads of weights, and restarted on the same port. At
-least one stays alive. During or after the run:
+The hub and its worker are in this process. Each engine server is a separate process. It is killed in the
+middle of whatever it does, including weight uploads, and restarted on the same port. At least one is left
+alive. Invariants, checked during the run or afterwards:
 
-- Every token that the hub holds is what its version samples there. The fake engine's own rule shows
-  that or, with vLLM, Hugging Face's forward pass with the weights that the hub received.
+- Every token that the hub holds is what its version samples. This is checked by the fake engine's own rule
+  or, with vLLM, by Hugging Face's forward pass under the weights that the hub was given.
 - No attempt failed for lack of an engine.
-- Each accepted group is trained once, according to the ledger, and no token with a lag above
-  `max_lag`. The step must have masked every token that is older by the hub's recorded versions.
-- Turns keep finishing: no pause between two is longer than STUCK_SECONDS. The longest is reported.
+- By the trainer's ledger, each accepted group is trained once, and no token with a lag above `max_lag`. By
+  the versions that the hub recorded, every older token is among those that the step reports as masked.
+- Turns finish all the time: no pause between two is longer than STUCK_SECONDS. The longest is reported.
 """
 
 from __future__ import annotations
@@ -59,54 +58,48 @@ from tests.trainer.test_end_to_end import configure
 MAX_LAG = 2
 STEP_SECONDS = "0.004"
 STUCK_SECONDS = 60.0
-"""Longest allowed time without a finished turn while an engine lives.
-
-It may be spent on turns that are placed again, starts, switches or the trainer's steps. The longest
-in 400 kills on two cores was 4.2 s. A busy machine may take many times as long, but a deadlock
-takes longer than this.
-"""
+"""Maximum time without a finished turn while an engine lives. It includes placing turns again, starts,
+switches and the trainer's steps. The longest in 400 kills on two cores was 4.2 s. A busy machine may take
+many times as long; a run that is really stuck takes longer than this."""
 VLLM_COUNTS = {2: 50, 4: 150}
-"""The most kills, by the number of engines in the pool. Each start of vLLM takes a core for 20 to
-45 s. Of two engines only one may be away at a time, of four up to three.
-"""
+"""Maximum kills, by the engines of the pool. Each start of vLLM takes a core for 20 to 45 s. Of two engines
+only one may be down at a time, of four three."""
 TEST = "tests/faults/test_f21_killed_engines.py::"
 RULES = PoolRules(look_seconds=0.2, flush_seconds=0.02, whole_flush_seconds=0.02)
 
 
 class Explains(Protocol):
-    """Checks whether the tokens of a trajectory are what their versions sample."""
+    """Checks that the tokens of a trajectory are what its versions sample."""
 
     def begin(self, hub: Harness, pool: PoolEngine) -> None:
-        """Observe this hub from now on."""
+        """Starts to record from now on."""
         ...
 
     def check(self, record: Any) -> int:
-        """Check a closed trajectory; return its number of sampled tokens. Raises AssertionError,
-        KeyError.
-        """
+        """Returns the number of tokens checked. Raises AssertionError, KeyError."""
         ...
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of engine server, and how to check its tokens."""
+    """The kind of engine servers in a pool."""
 
     name: str
     command: tuple[str, ...]
     options: tuple[str, ...]
     explains: Callable[[Path], Explains]
     in_flight: str
-    """What a switch does with turns in flight."""
+    """What a switch does to turns in flight."""
     seconds: float
-    """The time that one kill may take."""
+    """Time limit for one kill."""
     test: str
     niceness: int = 0
-    """Niceness of running engine servers. Starting ones get priority, or a start would take minutes."""
+    """Niceness of engine servers that serve. Starting ones go first; otherwise a start takes minutes."""
 
 
 @dataclass
 class Engines:
-    """Engine servers that are killed and restarted."""
+    """Runs engine servers, and kills and restarts them."""
 
     rng: random.Random
     niceness: int = 0
@@ -115,7 +108,7 @@ class Engines:
     kills: int = 0
 
     async def fell(self, count: int) -> None:
-        """Kill `count` times. Each server is restarted after a while, and one is always alive."""
+        """Kills this many times; each server comes back after a while, and one always lives."""
         self.alive = set(range(len(self.servers)))
         for number in self.alive:
             self.give_way(number)
@@ -137,16 +130,16 @@ class Engines:
         self.alive.add(number)
 
     def give_way(self, number: int) -> None:
-        """Lower the priority of a running server and of its engine process."""
+        """Lowers the priority of a server that serves, and of its child, the engine's process."""
         pid = self.servers[number].process.pid
         for process in (psutil.Process(pid), *engines_of(pid)):
-            # Only root may go below the niceness that a process was started with.
+            # Only root may lower the niceness with which it was started.
             process.nice(max(process.nice(), self.niceness))
 
 
 @dataclass
 class Watch:
-    """Checks each trajectory as the hub closes it."""
+    """Records every trajectory that the hub closes."""
 
     explains: Explains
     closed: int = 0
@@ -154,11 +147,11 @@ class Watch:
     problems: list[str] = field(default_factory=list[str])
     pauses: list[float] = field(default_factory=list[float])
     versions: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
-    """For each trajectory with a reward: the number of tokens of each version, as the hub recorded it."""
+    """For each trajectory with a reward: number of tokens by version, as the hub recorded it."""
     _last: float | None = None
 
     def over(self, hub: Harness, pool: PoolEngine) -> None:
-        """Watch this hub from now on."""
+        """Starts to record from now on."""
         self.explains.begin(hub, pool)
         store = hub.serving.store
         close = store.close
@@ -171,7 +164,7 @@ class Watch:
                 self.tokens += self.explains.check(record)
                 self.closed += 1
             except (AssertionError, KeyError) as error:
-                # The hub continues, and the test fails at the end.
+                # The hub continues, and the test fails at its end.
                 self.problems.append(f"{record.trajectory_id}: {error!r}")
             if not outcome.HasField("failure"):
                 counts: Counter[int] = Counter()
@@ -185,24 +178,21 @@ class Watch:
 
 
 Content = tuple[int, ...]
-"""A version's contents: the checksum of each tensor. Empty for the model as loaded."""
+"""A version's tensor checksums, by tensor; empty for the model as loaded."""
 
 
 @dataclass
 class ByRule:
-    """Checks the fake engine's tokens, which follow from their prefix and version."""
+    """The fake engine's tokens follow from the prefix and the version."""
 
     sampled_by: dict[int, tuple[int, Content]] = field(
         default_factory=dict[int, "tuple[int, Content]"]
     )
-    """Hash of a prefix -> the engine server's version of the next token, and the contents it had
-    received under that number.
-
-    The fake engine samples by its own number. It differs from the hub's if the hub had to send a
-    version twice.
-    """
+    """By the hash of a prefix: the engine server's number for the version that sampled the next token, and
+    the weights it was given under that number. The fake engine samples by that number. It differs from the
+    hub's if the hub had to give it one version twice."""
     versions: dict[int, Content] = field(default_factory=lambda: {0: ()})
-    """The contents that the hub received under each version."""
+    """The weights that the hub was given, by version."""
 
     def begin(self, hub: Harness, pool: PoolEngine) -> None:
         for member in pool.members:
@@ -222,9 +212,7 @@ class ByRule:
         versions.on_accepted = note
 
     def _listen(self, server: EngineServer) -> None:
-        """Record the versions that the engine server receives, and the version it reports for each
-        token.
-        """
+        """Records the weights that an engine server is given, and its version for each token."""
         generate, stage = server.generate, server.stage
         given: dict[int, Content] = {0: ()}
 
@@ -263,7 +251,7 @@ class ByRule:
 
 
 class ByForward:
-    """Checks that vLLM's tokens have the log-probabilities that their version's weights give them."""
+    """vLLM's tokens have the log-probabilities given by their version's weights."""
 
     def __init__(self, model: Path) -> None:
         from safetensors.numpy import load_file
@@ -297,7 +285,7 @@ class ByForward:
 
 
 def _tensors(staged: Staged) -> dict[str, Any]:
-    # torch warns about read-only arrays, and warnings are errors here.
+    # torch warns about arrays that are not writable, and a warning is an error here.
     data = bytearray(staged.weights.path.read_bytes())
     return {
         tensor.name: np.frombuffer(
@@ -325,7 +313,7 @@ VLLM = Kind(
         *("--kv-cache-memory-bytes", str(20 << 20)),
     ),
     ByForward,
-    # The version on a token is then also the version that computed its cache.
+    # The version that computed a turn's cache is then the version of its tokens.
     in_flight="recompute",
     seconds=120.0,
     test="test_killed_vllm_engines_cost_a_pool_nothing_but_time",
@@ -357,7 +345,7 @@ async def engine_processes(
 async def test_killed_engines_cost_a_pool_nothing_but_time(
     model: Path, nursery: Nursery, tmp_path: Path, report: Report
 ) -> None:
-    # By default, a pool of two is enough to see whether it works at all.
+    # By default, a pool of two is enough to check that it works at all.
     for engines in (2,) if report.count is None else (2, 4):
         await kill_some(FAKE, engines, report.count or COUNT, model, nursery, tmp_path, report)
 
@@ -384,7 +372,7 @@ async def kill_some(
     folder: Path,
     report: Report,
 ) -> None:
-    """Run one pool through `count` kills, and add the verdict."""
+    """Checks that a pool survives this many kills, and adds the verdicts."""
     name = f"one of {engines} engines killed while it trains"
     run = Engines(random.Random(f"{report.seed} {name}"), kind.niceness)
     try:
@@ -409,7 +397,7 @@ async def kill_and_train(
     engines: int,
     count: int,
 ) -> str:
-    """Run one pool from its first engine to the final checks; return the measurements."""
+    """Runs one pool from its first engine to the final checks; returns the measurements."""
     watch, accepted = Watch(kind.explains(model)), Accepted()
     async with engine_processes(folder, model, kind, engines) as servers:
         run.servers = servers
@@ -442,7 +430,7 @@ async def train(
     run: Engines,
     count: int,
 ) -> Stand:
-    """Run one trainer for as long as engines are killed, and a little longer."""
+    """Runs one trainer as long as engines are killed, and a little longer."""
     config = configure(
         folder,
         model,
@@ -472,10 +460,10 @@ async def train(
 
 
 def check_lag(stand: Stand, watch: Watch) -> int:
-    """Check that no token trained according to the ledger is older than the contract allows.
+    """Checks that no step in the ledger trained a token beyond the maximum lag.
 
-    Every token that is too old by the hub's recorded versions must be among those that its step
-    masked. Returns their number.
+    By the versions that the hub recorded, each token that is too old is among those that its step masked.
+    Returns the number of such tokens.
     """
     entries = read_ledger(stand.folder / "out" / "ledger.jsonl")
     steps = [entry for entry in entries if isinstance(entry, StepEntry)]
@@ -489,7 +477,7 @@ def check_lag(stand: Stand, watch: Watch) -> int:
         assert sampled.total(), f"step {entry.step} trained nothing that the hub has closed"
         too_old = sum(n for version, n in sampled.items() if held - version > MAX_LAG)
         assert too_old <= masked[entry.step], f"step {entry.step}: {sampled} with {held}"
-        # No token can come from a future version.
+        # Tokens from a newer version than the trainer's cannot exist.
         assert max(sampled) <= held, f"step {entry.step}: {sampled} with {held}"
         held, found = entry.weight_version, found + too_old
     return found

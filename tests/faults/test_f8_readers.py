@@ -1,15 +1,13 @@
-"""F8: callers that never read cost the server bounded memory, and do not slow down other callers.
+"""F8: callers that never read their answers cost bounded memory, and do not slow down other callers.
 
     make faults ARGS="-k f8 --fault-seconds 600"
 
-They ask for turns, and for leases of large tasks, each on a separate connection, and read none of
-the answers. A caller that is cut off, or whose answer is complete, asks again at once. Meanwhile
-other callers take turns.
-
-Their speed is compared with that at a second server, where as many callers ask for the same and do
-read. It is measured in slices, alternating between the servers, while both have all their callers.
-So other load on the machine affects both alike. A third server has no other callers at all, and
-shows the speed when nothing else samples.
+Non-reading callers request turns and leases of large tasks, each on its own connection, and read no
+answers. A caller that is cut off, or has nothing more to get, requests again immediately. Other callers
+take turns meanwhile. Their speed is compared with that at a second server, where as many callers make the
+same requests and do read. Both servers have all their callers all the time, and speed is measured in
+alternating slices. So other load of the machine affects both equally. For comparison, the speed is also
+measured at a third server, which has no other callers.
 """
 
 from __future__ import annotations
@@ -55,26 +53,26 @@ SLICE_SECONDS = 1.5
 QUICK_SLICE_SECONDS = 0.2
 QUICK_SLICES = 6
 TURN_TOKENS = 15_000
-"""More tokens than the buffers on the way to a caller that does not read can hold."""
+"""More bytes than the buffers between server and a non-reading caller hold."""
 TURN_SECONDS = 30.0
-"""Time after which a caller that reads nothing asks again, if it was not cut off before."""
+"""Time after which a non-reading caller requests again, unless it was cut off before."""
 STALLED_SECONDS = 5
 BUDGET_MIB = 128
 """The servers' `limits.memory_bytes`, in MiB."""
 TASK_TOKENS = 10_000
-"""Prompt tokens of each leased task: 40 KB."""
+"""Size of the prompt of each leased task: 40 KB."""
 TASKS_MIB = 512
-"""`limits.memory_bytes` in MiB for the test that needs room for all of these tasks at once."""
+"""`limits.memory_bytes` for a server that must have room for all of these at once."""
 TASKS_EACH = 700
-"""Tasks for each caller that does not read: more than the buffers on the way to it can hold."""
+"""Tasks for each non-reading caller: more than the buffers between it and the server hold."""
 BATCH = 100
 STREAMS, QUICK_STREAMS = 8, 1
-"""Callers that lease large tasks. Their number is limited, because the tasks themselves need memory."""
+"""Callers with this many large tasks each; the tasks need memory in proportion."""
 BUDGET_BYTES = 8 << 20
-"""The most memory that a caller that does not read may cost the server."""
+"""Memory that a non-reading caller may cost the server."""
 SPEED = 0.95
 QUICK_SPEED = 0.5
-"""The limit for a run too short to measure more."""
+"""Requirement for a run that is too short for a stricter one."""
 PATIENCE_SECONDS = 30.0
 NUMBERS = itertools.count()
 
@@ -97,7 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[ServerProcess]
 
 @contextlib.asynccontextmanager
 async def connected(server: ServerProcess) -> AsyncGenerator[Harness]:
-    """A separate connection to a server."""
+    """A connection to a server that is shared with no other caller."""
     options = client_options(own_connection=True)
     async with grpc.aio.insecure_channel(server.address, options=options) as channel:
         unused = cast("Any", None)
@@ -105,7 +103,7 @@ async def connected(server: ServerProcess) -> AsyncGenerator[Harness]:
 
 
 async def take_turns(harness: Harness, seconds: float) -> float:
-    """Turns per second of callers that do read, without the lateness of this process."""
+    """Measures turns per second of callers that read, while this process is not late itself."""
     turns = 0
     clock = asyncio.get_running_loop().time
     begun = clock()
@@ -128,7 +126,7 @@ async def take_turns(harness: Harness, seconds: float) -> float:
 
 
 async def long_turns(harness: Harness, closer: Harness, *, read: bool) -> None:
-    """Take one long turn after another on a connection until cancelled, reading everything or nothing."""
+    """Takes one long turn after the other on a connection until stopped, reading or not."""
     while True:
         name = f"long-{next(NUMBERS)}"
         request = GenerateRequest(
@@ -149,7 +147,7 @@ async def long_turns(harness: Harness, closer: Harness, *, read: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def callers(server: ServerProcess, count: int, *, read: bool) -> AsyncGenerator[Harness]:
-    """Run `count` callers with long turns; yield another caller's connection."""
+    """This many callers with long turns, and a connection for another caller."""
     async with contextlib.AsyncExitStack() as stack:
         other = await stack.enter_async_context(connected(server))
         places = [await stack.enter_async_context(connected(server)) for _ in range(count)]
@@ -165,7 +163,7 @@ async def callers(server: ServerProcess, count: int, *, read: bool) -> AsyncGene
 
 
 async def close(harness: Harness, name: str) -> None:
-    """Close the trajectory as soon as its cancelled turn is over."""
+    """Closes the trajectory as soon as its cancelled turn is over."""
     request = CompleteTrajectoryRequest(trajectory_id=name, outcome=Outcome(reward=1.0))
     async with asyncio.timeout(20):
         while True:
@@ -211,7 +209,7 @@ async def test_speed_and_memory(
             lasted = clock() - begun
         baseline.check_alive()
     server.check_alive()
-    # Slices of a round share the other load on the machine, and interruptions hit each equally often.
+    # Slices of a round see the same other load. Interruptions hit each server equally often.
     pairs = [bare / read for bare, read in zip(speeds["unread"], speeds["read"], strict=True)]
     alone = [bare / alone for bare, alone in zip(speeds["unread"], speeds["alone"], strict=True)]
     share = median(pairs) if report.count else max(pairs)
@@ -230,7 +228,7 @@ async def test_speed_and_memory(
 
 
 async def test_memory(report: Report, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Streams with large messages: tasks for a caller that does not read are not even leased."""
+    """For streams with large messages: if they are not read, nothing more is leased."""
     settings = (*SETTINGS, f"limits.memory_bytes={TASKS_MIB << 20}")
     with fake_server(tmp_path, *settings, step_seconds=0.004, options=OPTIONS) as server:
         async with connected(server) as others:
@@ -282,11 +280,11 @@ async def look_at_memory(
 
 
 PIECE = 1_500
-"""Turns of this many streamed tokens exceed the buffers of a narrow connection."""
+"""Turns of this many tokens, streamed one by one, exceed the buffers of a narrow connection."""
 
 
 def requests_over_http() -> dict[str, bytes]:
-    """Whole turns, streamed turns, a request that needs no turn, and half a head."""
+    """Requests by kind: a whole and a streamed turn, an unknown path, and half a head."""
     said = {"model": "m", "messages": [{"role": "user", "content": "x" * 200}]}
 
     def post(body: bytes) -> bytes:
@@ -302,10 +300,9 @@ def requests_over_http() -> dict[str, bytes]:
 
 
 async def ask_on(port: int, rng: random.Random, heard: Counter[str], *, read: bool) -> None:
-    """Repeat one kind of request for as long as it is accepted, and change the kind after a
-    cut-off.
+    """Repeats one kind of request, and changes the kind when it is cut off.
 
-    A caller that reads is not cut off, and changes the kind after a while.
+    A caller that reads is never cut off, and changes the kind after a while.
     """
     loop, requests = asyncio.get_running_loop(), requests_over_http()
     while True:
@@ -334,7 +331,6 @@ async def ask_on(port: int, rng: random.Random, heard: Counter[str], *, read: bo
 
 
 async def read_all(connection: socket.socket) -> None:
-    """Read until the connection ends."""
     with contextlib.suppress(ConnectionError):
         while await asyncio.get_running_loop().sock_recv(connection, 1 << 16):
             pass
@@ -349,7 +345,7 @@ class HttpPlace:
         self._client = client
         self._url = f"http://127.0.0.1:{port}/v1/chat/completions"
         self.heard: Counter[str] = Counter()
-        """How often its many callers were answered, or cut off, by kind."""
+        """How often its many callers were answered or cut off, by kind."""
 
     async def ask(self) -> None:
         """Take one short turn as another caller."""
@@ -358,7 +354,7 @@ class HttpPlace:
         assert (await self._client.post(self._url, json=asked)).status_code == 200
 
     async def speed(self, seconds: float) -> float:
-        """Short turns per second, without the lateness of this process."""
+        """Measures short turns per second, while this process is not late itself."""
         turns, clock = 0, asyncio.get_running_loop().time
         begun = clock()
 
@@ -379,7 +375,7 @@ class HttpPlace:
 async def http_place(
     folder: Path, rng: random.Random, count: int, *settings: str, read: bool
 ) -> AsyncGenerator[HttpPlace]:
-    """A server that `count` callers ask continuously, after a first caller was answered."""
+    """A server with this many permanent callers, once another caller has been answered."""
     listen = ("--http-listen", "127.0.0.1:0", *OPTIONS)
     settings = (*SETTINGS, *settings)
     with fake_server(folder, *settings, step_seconds=0.004, options=listen) as server:
@@ -410,10 +406,8 @@ async def http_place(
 
 
 def compare(speeds: dict[str, list[float]]) -> Iterator[tuple[str, float]]:
-    """The speed next to callers that do not read, relative to the other servers.
-
-    Slices of a round share the other load on the machine.
-    """
+    """Speed next to non-reading callers relative to that elsewhere; slices of a round see the same other
+    load."""
     for beside in ("read", "alone"):
         pairs = zip(speeds["unread"], speeds[beside], strict=True)
         yield beside, median(unread / other for unread, other in pairs)
@@ -435,14 +429,14 @@ async def test_http(report: Report, request: pytest.FixtureRequest, tmp_path: Pa
                 http_place(tmp_path / beside, rng, callers, *settings, read=beside == "read")
             )
             for beside, callers in (("unread", count), ("read", count), ("alone", 0))
-            # A run of seconds has nothing to compare, and each server takes long to start.
+            # A run of seconds is too short for a comparison, and each server takes long to start.
             if report.count or beside == "unread"
         }
         unread = places["unread"]
-        # None of its callers has come far yet.
+        # None of its callers has got far yet.
         before = peak = unread.server.footprint()
         begun, files = clock(), before.files
-        # On a busy machine the first cut-off comes later.
+        # On a busy machine the first caller is cut off later.
         while clock() < begun + seconds or (
             not unread.heard and clock() < begun + seconds + PATIENCE_SECONDS
         ):
@@ -452,7 +446,7 @@ async def test_http(report: Report, request: pytest.FixtureRequest, tmp_path: Pa
                 peak = max(peak, now, key=lambda one: one.resident_bytes)
                 files = max(files, now.files)
         lasted = clock() - begun
-    # No unread answer was held indefinitely.
+    # The server cut off all kinds of callers that did not read.
     cut_off = unread.heard
     assert {"half", "whole", "streamed"} <= set(cut_off) if report.count else cut_off
     grown, budget = peak.resident_bytes - before.resident_bytes, BUDGET_MIB << 20

@@ -85,7 +85,7 @@ def test_ranks_are_rank_0s_to_start_here_and_are_placed_one_by_one_elsewhere(pat
         (["cluster.placement=slurm"], r"cluster\.placement: .*got 'slurm'"),
         (["cluster.engine.gpus=1.5"], "whole number"),
         (["cluster.engine.cpus=0"], r"cluster\.engine\.cpus: .*got 0"),
-        (["cluster.engine.resources={GPU = 1}"], "GPU is said by `gpus`"),
+        (["cluster.engine.resources={GPU = 1}"], "GPU is set with `gpus`"),
         (["cluster.engine.resources={ssd = -1}"], r"cluster\.engine\.resources\.ssd: .*got -1"),
         (["cluster.engines=2"], r"cluster\.engines: Extra inputs"),
         (["serve.pool.engines=a:1"], r"serve\.pool\.engines: with \[engines\]"),
@@ -95,7 +95,7 @@ def test_ranks_are_rank_0s_to_start_here_and_are_placed_one_by_one_elsewhere(pat
             ["engines.listen=0.0.0.0:0"],
             "can be reached from outside and needs security.certificate",
         ),
-        (ELSEWHERE, r"serve\.listen: workers and trainer on other nodes do not reach 127.0.0.1:0"),
+        (ELSEWHERE, r"serve\.listen: workers and trainer on other nodes cannot reach 127.0.0.1:0"),
         (
             [*ELSEWHERE, "serve.listen=0.0.0.0:5", "serve.security.insecure=true"],
             r"\[engines\]: 0.0.0.0:0 can be reached from outside and needs",
@@ -150,7 +150,7 @@ def test_gpus_of_a_machine_are_divided_as_ray_does() -> None:
     assert devices(["4", "7"], a=1, b=1) == ["4", "7"]
     assert devices(None, a=0.5, b=0.5, c=1) == ["0", "0", "1"]
     assert devices(None, a=0.6, b=0.6, c=1) == ["0", "1", "2"]
-    with pytest.raises(PlacementFailed, match="2 are asked for, CUDA_VISIBLE_DEVICES names 1"):
+    with pytest.raises(PlacementFailed, match="2 are requested, CUDA_VISIBLE_DEVICES names 1"):
         devices(["4"], a=1, b=1)
 
 
@@ -293,5 +293,5 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path, path: Path) -> None:
             locked(tmp_path / "out").__enter__()
         shown = CliRunner().invoke(main, ["up", str(path), "--resume"])
         assert shown.exit_code == 2
-        assert "another `penstock up` runs in" in shown.output
+        assert "another `penstock up` is running in" in shown.output
     assert not is_running(tmp_path / "out")

@@ -110,7 +110,7 @@ async def says_what_it_cannot_start(placement: RayPlacement, folder: Path) -> No
     unlogged = replace(shell(folder, "b", "exec sleep 60"), log=folder / "nowhere" / "b.log")
     running = await placement.start(unlogged, None)
     assert await running.wait() == 1
-    assert running.ending(1).startswith("cannot have its log: ")
+    assert running.ending(1).startswith("cannot open its log: ")
 
 
 async def ranks_are_told_their_places(placement: RayPlacement, folder: Path) -> None:
@@ -127,7 +127,7 @@ async def room_is_waited_for_and_named() -> None:
     from penstock.up.ray_placement import _group  # pyright: ignore[reportPrivateUsage]
 
     few = Cluster(placement="ray", wait_seconds=0.5)
-    with pytest.raises(PlacementFailed, match=r"no room for 0\.5 s.*'CPU': 1000"):
+    with pytest.raises(PlacementFailed, match=r"no room within 0\.5 s.*'CPU': 1000"):
         async with _group(few, {"a": Share(cpus=1000)}, "other"):
             pass
 

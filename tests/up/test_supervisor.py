@@ -169,8 +169,8 @@ async def test_a_hub_is_told_of_its_engines_as_soon_as_there_is_room(
 
     monkeypatch.setattr(Process, "write", written)
     async with stage(tmp_path, engines={"engine": SERVE}) as run:
-        await run.told("server", "is not told of its engines yet: [Errno 28]")
-        # Meanwhile the supervisor still handles the end of an engine.
+        await run.told("server", "cannot write its engines file, retrying: [Errno 28]")
+        # Meanwhile the end of an engine is answered.
         await run.told("engine", "serves at")
         os.kill(run.pid(3), signal.SIGKILL)
         await run.told("engine", "serves at", 2)
@@ -208,7 +208,7 @@ async def test_a_server_that_comes_back_elsewhere_ends_the_run(tmp_path: Path) -
         os.kill(run.pid(2), signal.SIGKILL)
         with pytest.raises(
             ProcessFailed,
-            match=r"is back at 127\.0\.0\.1:78, and all others know it at 127\.0\.0\.1:77",
+            match=r"is back at 127\.0\.0\.1:78, but all others know it at 127\.0\.0\.1:77",
         ):
             await run.running
 

@@ -115,7 +115,7 @@ def test_a_journal_in_a_stream_gets_no_folder(config: Path) -> None:
         ("engines.engine=m", r"engines\.engine: must be a table, got 'm'"),
         ("serve.engine=m", r"serve\.engine: must be a table, got 'm'"),
         ("train.model=m", r"train\.model: must be a table, got 'm'"),
-        ("cluster.address=h:1", r'address is for placement = "ray"'),
+        ("cluster.address=h:1", r'address needs placement = "ray"'),
         ("train.path=/no/such/file", "No such file"),
         ("restarts=1", "restarts: Extra inputs"),
         ("up.restarts.most=1", "is a value, not a section"),
@@ -138,7 +138,9 @@ def test_a_command_that_does_not_come_to_a_dry_run_is_named(
 ) -> None:
     monkeypatch.setattr(up_checks, "CHECK_SECONDS", 0.2)
     programs = Programs(train=("/bin/sh", "-c", "sleep 60", "train"))
-    with pytest.raises(UpConfigInvalid, match=r"\[train\]: its --dry-run had no answer after 0.2"):
+    with pytest.raises(
+        UpConfigInvalid, match=r"\[train\]: its --dry-run did not finish within 0.2"
+    ):
         up_checks.check_trainer(load(config, []), programs)
 
 

@@ -1,10 +1,10 @@
 /**
- * The calls of `penstock.v1` as one client makes them: deadlines, retries, and who waits for what.
+ * Makes the calls of `penstock.v1` for one client, with deadlines and retries. What is retried, and where:
  *
- * - UNAVAILABLE of an idempotent unary call: gRPC itself, by the service config; a few seconds long. Where
- *   the call is `patient`, here beyond that, until the server is back or `reconnectMs` are over.
- * - RESOURCE_EXHAUSTED with RetryInfo: here, after the delay the server names, within a bound.
- * - A lost stream: its owner (`turnStream`, `leases`), which alone knows where it stood.
+ * - UNAVAILABLE of an idempotent unary call: gRPC itself retries for a few seconds, by the service config. After
+ *   that, a `patient` call is retried here until the server is back or `reconnectMs` are over.
+ * - RESOURCE_EXHAUSTED with RetryInfo: retried here after the server's delay, within a bound.
+ * - A lost stream: its owner (`turnStream`, `leases`) opens it again, because only the owner knows its position.
  */
 
 import { setTimeout as delay } from "node:timers/promises";
@@ -33,19 +33,19 @@ import {
   TaskServiceService as Tasks,
 } from "./gen/penstock/v1/task_service.js";
 
-/** How long a client waits, and for what. */
+/** How long a client waits in different situations. */
 export interface Patience {
   /** Deadline of a unary call. */
   callMs: number;
-  /** How long a lost server is waited for before the turn or the close that needs it fails. */
+  /** How long to wait for a lost server before the turn or the close that needs it fails. */
   reconnectMs: number;
-  /** How long a server that is full, and says when to come back, is asked again. */
+  /** How long to retry at a full server that says when to come back. */
   overloadMs: number;
 }
 
 export const PATIENCE: Patience = { callMs: 30_000, reconnectMs: 60_000, overloadMs: 120_000 };
 
-/** What begins a turn, or goes on with one. */
+/** A request that starts or continues a turn. */
 export type TurnRequest =
   | { $case: "generate"; value: GenerateRequest }
   | { $case: "continue"; value: ContinueRequest };
@@ -58,14 +58,14 @@ interface Method<Q, R> {
 }
 
 interface Waiting {
-  /** Whether a lost server is waited for, within the bound. */
+  /** Whether the call waits for a lost server, within the bound. */
   patient?: boolean;
-  /** Whether it is waited for as long as it takes. */
+  /** Whether it waits without a limit. */
   endless?: boolean;
   signal?: AbortSignal;
 }
 
-/** Growing, jittered waits, within a bound that starts with the first of them. */
+/** Growing, jittered waits, within a bound that starts with the first wait. */
 export class Backoff {
   private delayMs: number;
   private giveUpAt: number | undefined;
@@ -78,13 +78,13 @@ export class Backoff {
     this.delayMs = firstMs;
   }
 
-  /** There was progress: begin anew. */
+  /** Starts over after progress. */
   reset(): void {
     this.delayMs = this.firstMs;
     this.giveUpAt = undefined;
   }
 
-  /** Waits once; false, at once, where the bound would be passed. Throws the reason of `signal`. */
+  /** Waits once; returns false immediately if the wait would exceed the bound. Throws the reason of `signal`. */
   async wait(atLeastMs = 0, signal?: AbortSignal): Promise<boolean> {
     const now = performance.now();
     this.giveUpAt ??= now + this.limitMs;
@@ -96,7 +96,7 @@ export class Backoff {
   }
 }
 
-/** Waits. Throws the reason of `signal` where that is aborted first. */
+/** Waits. Throws the reason of `signal` if that is aborted first. */
 export async function sleep(ms: number, signal?: AbortSignal): Promise<void> {
   try {
     await delay(ms, undefined, { signal });
@@ -105,7 +105,7 @@ export async function sleep(ms: number, signal?: AbortSignal): Promise<void> {
   }
 }
 
-/** Waits as a full server asked; false where it did not ask, or where patience has run out. */
+/** Waits as long as a full server asked; returns false if it did not ask, or if patience has run out. */
 export async function outlasts(overload: Backoff, error: unknown, signal?: AbortSignal): Promise<boolean> {
   if (!(error instanceof Overloaded) || error.retryAfterMs === undefined) return false;
   return overload.wait(error.retryAfterMs, signal);
@@ -123,11 +123,11 @@ export class Calls {
   ) {
     this.tokens = new TokenSource(security);
     this.client = new Client(address, channelCredentials(address, security), channelOptions(security));
-    // Now, so that whoever sets it up hears of it, and not an agent in its first turn.
+    // Read the files now, so that an error appears at set-up, not in an agent's first turn.
     this.tokens.metadata();
   }
 
-  /** Closes the connection; calls in flight are cancelled. */
+  /** Closes the connection; calls in progress are cancelled. */
   close(): void {
     this.client.close();
   }
@@ -166,7 +166,7 @@ export class Calls {
       : this.stream(Rollout.continue, request.value, signal);
   }
 
-  /** Opens a lease stream; leaving the loop gives it up. Throws PenstockError. */
+  /** Opens a lease stream; leaving the loop ends it. Throws PenstockError. */
   leaseTasks(request: LeaseTasksRequest, signal?: AbortSignal): AsyncGenerator<LeaseTasksResponse, void> {
     return this.stream(Tasks.leaseTasks, request, signal);
   }
@@ -194,7 +194,7 @@ export class Calls {
         const failed = fromService(error);
         if (patient && failed instanceof ServerUnavailable && (await lost.wait(0, signal))) continue;
         if (!(await outlasts(overload, failed, signal))) throw failed;
-        // It answers: what is waited for from here on is another loss.
+        // The server answered; a later loss gets a fresh wait.
         giveUpAt = performance.now() + reconnectMs;
         lost.reset();
       }
@@ -233,7 +233,7 @@ export class Calls {
     const call = this.client.makeServerStreamRequest(
       path, requestSerialize, responseDeserialize, request, this.tokens.metadata(), {},
     );
-    // The one that is thrown comes out of the loop; another, of a call that is cancelled, has no reader.
+    // The loop throws the error; without this handler, a cancelled call would report an unhandled one.
     call.on("error", () => undefined);
     const stop = () => call.cancel();
     signal?.addEventListener("abort", stop, { once: true });
@@ -250,7 +250,7 @@ export class Calls {
   }
 }
 
-/** Whether an error leaves open what became of the call. */
+/** Whether an error leaves it unknown if the call took effect. */
 export function isUnreachable(error: unknown): error is PenstockError {
   return (
     error instanceof PenstockError &&

@@ -1,30 +1,30 @@
-/** How a client reaches a server: the settings of proto/README.md, TLS, and the token of each call. */
+/** Channel settings of proto/README.md, TLS, and the token of each call. */
 
 import { readFileSync } from "node:fs";
 import { ChannelCredentials, Metadata, credentials, type ClientOptions } from "@grpc/grpc-js";
 
-/** Whom a client trusts and what it shows; without any of it: plaintext, and nobody is asked. */
+/** A client's credentials; without any: plaintext without authentication. */
 export interface Security {
-  /** A bearer token, or a function that is asked for the one of each call. */
+  /** A bearer token, or a function that returns it for each call. */
   token?: string | (() => string);
-  /** A file with a bearer token, read for each call, so that one that is replaced is used from then on. */
+  /** A file with a bearer token. It is read for each call, so a replaced token is used from the next call on. */
   tokenFile?: string;
-  /** Whether the connection is encrypted; PEM files say more than `true`, which trusts Node's own roots. */
+  /** Whether to encrypt the connection. `true` trusts Node's own roots; give PEM files for anything else. */
   tls?: boolean | Tls;
 }
 
 /** PEM files of a connection. */
 export interface Tls {
-  /** Of the authority that signed the server's certificate. */
+  /** Certificate authority that signed the server's certificate. */
   ca?: string;
-  /** Of the client's own certificate, for mutual TLS; given together with its key. */
+  /** The client's own certificate, for mutual TLS; requires its key. */
   certificate?: string;
   key?: string;
-  /** Name that the server's certificate has to be for, where it is not the address's. */
+  /** Name to expect in the server's certificate, if it differs from the address. */
   serverName?: string;
 }
 
-/** What a client was given to prove itself with cannot be used. */
+/** A client's credentials cannot be used. */
 export class CredentialsUnusable extends Error {
   override name = "CredentialsUnusable";
 }
@@ -35,7 +35,7 @@ const IDEMPOTENT = {
   "penstock.v1.TaskService": ["SubmitTasks", "RenewLease", "CompleteTrajectory"],
 };
 
-/** Options of a channel, as `penstock.wire.channel` has them. */
+/** Options of a channel, as in `penstock.wire.channel`. */
 export function channelOptions(security: Security): ClientOptions {
   const name = Object.entries(IDEMPOTENT).flatMap(([service, methods]) =>
     methods.map((method) => ({ service, method })),
@@ -58,7 +58,7 @@ export function channelOptions(security: Security): ClientOptions {
     "grpc.max_reconnect_backoff_ms": 2_000,
     "grpc.service_config": JSON.stringify({ methodConfig: [{ name, retryPolicy }] }),
     ...(tls.serverName ? { "grpc.ssl_target_name_override": tls.serverName } : {}),
-    // A proxy of the environment would be told the token, and loopback would end at it.
+    // With a proxy from the environment, the token would leave this host.
     ...(security.tls ? {} : { "grpc.enable_http_proxy": 0 }),
   };
 }
@@ -82,7 +82,7 @@ export function channelCredentials(address: string, security: Security): Channel
   return credentials.createSsl(read(ca), read(key), read(certificate));
 }
 
-/** The metadata of one call. Throws CredentialsUnusable while no token can be read. */
+/** The metadata of one call. Throws CredentialsUnusable until a token has been read. */
 export class TokenSource {
   private last = "";
 
@@ -103,7 +103,7 @@ export class TokenSource {
     try {
       this.last = checked(readFileSync(tokenFile, "ascii").trim(), tokenFile);
     } catch (error) {
-      // One that is being replaced: the last one read goes on.
+      // The file may be in the middle of a replacement; use the last token read.
       if (!this.last) throw unusable(tokenFile, error);
     }
     return this.last;
@@ -130,6 +130,6 @@ function checked(token: string, what: string): string {
 
 function unusable(path: string, error: unknown): CredentialsUnusable {
   if (error instanceof CredentialsUnusable) return error;
-  // Not the error itself: it may quote what it could not read.
+  // The error itself is left out: it may quote the file's content.
   return new CredentialsUnusable(`${path}: ${(error as NodeJS.ErrnoException).code ?? "unreadable"}`);
 }

@@ -1,22 +1,22 @@
-/** What a call can fail with: one root and a leaf per kind of answer to it. */
+/** Errors of calls: one root class, and one subclass for each way to react. */
 
 import { Metadata, type ServiceError, status } from "@grpc/grpc-js";
 import { ErrorInfo, RetryInfo } from "./gen/google/rpc/error_details.js";
 import { Status } from "./gen/google/rpc/status.js";
 
-/** What is known of a refused or failed call. */
+/** Details of a failed call. */
 export interface Refusal {
   /** Status of the call. */
   code: status;
-  /** Machine-readable, of the table in proto/README.md; empty where the server named none. */
+  /** Machine-readable, from the table in proto/README.md; empty if the server gave no reason. */
   reason: string;
-  /** The values the message speaks of, from `google.rpc.ErrorInfo`. */
+  /** Values that the message refers to, from `google.rpc.ErrorInfo`. */
   metadata: Record<string, string>;
-  /** When the server expects that asking again helps; zero where that is likely, and it does not say. */
+  /** When the server suggests to retry; zero if a retry is likely to help but the server names no time. */
   retryAfterMs?: number;
 }
 
-/** A refused or failed call; the root of everything this package throws about the server. */
+/** A failed call; the root of all errors about the server that this package throws. */
 export class PenstockError extends Error implements Refusal {
   readonly code: status;
   readonly reason: string;
@@ -36,30 +36,30 @@ export class PenstockError extends Error implements Refusal {
 /** The server cannot be reached, was lost, or does not serve now (UNAVAILABLE). */
 export class ServerUnavailable extends PenstockError {}
 
-/** The request itself is wrong; asking again does not help (INVALID_ARGUMENT). */
+/** The request itself is invalid; a retry does not help (INVALID_ARGUMENT). */
 export class InvalidRequest extends PenstockError {}
 
-/** The server knows no such trajectory or task (NOT_FOUND). */
+/** The trajectory or task is unknown to the server (NOT_FOUND). */
 export class NotFound extends PenstockError {}
 
-/** The state of the trajectory, the lease or the weights forbids it (FAILED_PRECONDITION, ALREADY_EXISTS,
+/** The state of the trajectory, the lease or the weights forbids the call (FAILED_PRECONDITION, ALREADY_EXISTS,
  * ABORTED). */
 export class NotAllowedNow extends PenstockError {}
 
-/** A bound of the server is reached, and waiting did not help (RESOURCE_EXHAUSTED). */
+/** A limit of the server is reached, and waiting did not help (RESOURCE_EXHAUSTED). */
 export class Overloaded extends PenstockError {}
 
 /** A deadline ran out (DEADLINE_EXCEEDED). */
 export class DeadlineExceeded extends PenstockError {}
 
-/** The caller is not known or may not do this (UNAUTHENTICATED, PERMISSION_DENIED). */
+/** The caller is unknown or not allowed to do this (UNAUTHENTICATED, PERMISSION_DENIED). */
 export class AccessDenied extends PenstockError {}
 
 const LEAVES: Partial<Record<status, typeof PenstockError>> = {
   [status.UNAVAILABLE]: ServerUnavailable,
-  // From the other side only: a call cancelled here ends with the reason of its signal.
+  // Always from the server: a call that is cancelled here ends with the reason of its signal.
   [status.CANCELLED]: ServerUnavailable,
-  // No server answers these two: gRPC itself does where a connection breaks in a way it has no code for.
+  // No server sends these two. gRPC uses them if a connection breaks in a way that has no code.
   [status.UNKNOWN]: ServerUnavailable,
   [status.INVALID_ARGUMENT]: InvalidRequest,
   [status.OUT_OF_RANGE]: InvalidRequest,
@@ -73,10 +73,10 @@ const LEAVES: Partial<Record<status, typeof PenstockError>> = {
   [status.PERMISSION_DENIED]: AccessDenied,
 };
 
-/** As the gRPC of this side says it, and that of others. */
+/** How gRPC implementations report a message or metadata that is too large. */
 const TOO_LARGE = /larger than|metadata size exceeds/;
 
-/** The leaf for an error that gRPC raised, with what its details say. */
+/** The subclass for an error raised by gRPC, including its details. */
 export function fromService(error: ServiceError): PenstockError {
   const refusal: Refusal = { code: error.code, reason: "", metadata: {} };
   for (const value of (error.metadata ?? new Metadata()).get("grpc-status-details-bin")) {
@@ -92,14 +92,14 @@ export function fromService(error: ServiceError): PenstockError {
       }
     }
   }
-  // Where gRPC itself has no room for a call it names no reason; a message that is too large stays so.
+  // gRPC's own limits have no reason; a message that is too large stays too large.
   const bare = error.code === status.RESOURCE_EXHAUSTED && !refusal.reason && refusal.retryAfterMs === undefined;
   if (bare && !TOO_LARGE.test(error.details)) refusal.retryAfterMs = 0;
   const leaf = LEAVES[error.code] ?? PenstockError;
   return new leaf(error.details || status[error.code], refusal, { cause: error });
 }
 
-/** Whether something thrown is an error of a gRPC call. */
+/** Whether a thrown value is an error of a gRPC call. */
 export function isServiceError(error: unknown): error is ServiceError {
   return error instanceof Error && "code" in error && "details" in error && "metadata" in error;
 }

@@ -1,5 +1,5 @@
 /**
- * The client of `penstock.v1`: sample from a policy, lease tasks, score what it did.
+ * The client of `penstock.v1`: sample from a policy, lease tasks, score attempts.
  *
  *     const penstock = connect("127.0.0.1:50051");
  *     await penstock.worker({ concurrency: 8 }, async ({ task, trajectory }) => {

@@ -1,9 +1,9 @@
 /**
- * Leases: attempts handed to this agent, kept while it works on them.
+ * Leases: the attempts that this agent holds while it works on them.
  *
- * - The receiver consumes lease streams, one after another; waits for the server and for room.
- * - The renewer renews what is held, all in one call, every third of a lease and every 3 s at the latest: a
- *   server takes the leases of a lost stream back after a grace of some ten seconds.
+ * - The receiver reads lease streams, one after another, and waits for the server and for room.
+ * - The renewer renews all held leases in one call, every third of a lease and at least every 3 s. A server takes
+ *   back the leases of a lost stream after a grace period of about ten seconds.
  */
 
 import { Backoff, type Calls, isUnreachable, sleep } from "./calls.js";
@@ -17,18 +17,18 @@ const LONGEST_RENEWAL_MS = 3_000;
 /** One attempt at a task. */
 export interface Attempt {
   task: Task;
-  /** To be opened by its first turn and closed by `complete` or `fail`; a worker closes it itself. */
+  /** Its first turn opens it, and `complete` or `fail` closes it; a worker closes it itself. */
   trajectory: Trajectory;
   groupId: string;
   /** Position in the group, from zero. */
   sampleIndex: number;
-  /** Attempts made before this one. */
+  /** Earlier attempts at this place in the group. */
   retryCount: number;
-  /** Aborted when its lease is lost, or its time is over: work that goes on is for nobody. */
+  /** Aborted when its lease is lost, or its time is over; further work on it is wasted. */
   signal: AbortSignal;
 }
 
-/** What to lease. */
+/** Which attempts to lease. */
 export interface LeaseOptions {
   /** Attempts held at a time. */
   concurrency?: number;
@@ -36,13 +36,13 @@ export interface LeaseOptions {
   agentId?: string;
   /** Only tasks of this purpose; unset takes any. */
   purpose?: Purpose;
-  /** Lease every attempt of a group here; a group larger than `concurrency` then never comes. */
+  /** Lease all attempts of a group here. A group larger than `concurrency` is then never leased. */
   wholeGroups?: boolean;
-  /** Whether a turn that a weight update ended goes on by itself. */
+  /** Whether a turn that a weight update aborted resumes automatically. */
   resumeAborted?: boolean;
-  /** Told when the server cannot be reached or does not lease now; it is asked again until it does. */
+  /** Called when the server cannot be reached or does not lease now; the client keeps retrying. */
   onServerLost?: (error: PenstockError) => void;
-  /** Told when it leases again. */
+  /** Called when the server leases again. */
   onServerBack?: () => void;
 }
 
@@ -51,8 +51,8 @@ interface Held {
   controller: AbortController;
 }
 
-/** Attempts as they are leased: `for await (const attempt of client.leaseTasks({ concurrency: 8 }))`. The
- * server leases another when one is closed. Leaving the loop gives back what is held. */
+/** Attempts as they are leased: `for await (const attempt of client.leaseTasks({ concurrency: 8 }))`. The server
+ * leases another when one is closed. Leaving the loop gives back those still held. */
 export class Leases implements AsyncIterableIterator<Attempt> {
   private readonly request: LeaseTasksRequest;
   private readonly concurrency: number;
@@ -98,17 +98,17 @@ export class Leases implements AsyncIterableIterator<Attempt> {
     return { done: true, value: undefined };
   }
 
-  /** Stops renewing an attempt: it goes to another agent when its lease has run out. */
+  /** Stops renewing an attempt; when its lease runs out, another agent gets it. */
   release(trajectoryId: string): void {
     this.held.delete(trajectoryId);
   }
 
-  /** Ends what an attempt waits for, and leaves its lease: it can still be closed. */
+  /** Ends the attempt's waits, but keeps its lease: it can still be closed. */
   cancel(trajectoryId: string, reason: Error): void {
     this.held.get(trajectoryId)?.controller.abort(reason);
   }
 
-  /** Takes no more attempts; iteration ends; those taken are renewed until `close`. */
+  /** Takes no more attempts, and iteration ends; those already leased are renewed until `close`. */
   stopLeasing(): void {
     this.receiving.abort();
     for (const { trajectory } of this.ready) this.release(trajectory.trajectoryId);
@@ -117,7 +117,7 @@ export class Leases implements AsyncIterableIterator<Attempt> {
     this.tell();
   }
 
-  /** Gives the stream up; what is still held goes back when its lease has run out. */
+  /** Closes the stream; attempts still held go back when their leases run out. */
   close(): void {
     this.stopLeasing();
     this.renewing.abort();
@@ -176,7 +176,7 @@ export class Leases implements AsyncIterableIterator<Attempt> {
     this.held.set(trajectoryId, { trajectory, controller });
     this.ready.push({ task, trajectory, groupId, sampleIndex, retryCount, signal });
     this.tell();
-    // Bounded: after a loss the new stream leases while attempts of the old are still held.
+    // Bounded: after a loss, the new stream leases attempts while old ones are still held.
     while (this.ready.length > this.concurrency && !this.ended) await this.news();
   }
 
@@ -194,20 +194,20 @@ export class Leases implements AsyncIterableIterator<Attempt> {
     }
   }
 
-  /** Renews everything in one call, and lets go of what is lost. */
+  /** Renews all leases in one call, and drops those that are lost. */
   private async renew(): Promise<void> {
     if (this.held.size === 0) return;
     let response;
     try {
       response = await this.calls.renewLease([...this.held.keys()], { signal: this.renewing.signal });
     } catch (error) {
-      // The receiver notices a lost server by its stream, and renews when it is back.
+      // The receiver notices a lost server by its stream, and renews when the server is back.
       if (isUnreachable(error)) return;
       throw error;
     }
     for (const id of response.expiredTrajectoryIds) {
       const found = this.held.get(id);
-      // One that is being closed has no lease any more, because its close was accepted.
+      // An attempt that is being closed has no lease any more, because its close was accepted.
       if (!found || found.trajectory.outcome !== undefined) continue;
       this.release(id);
       this.ready = this.ready.filter(({ trajectory }) => trajectory.trajectoryId !== id);
@@ -235,7 +235,7 @@ export class Leases implements AsyncIterableIterator<Attempt> {
   }
 }
 
-/** What the signal of an attempt ends with whose lease ran out: its work belongs to another agent. */
+/** The reason of an attempt's signal if its lease ran out: another agent has the attempt now. */
 export class LeaseLost extends Error {
   override name = "LeaseLost";
 

@@ -1,24 +1,23 @@
-/** How an episode ended, as its agent judged it. */
+/** How an attempt ended, as its agent judged it. */
 
 import { Outcome as WireOutcome } from "./gen/penstock/v1/trajectory.js";
 import { PenstockError } from "./errors.js";
 
-/** A scored episode. */
+/** A scored attempt. */
 export interface Outcome {
   /** The scalar return; finite. */
   reward: number;
   /** Named parts of the reward, and any other number worth logging. */
   metrics?: Record<string, number>;
-  /** JSON values a later reader needs. */
+  /** JSON values for later readers. */
   metadata?: Record<string, unknown>;
-  /** Rewards of single turns, by index; empty where only the whole is scored. */
+  /** Rewards of single turns, by index; empty if only the whole is scored. */
   turnRewards?: number[];
 }
 
-/** An episode that could not be scored: the server has the attempt made again, up to a bound. May be
- * returned or thrown by an agent. */
+/** An attempt that could not be scored; the server repeats it, up to a bound. An agent may return or throw it. */
 export class Failed extends Error {
-  /** `reason` is machine-readable, UPPER_SNAKE_CASE; a server is told at most 256 characters of it. */
+  /** `reason` is machine-readable, UPPER_SNAKE_CASE; it is cut after 256 characters. */
   constructor(
     readonly reason: string,
     message = "",
@@ -28,21 +27,21 @@ export class Failed extends Error {
   }
 }
 
-/** Longest reason of a failure that a server takes. */
+/** Maximum length of a failure's reason that a server accepts. */
 const REASON_LENGTH = 256;
 
-/** What an agent may return. */
+/** Values that an agent may return. */
 export type Score = number | boolean | Outcome | Failed;
 
-/** Answer to a close. */
+/** The server's answer to a close. */
 export interface Closed {
   /** Whether this close completed its group. */
   groupCompleted: boolean;
-  /** Whether the attempt failed and will be made again, under another trajectory id. */
+  /** Whether the attempt failed and will be repeated, under another trajectory id. */
   retried: boolean;
 }
 
-/** Whether an outcome or the wire's could be sent at all. Throws RangeError, TypeError. */
+/** Checks that an outcome can be sent, and converts it for the wire. Throws RangeError, TypeError. */
 export function writeOutcome(outcome: Outcome | Failed): WireOutcome {
   if (outcome instanceof Failed) {
     const value = { reason: asUtf8(outcome.reason.slice(0, REASON_LENGTH)), message: asUtf8(outcome.message) };
@@ -65,7 +64,7 @@ export function writeOutcome(outcome: Outcome | Failed): WireOutcome {
   return written;
 }
 
-/** A text with each lone surrogate replaced: they are no UTF-8. */
+/** A text with each lone surrogate replaced, because UTF-8 cannot encode them. */
 function asUtf8(text: string): string {
   return text.replace(/\p{Surrogate}/gu, "\ufffd");
 }
@@ -83,7 +82,7 @@ export function readOutcome(outcome: WireOutcome | undefined): Outcome | Failed 
   }
 }
 
-/** What an agent returned, as an outcome. Throws RangeError, TypeError where it is no finite number. */
+/** An agent's result as an outcome. Throws RangeError, TypeError if it is not a finite number. */
 export function asOutcome(score: Score): Outcome | Failed {
   if (score instanceof Failed) return score;
   const outcome = typeof score === "object" && score !== null ? score : { reward: Number(score) };
@@ -94,7 +93,7 @@ export function asOutcome(score: Score): Outcome | Failed {
   return outcome;
 }
 
-/** What an agent threw, as data: its class in UPPER_SNAKE_CASE, and its message. */
+/** An agent's error as a failure: its class in UPPER_SNAKE_CASE, and its message. */
 export function asFailed(error: unknown): Failed {
   if (error instanceof Failed) return error;
   const known = error instanceof Error ? error : new Error(String(error));

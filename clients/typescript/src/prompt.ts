@@ -1,11 +1,11 @@
-/** What a policy is shown, how it samples, and what a task is: the wire's own messages, made easier to write. */
+/** Prompts, sampling options and tasks: the wire's messages in a form that is easier to write. */
 
 import { type ChatMessage, type Conversation, Role, type Tool as WireTool } from "./gen/penstock/v1/conversation.js";
 import { SamplingParams } from "./gen/penstock/v1/rollout_service.js";
 import { Task as WireTask } from "./gen/penstock/v1/task_service.js";
 import { Purpose as WirePurpose } from "./gen/penstock/v1/trajectory.js";
 
-/** A call the policy made; `argumentsJson` is as it wrote them, and it may err. */
+/** A call that the policy made. `argumentsJson` is exactly what it wrote, and may be invalid. */
 export interface ToolCall {
   toolCallId: string;
   name: string;
@@ -17,12 +17,12 @@ export interface Message {
   role: "system" | "user" | "assistant" | "tool";
   content?: string;
   toolCalls?: ToolCall[];
-  /** The call a tool's message answers. */
+  /** Id of the call that a tool's message answers. */
   toolCallId?: string;
   reasoning?: string;
 }
 
-/** A function the policy may call; `parameters` is a JSON Schema. */
+/** A function that the policy may call; `parameters` is a JSON Schema. */
 export interface Tool {
   name: string;
   description?: string;
@@ -32,14 +32,14 @@ export interface Tool {
 /** Text, one message or several, or tokens: an Int32Array. */
 export type Observation = string | Message | Message[] | Int32Array;
 
-/** How to sample, from this turn on. */
+/** Sampling options, from this turn on. */
 export interface Sampling {
-  /** Unset means 1; zero is greedy. */
+  /** Defaults to 1; zero means greedy. */
   temperature?: number;
   topP?: number;
   /** Zero means no limit. */
   topK?: number;
-  /** Bound on the policy's tokens in one turn, over all its attempts. */
+  /** Limit of the policy's tokens in one turn, including its resumed parts. */
   maxTokens?: number;
   stopTokenIds?: number[];
   stop?: string[];
@@ -47,17 +47,17 @@ export interface Sampling {
   ignoreEos?: boolean;
 }
 
-/** What a task, and the group that answers it, is for. */
+/** The purpose of a task and of the group that answers it. */
 export type Purpose = "train" | "eval";
 
-/** Something to do, several times over. */
+/** A task, to be attempted several times. */
 export interface Task {
   /** Chosen by the submitter, unique in the run; makes submission idempotent. */
   taskId: string;
-  /** Text (encoded without a chat template), messages or tokens; unset: the agent builds it. */
+  /** Text (encoded without a chat template), messages or tokens; if unset, the agent builds it. */
   prompt?: Observation;
   tools?: Tool[];
-  /** JSON values to act and to score with. */
+  /** JSON values for the agent and for scoring. */
   metadata: Record<string, any>;
   groupSize: number;
   finishCount: number;
@@ -79,7 +79,7 @@ const ROLE_NAMES = new Map<Role, Message["role"]>(
   Object.entries(ROLES).map(([name, role]) => [role, name as Message["role"]]),
 );
 
-/** A prompt as the wire's oneof takes it; in a conversation a plain string is a user's message. */
+/** A prompt for the wire's oneof; in a conversation a plain string is a user's message. */
 export function writePrompt(shown: Observation | undefined, tools: Tool[], chat: boolean): WirePrompt | undefined {
   if (shown instanceof Int32Array) return { $case: "tokens", value: { tokenIds: Array.from(shown) } };
   if (typeof shown === "string") {

@@ -9,37 +9,37 @@ import { type Observation, type Sampling, type Task, type Tool, writePrompt, wri
 import { abortTurn, turnStream } from "./turnStream.js";
 import { type Segment, type TrajectoryRecord, type Turn, TurnProgress, countOf, readTrajectory } from "./turns.js";
 
-/** Aborts of one trajectory's turns, after which its close is refused: somebody goes on taking turns. */
+/** Aborts of a trajectory's turns after which its close is refused: another caller keeps taking turns. */
 const CLOSING_ABORTS = 8;
 
-/** How to take a turn. What samples holds for this turn and those after it. */
+/** How to take a turn. Sampling options apply to this turn and all later ones. */
 export interface TurnOptions extends Sampling {
-  /** Tools the policy may call; only on the first turn. */
+  /** Tools that the policy may call; only on the first turn. */
   tools?: Tool[];
-  /** Lets the server go on with the turn when the connection is lost. */
+  /** Lets the server continue the turn when the connection is lost. */
   detach?: boolean;
-  /** Ends the wait, and with it the turn, which can be resumed: `AbortSignal.timeout(5000)`. */
+  /** Ends the wait and interrupts the turn, which can be resumed: `AbortSignal.timeout(5000)`. */
   signal?: AbortSignal;
 }
 
-/** How to take a turn token by token. */
+/** How to stream a turn. */
 export interface StreamingOptions extends TurnOptions {
-  /** One segment per weight version, when the turn ends. */
+  /** Yield only whole segments, one per weight version, when the turn ends. */
   finalOnly?: boolean;
-  /** Longest time tokens wait on the server. */
+  /** Maximum time that tokens wait on the server. */
   flushMs?: number;
 }
 
-/** Where a trajectory belongs. */
+/** What a trajectory belongs to. */
 export interface TrajectoryOptions {
   groupId?: string;
   groupSize?: number;
   sampleIndex?: number;
   /** Trajectory it branches from. */
   parentTrajectoryId?: string;
-  /** Lower runs earlier. */
+  /** Lower values run earlier. */
   priority?: number;
-  /** A turn under another version is refused; 0n takes any. */
+  /** The server refuses a turn under another version; 0n accepts any. */
   requiredWeightVersion?: bigint;
   /** See Trajectory. */
   resumeAborted?: boolean;
@@ -48,19 +48,19 @@ export interface TrajectoryOptions {
 }
 
 /**
- * One episode, made by `Client.trajectory` or by a lease; the first turn opens it.
+ * One episode, made by `Client.trajectory` or by a lease; its first turn opens it.
  *
- * `turn` begins with the task's prompt, or with what it is given, and extends it afterwards. In a
+ * The first `turn` begins with the task's prompt or with the given observation; later turns append theirs. In a
  * conversation a plain string is a user's message; otherwise it is text, encoded without a template.
  */
 export class Trajectory {
-  /** Turns so far; an aborted one is the last until it is resumed. */
+  /** Turns so far; an aborted turn is the last until it is resumed. */
   readonly turns: Turn[] = [];
   /** Set when its close begins. */
   outcome: Outcome | Failed | undefined;
   /** Set when its close was confirmed. */
   closed = false;
-  /** Whether a turn that was aborted from outside, as by a weight update, goes on by itself; a close ends that. */
+  /** Whether a turn aborted from outside, such as by a weight update, resumes automatically; a close ends that. */
   resumeAborted: boolean;
   private sampling: Sampling;
   private chat: boolean;
@@ -85,10 +85,10 @@ export class Trajectory {
   }
 
   /**
-   * Takes one turn and yields its tokens as they come; `turns.at(-1)` is the turn afterwards.
+   * Takes one turn and yields its tokens as they arrive; afterwards `turns.at(-1)` is the turn.
    *
-   * Until then they are provisional: where the server was lost and came back with less than it had streamed,
-   * a segment whose `position` is before the end of the last one takes the place of what followed there.
+   * Until then the tokens are provisional. If the server was lost and came back with fewer tokens than it had
+   * streamed, a segment may have a `position` before the end of the last one; it replaces everything from there.
    * Leaving the loop early aborts the turn.
    */
   async *stream(observation?: Observation, options: StreamingOptions = {}): AsyncGenerator<Segment, void> {
@@ -104,7 +104,7 @@ export class Trajectory {
     yield* this.take(this.progress, true, streamOptions, signal);
   }
 
-  /** Goes on with an aborted or broken-off turn, at the exact token; returns the whole turn. */
+  /** Continues an aborted or interrupted turn, at the exact token; returns the whole turn. */
   async resume(options: { signal?: AbortSignal } = {}): Promise<Turn> {
     const streamOptions = StreamOptions.fromPartial({ finalOnly: true });
     const known = this.progress === undefined;
@@ -117,22 +117,22 @@ export class Trajectory {
     return this.last(this.take(this.progress, known, streamOptions, options.signal));
   }
 
-  /** Stops the turn in flight; returns the tokens it keeps. Nothing in flight: zero. */
+  /** Stops the turn in flight; returns the number of tokens it keeps, zero if no turn is in flight. */
   async abort(reason = ""): Promise<number> {
     return abortTurn(this.calls, this.trajectoryId, reason);
   }
 
-  /** Closes it with a reward; durable when answered. Throws RangeError unless it is finite. */
+  /** Closes it with a reward, durably. Throws RangeError unless the reward is finite. */
   async complete(reward: number | Outcome): Promise<Closed> {
     return this.close(typeof reward === "number" ? { reward } : reward);
   }
 
-  /** Closes it as failed: the server has the attempt made again, up to a bound. */
+  /** Closes it as failed; the server repeats the attempt, up to a bound. */
   async fail(reason: string, message = ""): Promise<Closed> {
     return this.close(new Failed(reason, message));
   }
 
-  /** Closes it, and its branches. Their turns that are still in flight are aborted first. */
+  /** Closes it and its branches. It first aborts turns that are still in flight. */
   async close(outcome: Outcome | Failure): Promise<Closed> {
     const written = writeOutcome(outcome);
     this.outcome = outcome;
@@ -143,13 +143,13 @@ export class Trajectory {
     return closed;
   }
 
-  /** The trajectory as the server holds it, context included. */
+  /** Returns the trajectory as the server holds it, including context. */
   async get(): Promise<TrajectoryRecord> {
     const held = await this.calls.getTrajectory(this.trajectoryId, { patient: true, signal: this.options.signal });
     return readTrajectory(held.trajectory!, held.open);
   }
 
-  /** A trajectory of the same attempt, such as a sub-agent's; it is closed with this one. */
+  /** A trajectory of the same attempt, for example for a sub-agent; it is closed with this one. */
   branch(trajectoryId: string): Trajectory {
     const options = { ...this.options, parentTrajectoryId: this.trajectoryId };
     const branch = new Trajectory(this.calls, trajectoryId, options);
@@ -157,7 +157,7 @@ export class Trajectory {
     return branch;
   }
 
-  /** Sends its close. A request for a turn may have been on its way when its abort overtook it. */
+  /** Sends the close. The abort may have overtaken a turn's request, which then arrives after it. */
   private async completed(request: CompleteTrajectoryRequest): Promise<Closed> {
     const aborted = new Map<string, number>();
     for (;;) {
@@ -174,7 +174,7 @@ export class Trajectory {
     }
   }
 
-  /** The server closes nothing of which a turn is in flight. */
+  /** Aborts turns in flight, because the server refuses to close a trajectory with one. */
   private async abortUnfinished(): Promise<void> {
     this.resumeAborted = false;
     for (const branch of this.branches) await branch.abortUnfinished();
@@ -194,7 +194,7 @@ export class Trajectory {
     return this.turns.at(-1)!;
   }
 
-  /** Runs a turn and notes what became of it, however it ends. */
+  /** Runs a turn and records its result, however it ends. */
   private async *take(
     progress: TurnProgress,
     known: boolean,
@@ -251,7 +251,7 @@ export class Trajectory {
       return { $case: "continue", value: ContinueRequest.fromPartial(value) };
     }
     const { groupId, groupSize, sampleIndex, parentTrajectoryId, priority, requiredWeightVersion } = options;
-    // A lease and a parent each say themselves which group it is.
+    // A lease or a parent determines the group itself.
     const group = this.task || parentTrajectoryId ? {} : { groupId, groupSize, sampleIndex };
     return {
       $case: "generate",

@@ -1,23 +1,23 @@
 /**
- * One turn over as many streams, and servers, as it takes.
+ * Takes one turn over as many streams and servers as necessary.
  *
- * A stream that is lost is taken up again. The order: wait for the server, longer each time and within a
- * bound -> abort, because it may still be sampling for the lost caller -> GetTrajectory -> by what it holds:
+ * A lost stream is recovered in this order: wait for the server, longer each time and within a bound -> abort,
+ * because the server may still be sampling for the lost stream -> GetTrajectory -> by what the server holds:
  *
  * | the server has | then |
  * |---|---|
- * | the turn, ended otherwise than ABORTED | it is finished |
- * | the turn, ABORTED | `Continue` without an observation: on at the exact token |
- * | the trajectory without the turn | it never arrived: the same request again |
- * | no trajectory, and nothing of it had come | the same, unless its lease is gone: LEASE_EXPIRED |
- * | no trajectory, and something of it had come | TRAJECTORY_UNKNOWN |
- * | fewer tokens of earlier turns than it had finished | DATA_LOSS |
+ * | the turn, with an end other than ABORTED | the turn is finished |
+ * | the turn, ABORTED | `Continue` without an observation, at the exact token |
+ * | the trajectory without the turn | the request never arrived; send it again |
+ * | no trajectory, and no tokens had arrived | the same, unless its lease is gone: LEASE_EXPIRED |
+ * | no trajectory, and some tokens had arrived | TRAJECTORY_UNKNOWN |
+ * | fewer tokens of earlier turns than were finished | DATA_LOSS |
  * | the trajectory, closed | TRAJECTORY_CLOSED |
  *
- * What the server holds is the turn: what was streamed and is not in its record was never durable, is
- * discarded here and sampled again. Where a turn ends with another number of tokens than arrived the server is
- * asked anew: between the answer to GetTrajectory and the `Continue` that follows from it it may be killed, too,
- * and go on from fewer tokens than it had told.
+ * The server's record is authoritative. Tokens that were streamed but are not in it were never durable; they are
+ * discarded here and sampled again. If a turn ends with another number of tokens than arrived, the client asks the
+ * server again. The server may have been killed between its answer to GetTrajectory and the following `Continue`,
+ * and may have continued from fewer tokens than it had reported.
  */
 
 import { status } from "@grpc/grpc-js";
@@ -26,40 +26,40 @@ import { NotAllowedNow, NotFound, PenstockError, ServerUnavailable } from "./err
 import { AbortRequest, type TurnFinished } from "./gen/penstock/v1/rollout_service.js";
 import { type Segment, type TrajectoryRecord, type TurnProgress, countOf, readFinishReason, readSegment, readTrajectory } from "./turns.js";
 
-/** Resumes in a row that brought no token, after which an aborted turn is given to the caller. */
+/** After this many resumptions in a row without a new token, an aborted turn is returned to the caller. */
 const FRUITLESS_RESUMES = 8;
-/** What a request is refused with whose first copy, though its stream was lost, did arrive. */
+/** Reasons that mean the first copy of a request arrived, although its stream was lost. */
 const ARRIVED_AFTER_ALL = ["TRAJECTORY_EXISTS", "TURN_IN_FLIGHT", "NOTHING_TO_RESUME"];
 
-/** The turn that `turnStream` runs. */
+/** A turn in flight and its parameters. */
 export interface TurnRun {
   calls: Calls;
   trajectoryId: string;
   progress: TurnProgress;
-  /** `Continue` without an observation. */
+  /** A `Continue` without an observation. */
   resume: TurnRequest;
-  /** Whether the turn, which was aborted, goes on by itself. */
+  /** Whether the aborted turn resumes automatically. */
   resumeAborted: () => boolean;
-  /** Whether the trajectory is a lease's own. */
+  /** Whether the trajectory belongs to a lease. */
   leased: boolean;
-  /** Tokens of the turns before this one. */
+  /** Number of tokens of earlier turns. */
   policyCountBefore: number;
   signal?: AbortSignal;
 }
 
-/** Where the server stands with a turn. */
+/** A turn's state on the server. */
 interface Stand {
-  /** Tokens that it holds and that did not arrive. */
+  /** Tokens that the server holds and that have not arrived. */
   missing: Segment[];
-  /** What to ask next; unset where the turn has ended. */
+  /** The next request; unset if the turn has ended. */
   request?: TurnRequest;
-  /** How the turn ended, where it did while nobody heard it. */
+  /** How the turn ended, if it ended while the stream was lost. */
   ended?: TurnFinished;
 }
 
 /**
- * Runs a turn to its end, over lost streams, full servers and, where asked to, aborts. Unless it is `known`
- * where the turn stands, the server is asked first.
+ * Runs a turn to its end, across lost streams, full servers and, if requested, aborts. It asks the server first,
+ * unless the turn's state is `known`.
  */
 export async function* turnStream(run: TurnRun, known: boolean): AsyncGenerator<Segment, void> {
   const { calls, progress, signal } = run;
@@ -128,7 +128,7 @@ async function* tokensFrom(events: AsyncGenerator<TurnEvent>, progress: TurnProg
   }
 }
 
-/** Where a turn stands whose stream was lost; the module says what follows. */
+/** Determines the state of a turn whose stream was lost; the module comment has the cases. */
 async function whereItStands(run: TurnRun): Promise<Stand> {
   const { calls, trajectoryId, progress, signal } = run;
   let held;
@@ -148,7 +148,7 @@ async function whereItStands(run: TurnRun): Promise<Stand> {
     return { missing: [], request: progress.request };
   }
   if (!held.lastTurn) {
-    // The request was still on its way when the abort overtook it.
+    // The abort overtook the request, which arrives later.
     throw new ServerUnavailable(`turn ${progress.index} of ${trajectoryId} is still in flight`, {
       code: status.UNAVAILABLE,
     });
@@ -158,8 +158,8 @@ async function whereItStands(run: TurnRun): Promise<Stand> {
   return { missing, ended: held.lastTurn };
 }
 
-/** Throws NotAllowedNow where the server that is there now never leased this attempt, or no longer does: it
- * would take the request for a trajectory of its own. */
+/** Throws NotAllowedNow if the current server never leased this attempt, or no longer does. It would take the request
+ * for an unleased trajectory. */
 async function checkLease({ calls, trajectoryId, leased, signal }: TurnRun): Promise<void> {
   if (!leased) return;
   const { expiredTrajectoryIds } = await calls.renewLease([trajectoryId], { patient: true, signal });
@@ -168,7 +168,7 @@ async function checkLease({ calls, trajectoryId, leased, signal }: TurnRun): Pro
   }
 }
 
-/** Throws where the record cannot be gone on with. */
+/** Throws if the record cannot be continued. */
 function checkExtensible(run: TurnRun, record: TrajectoryRecord): void {
   const { trajectoryId, progress, policyCountBefore } = run;
   if (!record.open) throw notAllowed(`trajectory ${trajectoryId} is closed`, "TRAJECTORY_CLOSED", trajectoryId);
@@ -187,7 +187,7 @@ function notAllowed(message: string, reason: string, trajectoryId: string): NotA
   return new NotAllowedNow(message, { code: status.FAILED_PRECONDITION, reason, metadata });
 }
 
-/** Stops a trajectory's turn; returns the tokens it keeps. */
+/** Stops a trajectory's turn; returns the number of tokens it keeps. */
 export async function abortTurn(
   calls: Calls,
   trajectoryId: string,

@@ -1,4 +1,4 @@
-/** A turn as the caller sees it, and its assembly from the events of one or more streams. */
+/** A turn as returned to the caller, and its assembly from the events of one or more streams. */
 
 import { status } from "@grpc/grpc-js";
 import type { TurnRequest } from "./calls.js";
@@ -16,43 +16,43 @@ import { type Message, readMessage } from "./prompt.js";
 /** Why generation stopped; an "aborted" turn can be resumed at the exact token. */
 export type FinishReason = "stop" | "length" | "aborted";
 
-/** A run of tokens with one author and, for the policy, one weight version. */
+/** A run of tokens with one author; the policy's also has one weight version. */
 export interface Segment {
   tokenIds: Int32Array;
-  /** Of each token under the distribution it was sampled from; empty for context. */
+  /** Log-probability of each token under the distribution it was sampled from; empty for context. */
   logprobs: Float32Array;
-  /** Weights that sampled the tokens; 0n for context. */
+  /** Version of the weights that sampled the tokens; 0n for context. */
   weightVersion: bigint;
-  /** From zero. */
+  /** Index of the turn, from zero. */
   turnIndex: number;
-  /** Temperature the tokens were sampled at; zero for context. */
+  /** Temperature at which the tokens were sampled; zero for context. */
   temperature: number;
-  /** Whether the policy wrote them, or the environment did. */
+  /** Whether the policy wrote the tokens; otherwise the environment did. */
   fromPolicy: boolean;
-  /** Of one that `stream` yields: tokens of the turn before it. */
+  /** In a segment from `stream`: number of the turn's tokens before it. */
   position: number;
 }
 
-/** One turn of the policy, over all its attempts. */
+/** One turn of the policy, including its resumed parts. */
 export interface Turn {
-  /** From zero. */
+  /** Index of the turn, from zero. */
   index: number;
   /** The policy's tokens, one segment per weight version. */
   segments: Segment[];
   finishReason: FinishReason;
-  /** Whether `resume` can go on with it. */
+  /** Whether `resume` can continue the turn. */
   aborted: boolean;
-  /** What the policy wrote; empty where the trajectory was opened with tokens. */
+  /** The policy's text; empty if the trajectory was opened with tokens. */
   text: string;
-  /** The same with tool calls, where the trajectory was opened with messages. */
+  /** The same as a message with tool calls, if the trajectory was opened with messages. */
   message?: Message;
-  /** Tokens the policy saw before it wrote. */
+  /** Number of tokens the policy saw before it wrote. */
   contextTokenCount: number;
-  /** Those of them that the engine took from its cache. */
+  /** How many of them the engine took from its prefix cache. */
   cachedTokenCount: number;
   /**
-   * Why what begins as a tool call is none, for the policy to be told: its text is in the message's content. Empty
-   * where there is no such thing.
+   * Why text that looks like a tool call is not one; an error message for the policy. The text itself is in the
+   * message's content. Empty if there is no such text.
    */
   toolCallError: string;
 }
@@ -60,9 +60,9 @@ export interface Turn {
 /** A trajectory as the server holds it. */
 export interface TrajectoryRecord {
   trajectoryId: string;
-  /** Context and policy; their tokens, concatenated, are the sequence the model saw. */
+  /** Segments of context and policy; their tokens, concatenated, are the sequence that the model saw. */
   segments: Segment[];
-  /** Why the last policy segment stopped; unset while a turn runs. */
+  /** Why the last policy segment stopped; unset while a turn is in flight. */
   finishReason?: FinishReason;
   turnCount: number;
   outcome?: Outcome | Failed;
@@ -78,9 +78,9 @@ const FINISH_REASONS = new Map<WireFinishReason, FinishReason>([
 
 export const readFinishReason = (reason: WireFinishReason): FinishReason | undefined => FINISH_REASONS.get(reason);
 
-/** A turn under way: what has arrived of it so far, over streams and attempts. */
+/** A turn in flight: what has arrived so far, over several streams and resumptions. */
 export class TurnProgress {
-  /** Whether the server is known to have begun it. */
+  /** Whether the server is known to have started it. */
   started = false;
   segments: Segment[] = [];
   tokenCount = 0;
@@ -89,11 +89,11 @@ export class TurnProgress {
 
   constructor(
     readonly index: number,
-    /** What began it. */
+    /** The request that started it. */
     readonly request: TurnRequest,
   ) {}
 
-  /** An aborted turn that is to go on. */
+  /** An aborted turn that is to be resumed. */
   static of(turn: Turn, resume: TurnRequest): TurnProgress {
     const progress = new TurnProgress(turn.index, resume);
     progress.started = true;
@@ -103,10 +103,10 @@ export class TurnProgress {
     return progress;
   }
 
-  /** The server has begun it. */
+  /** Records that the server has started the turn. */
   start(event: TurnStarted): void {
     this.started = true;
-    // A resumed attempt counts what was written before as context; the turn's own is the first.
+    // A resumed turn reports its earlier tokens as context, so only the first report counts.
     this.contextTokenCount ||= event.contextTokenCount;
   }
 
@@ -118,7 +118,7 @@ export class TurnProgress {
     return placed;
   }
 
-  /** The server never began it, or does not know that it did: it begins anew. */
+  /** Resets the turn, which the server never started or does not know: it starts again. */
   forget(): void {
     this.started = false;
     this.segments = [];
@@ -126,9 +126,9 @@ export class TurnProgress {
   }
 
   /**
-   * The server has begun it, and what the record holds is the turn so far. Returns what the caller was not
-   * given yet. What it was given and the record does not have never became durable; then the first segment,
-   * or the next that arrives, has a position before that.
+   * Takes the record's tokens as the turn so far, which the server has started. Returns what the caller has not been
+   * given yet. Tokens that the caller was given but the record lacks never became durable. In that case, the first
+   * segment, or the next to arrive, has a position before them.
    */
   catchUp(record: TrajectoryRecord): Segment[] {
     this.started = true;
@@ -146,7 +146,7 @@ export class TurnProgress {
     return missing;
   }
 
-  /** Ends the turn. Throws PenstockError where tokens are missing. */
+  /** Ends the turn. Throws PenstockError if tokens are missing. */
   finish(event: TurnFinished): void {
     if (event.policyTokenCount !== this.tokenCount) {
       throw new PenstockError(`${this.tokenCount} of ${event.policyTokenCount} tokens of a turn arrived`, {
@@ -168,14 +168,14 @@ export class TurnProgress {
     };
   }
 
-  /** Whether an error means that the server never began it. */
+  /** Whether an error means that the server never started the turn. */
   refused(error: unknown): boolean {
     const unsure = error instanceof ServerUnavailable || error instanceof DeadlineExceeded;
     return error instanceof PenstockError && !this.started && !unsure;
   }
 }
 
-/** A segment of the wire. Throws PenstockError where its arrays disagree. */
+/** Reads a wire segment. Throws PenstockError if its arrays disagree. */
 export function readSegment(segment: WireSegment): Segment {
   const { tokenIds, logprobs, weightVersion, turnIndex, temperature } = segment;
   const fromPolicy = segment.author === Author.AUTHOR_POLICY;
@@ -208,10 +208,10 @@ export function readTrajectory(trajectory: WireTrajectory, open: boolean): Traje
   };
 }
 
-/** Tokens of several segments. */
+/** Number of tokens in several segments. */
 export const countOf = (segments: Segment[]): number => segments.reduce((n, s) => n + s.tokenIds.length, 0);
 
-/** The tokens of several segments, one after another. */
+/** The tokens of several segments, concatenated. */
 export function tokensOf(segments: Segment[]): Int32Array {
   const tokens = new Int32Array(countOf(segments));
   let at = 0;
@@ -239,7 +239,7 @@ function commonCount(first: Segment[], second: Segment[]): number {
   return length;
 }
 
-/** One segment per run of equal weight version and temperature. */
+/** Merges neighbouring segments of equal weight version and temperature. */
 function mergeRuns(segments: Segment[]): Segment[] {
   const runs: Segment[][] = [];
   for (const segment of segments) {

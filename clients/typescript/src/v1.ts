@@ -1,4 +1,4 @@
-/** The generated stubs of `penstock.v1`, for calls that the client does not make. */
+/** The generated stubs of `penstock.v1`, for calls that the client itself does not offer. */
 
 export * from "./gen/penstock/v1/conversation.js";
 export * from "./gen/penstock/v1/rejection.js";

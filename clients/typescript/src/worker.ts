@@ -1,8 +1,8 @@
 /**
  * The worker: a fixed number of attempts in flight, across training steps.
  *
- * Order of shutdown: stop leasing, so that nothing new begins; let what runs end, up to the drain bound; fail
- * the rest, so that the server has it made again; close the lease stream.
+ * Order of shutdown: stop leasing, so that no attempt starts -> let running attempts end, up to the drain bound -> fail
+ * the rest, so that the server repeats them -> close the lease stream.
  */
 
 import type { Calls } from "./calls.js";
@@ -11,37 +11,37 @@ import { type Attempt, LeaseLost, Leases, type LeaseOptions } from "./leases.js"
 import { type Closed, Failed, type Outcome, type Score, asFailed, asOutcome } from "./outcome.js";
 import { sleep } from "./calls.js";
 
-/** What an attempt is run with: it returns the reward. One that throws fails its attempt only. */
+/** Runs an attempt and returns the reward. An error fails only its attempt. */
 export type Agent = (attempt: Attempt) => Promise<Score> | Score;
 
-/** How a worker works. */
+/** Configuration of a worker. */
 export interface WorkerOptions extends Omit<LeaseOptions, "wholeGroups" | "resumeAborted"> {
-  /** Return after so many; unset goes on until stopped. */
+  /** Return after this many attempts; if unset, continue until stopped. */
   attempts?: number;
-  /** Bound on one attempt; after it the attempt fails with ATTEMPT_TIMEOUT. */
+  /** Time limit of one attempt; after it, the attempt fails with ATTEMPT_TIMEOUT. */
   attemptMs?: number;
   /** Stops the worker: attempts in flight are finished or given back. */
   signal?: AbortSignal;
-  /** How long attempts in flight may go on after that. */
+  /** How long attempts in flight may continue after that. */
   drainMs?: number;
-  /** Told of each attempt that has ended. */
+  /** Called for each attempt that has ended. */
   onAttempt?: (attempt: Attempt, outcome: Outcome | Failed | undefined) => void;
 }
 
-/** What a worker did. */
+/** Counts of a worker's attempts. */
 export interface Statistics {
   /** Attempts that ended with a reward. */
   rewarded: number;
   /** Attempts that ended with a failure. */
   failed: number;
-  /** Attempts whose lease or server was lost. */
+  /** Attempts that lost their lease or server. */
   lost: number;
 }
 
-/** What the give-back of unfinished attempts may take when the worker stops. */
+/** Time limit for giving back unfinished attempts when the worker stops. */
 const GIVE_BACK_MS = 5_000;
 
-/** Leases attempts and runs `agent` on each. Throws PenstockError where the server refuses to lease. */
+/** Leases attempts and runs `agent` on each. Throws PenstockError if the server refuses to lease. */
 export async function work(calls: Calls, options: WorkerOptions, agent: Agent): Promise<Statistics> {
   const { concurrency = 8, attempts = Infinity, signal, drainMs = 20_000 } = options;
   const statistics: Statistics = { rewarded: 0, failed: 0, lost: 0 };
@@ -83,7 +83,7 @@ export async function work(calls: Calls, options: WorkerOptions, agent: Agent): 
   return statistics;
 }
 
-/** One attempt, from its lease to its outcome. */
+/** Runs one attempt, from its lease to its outcome. */
 class AttemptRun {
   constructor(
     private readonly leases: Leases,
@@ -107,14 +107,14 @@ class AttemptRun {
     this.options.onAttempt?.(this.attempt, sent);
   }
 
-  /** Runs the agent; undefined where its lease is lost. */
+  /** Runs the agent; returns undefined if its lease is lost. */
   private async judge(agent: Agent): Promise<Outcome | Failed | undefined> {
     const { trajectory, signal } = this.attempt;
     const { attemptMs } = this.options;
     const late = new Failed("ATTEMPT_TIMEOUT", `not done within ${attemptMs} ms`);
     const timer = attemptMs && setTimeout(() => this.leases.cancel(trajectory.trajectoryId, late), attemptMs);
     try {
-      // An agent that waits for something of its own may not hear the signal.
+      // An agent that waits for something else may not react to the signal.
       const score = await Promise.race([Promise.resolve(this.attempt).then(agent), rejected(signal)]);
       return trajectory.closed ? trajectory.outcome : asOutcome(score);
     } catch (error) {
@@ -126,23 +126,23 @@ class AttemptRun {
     }
   }
 
-  /** Sends an outcome; undefined where it cannot be sent: the attempt is lost. */
+  /** Sends an outcome; returns undefined if that is impossible, and the attempt is lost. */
   private async close(outcome: Outcome | Failed, ownSent = false): Promise<Closed | undefined> {
     const { trajectory } = this.attempt;
     const own = trajectory.outcome;
     try {
-      // Closed by the agent itself: asked again, the server says again what came of it.
+      // The agent closed it itself; a repeated close returns the same result.
       return await trajectory.close(trajectory.closed && own ? own : outcome);
     } catch (error) {
       const known = error instanceof PenstockError || error instanceof TypeError || error instanceof RangeError;
       if (!known) throw error;
-      // Not where the server was full all the while: the outcome is as good as it was.
+      // Not if the server was full all the time: the outcome is still valid.
       const tooLarge = error instanceof Overloaded && error.retryAfterMs === undefined;
       const refused = !(error instanceof PenstockError) || error instanceof InvalidRequest || tooLarge;
-      // The outcome itself may be what cannot be sent.
+      // The outcome itself may be impossible to send.
       if (refused && !(outcome instanceof Failed)) return this.close(asFailed(error), ownSent);
       const differs = error instanceof PenstockError && error.reason === "OUTCOME_DIFFERS";
-      // By the agent itself, which did not hear the answer.
+      // The agent closed it itself, but did not receive the answer.
       if (differs && own && !ownSent) return this.close(own, true);
       return undefined;
     }
@@ -155,12 +155,12 @@ function rejected(signal: AbortSignal): Promise<never> {
     if (signal.aborted) reject(signal.reason);
     signal.addEventListener("abort", () => reject(signal.reason), { once: true });
   });
-  // Where nobody waits for it any more.
+  // Prevents an unhandled rejection once no code waits for it any more.
   waiting.catch(() => undefined);
   return waiting;
 }
 
-/** Whether all of them have ended within a time. */
+/** Whether all of them end within a time limit. */
 async function within(ms: number, running: Map<string, Promise<void>>): Promise<boolean> {
   const timer = new AbortController();
   const all = Promise.all(running.values()).then(() => true);

@@ -1,6 +1,6 @@
 /**
- * The client against a server that tests/system/test_client_packages.py starts: PENSTOCK_TEST_ADDRESS and, with TLS and
- * tokens, PENSTOCK_TEST_SECURE_ADDRESS, PENSTOCK_TEST_CA, PENSTOCK_TEST_TOKEN_FILE. Its leases last a second,
+ * Tests of the client against a server that tests/test_client_packages.py starts: PENSTOCK_TEST_ADDRESS and, with TLS
+ * and tokens, PENSTOCK_TEST_SECURE_ADDRESS, PENSTOCK_TEST_CA, PENSTOCK_TEST_TOKEN_FILE. Its leases last one second,
  * and each token takes a few milliseconds.
  */
 
@@ -34,7 +34,7 @@ const client = connect(environment("ADDRESS"));
 after(() => client.close());
 let taskCount = 0;
 
-/** Runs an agent on one task; returns what the server was told. What a worker before left behind is closed. */
+/** Runs an agent on one task; returns the outcome that the server got. Closes leftovers of earlier workers. */
 async function outcomeOf(agent: Agent, options: WorkerOptions = {}): Promise<Outcome | Failed | undefined> {
   const taskId = `typescript-${taskCount++}`;
   await client.submitTasks([{ taskId, prompt: "A task.", sampling: { maxTokens: 4 } }]);
@@ -199,7 +199,7 @@ test("a close ends a turn that would resume by itself", async () => {
   const complete = calls.completeTrajectory.bind(calls);
   let answers = 0;
   calls.completeTrajectory = async (request) => {
-    // Longer than a turn takes to be resumed.
+    // Longer than it takes to resume a turn.
     await sleep(200);
     answers++;
     return complete(request);

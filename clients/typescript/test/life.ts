@@ -1,6 +1,6 @@
 /**
- * The agent of tests/system/test_languages.py: `node life.js ADDRESS ATTEMPTS`. What it does with an attempt is named
- * by the task's metadata, and is the same, call by call, in tests/support/life.py and clients/go/internal/life.
+ * The agent of tests/test_languages.py: `node life.js ADDRESS ATTEMPTS`. The task's metadata names what it does with an
+ * attempt. tests/life.py and clients/go/internal/life make exactly the same calls.
  */
 
 import { type Agent, Failed, type Message, type Outcome, connect } from "@penstock/client";
@@ -31,7 +31,7 @@ const agents: Record<string, Agent> = {
   },
 
   async aborted({ trajectory }) {
-    // A worker's trajectories go on by themselves; here the agent does it.
+    // A worker's trajectories resume automatically; here the agent resumes them.
     trajectory.resumeAborted = false;
     for await (const segment of trajectory.stream(undefined, { maxTokens: 24, flushMs: 1 })) {
       if (segment.position === 0) await trajectory.abort("the test asks for it");

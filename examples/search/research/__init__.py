@@ -1,1 +1,1 @@
-"""A research agent that trains: corpus, retrieval, agent, reward."""
+"""A research agent to train: corpus, retrieval, agent and reward."""

@@ -4,16 +4,16 @@ One attempt at a question:
 
     turn ── an answer ──────────────────────────► scored: F1, and whether the searches found the answer
      ▲  ├── cut off by a budget or the context ─► reward 0, no gradient
-     │  ├── more, or the same again, than it may ► stopped: reward 0, and the reason counted
-     │  └── searches ─► all at once ─► refined, where a second model is configured
-     └───────────────────── what was found ◄──┘
-                            or that the tool failed: the attempt goes on, and carries no gradient
+     │  ├── too many or repeated searches ──────► stopped: reward 0, and the reason is counted
+     │  └── searches ─► all at once ─► refined, if a second model is configured
+     └────────────────────── the results ◄──┘
+                             or an error message: the attempt continues, and carries no gradient
 
-What the policy does wrong is its own to learn: it is told and goes on, within its turns. What the tools do
-wrong teaches it nothing: an attempt that met a tool error is scored, so that its siblings are compared with
-it, and masked (`penstock.untrained`), or it fails and is made again, as configured.
+The policy should learn from its own mistakes: it gets an error message and continues, within its turns. It
+learns nothing from failures of the tools. An attempt with a tool error is masked (`penstock.untrained`) but
+scored, so that its siblings are compared with it. Alternatively, it fails and is repeated, as configured.
 
-The figures of an attempt are the outcome's metrics, so a step's record has their means: `outcome_metrics`.
+An attempt's figures are metrics of its outcome, so each step records their means: `outcome_metrics`.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ TOOL_ERROR = "TOOL_ERROR"
 
 
 class Stop(StrEnum):
-    """Why an attempt was stopped."""
+    """Why the agent stopped an attempt."""
 
     TURNS = "turns"
-    """It used its turns without an answer."""
+    """No answer within the allowed turns."""
     PARALLEL = "parallel"
     """Too many searches in one turn."""
     CALLS = "calls"
-    """Too many searches in all."""
+    """Too many searches in the attempt."""
     REPEATED = "repeated"
-    """It searched for the same words again."""
+    """A search for the same words again."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """What happened in an attempt so far."""
+    """What has happened so far in an attempt."""
 
     question: str
     answers: tuple[str, ...]
     gold: frozenset[int]
-    """Chunks that hold an answer."""
+    """Chunks that contain an answer."""
     turns: int = 0
     calls: int = 0
     repeats: int = 0
     bad_calls: int = 0
-    """Calls of the policy that could not be read."""
+    """The policy's malformed calls."""
     idle_turns: int = 0
     """Turns that neither searched nor answered."""
     retrieval_errors: int = 0
@@ -74,22 +74,22 @@ class Episode:
     stopped: Stop | None = None
     answer: str | None = None
     searched: set[frozenset[str]] = field(default_factory=set[frozenset[str]])
-    """The words of each search."""
+    """The set of words of each search."""
 
     @property
     def tool_errors(self) -> int:
-        """Errors that are not the policy's."""
+        """Errors not caused by the policy."""
         return self.retrieval_errors + self.refine_errors
 
     def reward(self, weights: RewardSettings) -> float:
-        """What it was worth."""
+        """The reward of the attempt."""
         if self.stopped is not None or self.overlong:
             return 0.0
         right = f1(self.answer, self.answers) if self.answer is not None else 0.0
         return weights.f1 * right + weights.found * self.found
 
     def metrics(self) -> dict[str, float]:
-        """Every figure, also those that are zero, so that means over attempts are shares."""
+        """All figures, zeros included, so that their means over attempts are shares."""
         answer = self.answer or ""
         return {
             "f1": f1(answer, self.answers),
@@ -110,7 +110,7 @@ class Episode:
 
 
 class Researcher:
-    """Makes attempts, with the tools it is given."""
+    """Runs attempts with the given tools."""
 
     def __init__(
         self, settings: Settings, retrieval: RetrievalClient, refiner: Refiner | None
@@ -120,7 +120,7 @@ class Researcher:
         self._grammar = grammar(settings.agent.calls)
 
     async def attempt(self, task: Task, trajectory: Trajectory) -> Outcome | Failed:
-        """One attempt, from the question to its outcome."""
+        """Runs one attempt, from the question to its outcome."""
         limits = self._settings.agent
         episode = Episode(
             str(task.metadata["question"]),
@@ -148,7 +148,7 @@ class Researcher:
         return await self._judge(episode, trajectory)
 
     async def _search(self, episode: Episode, calls: Sequence[Call]) -> list[str]:
-        """What each call is answered: all queries in one request, what they find refined at once."""
+        """The reply to each call. All queries go into one request, and all results are refined at once."""
         queries = [call.query for call in calls if call.query]
         try:
             found = (
@@ -164,7 +164,7 @@ class Researcher:
         return [next(shown) if call.query else call.error for call in calls]
 
     async def _show(self, episode: Episode, found: Sequence[Found]) -> str:
-        """What the policy reads of what was found; the chunks as they are where the refiner fails."""
+        """Results as shown to the policy; the original chunks if the refiner fails."""
         if self._refiner is None or not found:
             return show(found)
         try:
@@ -187,7 +187,7 @@ class Researcher:
 
 
 def account(episode: Episode, actions: Actions, limits: AgentSettings) -> Stop | None:
-    """Counts what a turn asks for; the first limit that it exceeds, None where it may go on."""
+    """Counts a turn's searches; returns the first limit that they exceed, or None."""
     queries = [frozenset(words(call.query)) for call in actions.calls if call.query]
     episode.calls += len(actions.calls)
     episode.bad_calls += len(actions.calls) - len(queries)
@@ -201,12 +201,12 @@ def account(episode: Episode, actions: Actions, limits: AgentSettings) -> Stop |
         return Stop.CALLS
     if episode.repeats > limits.max_repeats:
         return Stop.REPEATED
-    # What it would find, no turn would read.
+    # In the last turn a search is of no use: no turn is left to read its results.
     return Stop.TURNS if episode.turns >= limits.max_turns else None
 
 
 def _once(found: Sequence[Sequence[Found]]) -> list[list[Found]]:
-    """Each chunk with the first of the queries that found it."""
+    """Removes repeated chunks; each stays with the first query that found it."""
     seen: set[int] = set()
     kept: list[list[Found]] = []
     for hits in found:
@@ -217,7 +217,7 @@ def _once(found: Sequence[Sequence[Found]]) -> list[list[Found]]:
 
 @cache
 def _researcher() -> Researcher:
-    """The worker's own, made at its first attempt; its connections live as long as the process."""
+    """The worker's researcher, created at its first attempt; its connections stay open until exit."""
     settings = settings_module.from_environment()
     return Researcher(
         settings,
@@ -233,5 +233,5 @@ def _researcher() -> Researcher:
 
 
 async def research(task: Task, trajectory: Trajectory) -> Outcome | Failed:
-    """What `penstock rollout --generate` calls."""
+    """The entry point for `penstock rollout --generate`."""
     return await _researcher().attempt(task, trajectory)

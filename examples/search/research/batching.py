@@ -1,11 +1,11 @@
-"""Requests that come one by one, answered in batches.
+"""Answers individual requests in batches.
 
     submit -> queue -> _work: takes the first, waits for others up to the window or the size -> answer
 
-A batch closes when it is full, or `window_seconds` after its first request; one batch is computed at a
-time, in a thread, and those that come meanwhile are the next. Each caller gets its own part of the answer.
-What the computation raises reaches every caller of that batch, and no other. A caller that gave up leaves
-the batch before it begins. A queue that is full refuses at once, with `Full`. `close` answers what was
+A batch closes when it is full, or `window_seconds` after its first request. One batch at a time is computed
+in a thread; requests that arrive meanwhile form the next. Each caller gets its own part of the answer. An
+error of the computation is raised to every caller of that batch only. A caller that is cancelled leaves the
+batch before it starts. If the queue is full, `submit` raises `Full` immediately. `close` answers what was
 accepted.
 """
 
@@ -21,46 +21,46 @@ R = TypeVar("R")
 
 
 class Full(Exception):
-    """More requests wait than there is room for."""
+    """Too many requests are waiting."""
 
 
 class Closed(Exception):
-    """It was closed, and takes no more."""
+    """The batcher is closed and accepts no more requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a batcher."""
+    """Limits of a batcher."""
 
     window_seconds: float = 0.01
-    """Longest time the first request of a batch waits for others."""
+    """Maximum time that the first request of a batch waits for others."""
     max_batch: int = 64
-    """Requests in a batch."""
+    """Maximum requests in a batch."""
     max_waiting: int = 4096
-    """Requests that wait for a batch."""
+    """Maximum requests in the queue."""
 
 
 class Batcher(Generic[T, R]):
-    """Runs `compute` on batches of what is submitted; to be made where an event loop runs."""
+    """Runs `compute` on batches of requests. Create it in a running event loop."""
 
     def __init__(self, compute: Callable[[Sequence[T]], Sequence[R]], limits: Limits) -> None:
-        """`compute` returns one answer for each request, in their order; it runs in a thread."""
+        """`compute` returns one answer for each request, in the same order; it runs in a thread."""
         self._compute, self._limits = compute, limits
         self._queue: asyncio.Queue[tuple[T, asyncio.Future[R]] | None] = asyncio.Queue()
         self._closed = False
         self.batches = 0
-        """Batches computed."""
+        """Number of batches computed."""
         self.requests = 0
-        """Requests in them."""
+        """Number of requests in those batches."""
         self._working = asyncio.create_task(self._work())
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a batch."""
+        """Requests in the queue."""
         return self._queue.qsize()
 
     async def submit(self, request: T) -> R:
-        """The answer to one request. Raises Full, Closed, and what the computation raised."""
+        """Returns the answer to one request. Raises Full, Closed, and errors of the computation."""
         if self._closed:
             raise Closed
         if self._queue.qsize() >= self._limits.max_waiting:
@@ -70,24 +70,24 @@ class Batcher(Generic[T, R]):
         return await answer
 
     async def close(self) -> None:
-        """Takes no more, and returns when everything accepted is answered."""
+        """Stops accepting requests, and returns once all accepted ones are answered."""
         if not self._closed:
             self._closed = True
             self._queue.put_nowait(None)
         await self._working
 
     async def _work(self) -> None:
-        """Consumes requests; waits for the first of a batch; produces answers; ended by `close`."""
+        """Takes batches from the queue and answers them, until `close` ends it."""
         try:
             more = True
             while more:
                 batch, more = await self._gather()
-                # Who gave up has a cancelled future.
+                # A caller that was cancelled has a cancelled future.
                 wanted = [(request, answer) for request, answer in batch if not answer.done()]
                 if wanted:
                     await self._answer(wanted)
         finally:
-            # However it ended, nobody waits for an answer that will not come.
+            # However this ended, no caller may wait for an answer that will not come.
             self._closed = True
             while not self._queue.empty():
                 entry = self._queue.get_nowait()
@@ -95,7 +95,7 @@ class Batcher(Generic[T, R]):
                     entry[1].set_exception(Closed())
 
     async def _gather(self) -> tuple[list[tuple[T, asyncio.Future[R]]], bool]:
-        """The next batch, and whether there may be another after it."""
+        """The next batch, and whether another may follow."""
         batch: list[tuple[T, asyncio.Future[R]]] = []
         closes_at: float | None = None
         while len(batch) < self._limits.max_batch:
@@ -103,7 +103,7 @@ class Batcher(Generic[T, R]):
                 async with asyncio.timeout_at(closes_at):
                     entry = await self._queue.get()
             except TimeoutError:
-                # The window is over: the batch is what came.
+                # The window is over; the batch is complete.
                 break
             if entry is None:
                 return batch, False
@@ -120,7 +120,7 @@ class Batcher(Generic[T, R]):
             if len(answers) != len(batch):
                 raise RuntimeError(f"{len(answers)} answers to {len(batch)} requests")
         except Exception as error:
-            # Theirs to handle who asked; the next batch may well be fine.
+            # The callers handle the error; the next batch may succeed.
             for _, answer in batch:
                 if not answer.done():
                     answer.set_exception(error)

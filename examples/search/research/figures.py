@@ -1,4 +1,4 @@
-"""What a run came to, as a table and a picture: `python -m research.figures runs/search [search.png]`."""
+"""Shows a run's results as a table and a picture: `python -m research.figures runs/search [search.png]`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 ROWS = 12
-"""Of the table: the steps of a run, so many parts of it."""
+"""Rows of the table: the steps of a run are divided into this many parts."""
 _STOPPED = "stopped_"
 
 
 def read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Steps and evaluations of a run; none where it has not come to any."""
+    """The steps and the evaluations of a run; empty if it has none yet."""
     path = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     evaluations = [row for row in rows if row.get("kind") == "evaluation"]
@@ -21,7 +21,7 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def mean(steps: list[dict[str, Any]], *names: str) -> float:
-    """Mean of a figure of steps, found under these names, over those that have it."""
+    """Mean of a figure over the steps that have it; `names` is its path in a step's record."""
     values: list[float] = []
     for step in steps:
         found: Any = step
@@ -62,7 +62,7 @@ def print_summary(folder: Path) -> None:
             f"{mean(part, 'lag_mean'):.2f}",
             f"{mean(part, 'seconds'):.1f}",
         )
-    # A file has no width of its own.
+    # Output to a file has no width, so set one.
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     for row in evaluations:
@@ -77,7 +77,7 @@ def print_summary(folder: Path) -> None:
 
 
 def draw(folder: Path, path: Path) -> None:
-    """Writes a picture: reward and its parts, then turns, stops and errors, by step."""
+    """Plots reward and its parts, then turns, stops and errors, by step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,7 +113,7 @@ def draw(folder: Path, path: Path) -> None:
 
 
 def smooth(values: list[float], around: int = 4) -> list[float]:
-    """The mean of what is around each."""
+    """Moving average over `around` values on each side."""
     parts = [values[max(0, at - around) : at + around + 1] for at in range(len(values))]
     return [sum(part) / len(part) for part in parts]
 

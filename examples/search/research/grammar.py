@@ -1,9 +1,9 @@
-"""What the policy says, read as actions, and what it is told: in lines of text, or as tool calls.
+"""Parses the policy's turns into actions, and writes the replies: as lines of text, or as tool calls.
 
     search: words to look up | other words       any number, also on several lines, looked up together
     answer: a few words                          ends the attempt
 
-A turn that searches is no answer yet, whatever else is in it: it has not seen what it asked for.
+In a turn that searches, any answer is ignored: the policy has not seen the results yet.
 """
 
 from __future__ import annotations
@@ -52,75 +52,71 @@ SEARCH_TOOL = Tool(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One search."""
+    """One search that the policy requested."""
 
     query: str
-    """Empty where the policy's call could not be read."""
+    """Empty if the policy's call is malformed."""
     call_id: str = ""
-    """Of a tool call; empty where it was too malformed to be one."""
+    """Id of a tool call; empty for text, or if the call is too malformed to have one."""
     error: str = ""
-    """What is wrong with it, for the policy to read."""
+    """An error message for the policy, if the call is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What one turn does."""
+    """The actions of one turn."""
 
     calls: tuple[Call, ...] = ()
     answer: str | None = None
-    """None where it does not answer."""
+    """None if the turn has no answer."""
 
 
 class Grammar(Protocol):
-    """How the policy and the tools speak to each other."""
+    """The format in which the policy and the tools communicate."""
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """Tools that the template is given."""
+        """Tools to declare in the chat template."""
         ...
 
     def opening(self, question: str) -> list[Message]:
-        """What the policy sees first."""
+        """The messages at the start of an attempt."""
         ...
 
     def read(self, turn: Turn) -> Actions:
-        """What it does."""
+        """Parses a turn into actions."""
         ...
 
     def reply(self, calls: Sequence[Call], said: Sequence[str]) -> list[Message]:
-        """What it is told: of each call what came of it; without calls, what it should do."""
+        """Messages with the result of each call; without calls, a hint what to do."""
         ...
 
 
 class TextGrammar:
-    """Lines of text, with an example to begin with: one, because all that is trained on begins with it."""
+    """Lines of text. One example comes first; not more, because every trained prompt begins with it."""
 
     tools: tuple[Tool, ...] = ()
 
     def opening(self, question: str) -> list[Message]:
-        """See `Grammar`."""
         return [Message("system", _SYSTEM), *_EXAMPLE, Message("user", f"Question: {question}")]
 
     def read(self, turn: Turn) -> Actions:
-        """See `Grammar`."""
         return read_lines(turn.text)
 
     def reply(self, calls: Sequence[Call], said: Sequence[str]) -> list[Message]:
-        """See `Grammar`."""
         return [Message("user", "\n".join(dict.fromkeys(said)) if calls else NO_ACTION)]
 
 
 class ToolGrammar:
-    """Tool calls, by the model's chat template and the parser that the server is configured with."""
+    """Tool calls, using the model's chat template and the parser that the server is configured with."""
 
     tools: tuple[Tool, ...] = (SEARCH_TOOL,)
 
     def opening(self, question: str) -> list[Message]:
-        """See `Grammar`."""
         return [Message("system", _TOOL_SYSTEM), Message("user", question)]
 
     def read(self, turn: Turn) -> Actions:
-        """See `Grammar`. Text without a call is the answer, unless it was meant to be one."""
+        """Text without a call is the answer, unless it was meant to be a call."""
         message = turn.message
         if message is None or not message.tool_calls:
             if turn.tool_call_error:
@@ -140,10 +136,9 @@ class ToolGrammar:
         return Actions(tuple(calls))
 
     def reply(self, calls: Sequence[Call], said: Sequence[str]) -> list[Message]:
-        """See `Grammar`."""
         if not calls:
             return [Message("user", "Answer, or call the tool search.")]
-        # What was too malformed to be a call has no id that a tool's message could answer.
+        # A call that was too malformed has no id, so a tool message cannot answer it.
         return [
             Message("tool", text, tool_call_id=call.call_id)
             if call.call_id
@@ -156,12 +151,12 @@ GrammarName: TypeAlias = Literal["text", "tools"]
 
 
 def grammar(name: GrammarName) -> Grammar:
-    """The one of this name."""
+    """The grammar of this name."""
     return TextGrammar() if name == "text" else ToolGrammar()
 
 
 def read_lines(text: str) -> Actions:
-    """The actions of a text. The first answer counts."""
+    """Parses lines of text into actions. If there are several answers, the first counts."""
     calls: list[Call] = []
     answer: str | None = None
     for line in text.splitlines():
@@ -172,12 +167,12 @@ def read_lines(text: str) -> Actions:
             case "answer" if answer is None:
                 answer = rest.strip()
             case _:
-                pass  # Whatever else it says is of no effect.
+                pass  # Other lines have no effect.
     return Actions(tuple(calls), None if calls else answer)
 
 
 def read_query(query: object, call_id: str = "") -> Call:
-    """A search for something, if it can be searched for."""
+    """A call with this query, or with an error if the query cannot be searched for."""
     if not isinstance(query, str) or not words(query):
         return Call("", call_id, NO_WORDS)
     if len(query) > LONGEST_QUERY:
@@ -186,5 +181,5 @@ def read_query(query: object, call_id: str = "") -> Call:
 
 
 def show(found: Sequence[Found]) -> str:
-    """Chunks as the policy reads them, one a line."""
+    """Chunks as shown to the policy, one a line."""
     return "\n".join(f"{each.title}: {each.text}" for each in found) or NOTHING_FOUND

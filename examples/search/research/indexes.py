@@ -1,10 +1,10 @@
-"""Indexes over the chunks: BM25 and sentence embeddings, each whole or as one of several shards.
+"""Indexes over the chunks: BM25 and sentence embeddings, each complete or as one of several shards.
 
     chunks -> build: bm25/, embeddings.npy -> load(kind, shard) -> search(queries, count) -> hits
 
-A shard holds one of n equal parts of the chunks, in their order. Its scores are those of the whole index:
-BM25's weights are made once over all chunks, and a shard is a cut of them. So hits of all shards, merged by
-`merge`, are those of one index, ties included: hits of equal score are ordered by their chunk.
+A shard holds one of n equal parts of the chunks, in order. Its scores equal those of the complete index:
+BM25's weights are computed once over all chunks, and a shard is a slice of them. So the hits of all shards,
+merged by `merge`, equal those of one index. This includes ties: hits of equal score are ordered by chunk.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ LIBRARIES: dict[Kind, dict[str, str]] = {
     "bm25": {"bm25s": "bm25s", "Stemmer": "PyStemmer"},
     "embeddings": {"sentence_transformers": "sentence-transformers"},
 }
-"""Modules that a kind needs, and the packages that they come in."""
+"""Modules that a kind needs, and the packages that contain them."""
 
 BM25_FOLDER = "bm25"
 EMBEDDINGS_FILE = "embeddings.npy"
 ENCODE_BATCH = 64
 
 Encode: TypeAlias = Callable[[Sequence[str]], NDArray[np.float32]]
-"""Texts to vectors of length one, shape [n, d]."""
+"""Turns texts into vectors of length one, shape [n, d]."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Hit:
-    """A chunk that fits a query. The best is the least: hits sort by falling score, then by chunk."""
+    """A chunk that matches a query. Hits sort best first: by falling score, then by chunk."""
 
     negated_score: float
     chunk_id: int
 
     @property
     def score(self) -> float:
-        """How well it fits; of one index only comparable with itself."""
+        """How well the chunk matches; comparable only within one index."""
         return -self.negated_score
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One part of several: `Shard(0, 4)` is the first quarter."""
+    """One of several parts: `Shard(0, 4)` is the first quarter."""
 
     number: int = 0
     of: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Reads "1/4", the first of four. Raises ValueError."""
+        """Parses "1/4", the first of four. Raises ValueError."""
         number, separator, of = text.partition("/")
         if not separator or not (number.isdecimal() and of.isdecimal()):
-            raise ValueError(f"a shard reads NUMBER/COUNT, such as 1/4, got {text!r}")
+            raise ValueError(f"a shard must be NUMBER/COUNT, such as 1/4, got {text!r}")
         if not 1 <= int(number) <= int(of):
-            raise ValueError(f"a shard is one of 1/{of} to {of}/{of}, got {text!r}")
+            raise ValueError(f"a shard must be one of 1/{of} to {of}/{of}, got {text!r}")
         return cls(int(number) - 1, int(of))
 
     def bounds(self, count: int) -> tuple[int, int]:
-        """The first of its chunks and the one after its last."""
+        """The index of its first chunk, and the index after its last."""
         return count * self.number // self.of, count * (self.number + 1) // self.of
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Shard:
 
 
 class Index(Protocol):
-    """What finds chunks."""
+    """Finds chunks for queries."""
 
     def search(self, queries: Sequence[str], count: int) -> list[list[Hit]]:
         """The best hits of each query, at most `count`, best first."""
@@ -85,47 +85,45 @@ class Index(Protocol):
 
 
 class Bm25Index:
-    """Words, stemmed, weighted as Lucene does (bm25s). A chunk without a word of the query is no hit."""
+    """Matches stemmed words, weighted as in Lucene (bm25s). A chunk needs a word of the query to match."""
 
     def __init__(self, weights: Any, first: int, end: int) -> None:
-        """`weights` is a `bm25s.BM25` over all chunks, of which those from `first` to `end` are kept."""
+        """`weights` is a `bm25s.BM25` over all chunks; only those from `first` to `end` are kept."""
         self._stemmer = english_stemmer()
         self._first, self._weights = first, cut(weights, first, end)
 
     @classmethod
     def build(cls, texts: Sequence[str]) -> Any:
-        """The weights of all chunks."""
+        """Computes the weights over all chunks."""
         weights = library("bm25s").BM25()
         weights.index(_tokenize(texts, english_stemmer()), show_progress=False)
         return weights
 
     def search(self, queries: Sequence[str], count: int) -> list[list[Hit]]:
-        """See `Index`."""
         found: list[list[Hit]] = []
         for words in _tokenize(queries, self._stemmer):
-            # bm25s fails on no words at all.
+            # bm25s fails on an empty query.
             scores = self._weights.get_scores(words) if words else np.zeros(0, np.float32)
             found.append(_best(scores, count, self._first, above=0.0))
         return found
 
 
 class EmbeddingIndex:
-    """Meaning: the cosine of a sentence embedding with each chunk's."""
+    """Matches meaning: the cosine between the embeddings of query and chunk."""
 
     def __init__(self, vectors: NDArray[np.float32], first: int, end: int, encode: Encode) -> None:
         self._first, self._vectors = first, np.ascontiguousarray(vectors[first:end])
         self._encode = encode
 
     def search(self, queries: Sequence[str], count: int) -> list[list[Hit]]:
-        """See `Index`."""
-        # Not by matrix multiplication, which rounds a row by how many others there are: a chunk's score
-        # would depend on its shard, and chunks of the same text would take another order.
+        # Not matrix multiplication, whose rounding depends on the number of rows. Then a chunk's score
+        # would depend on its shard, and chunks with the same text would be ordered differently.
         scores = np.einsum("qd,nd->qn", self._encode(queries), self._vectors)
         return [_best(row, count, self._first) for row in scores]
 
 
 def build(folder: Path, kind: Kind, texts: Sequence[str], encode: Encode | None = None) -> None:
-    """Writes an index over all chunks into a folder. Embeddings need an `encode`."""
+    """Writes an index over all chunks into a folder; embeddings need `encode`."""
     if kind == "bm25":
         Bm25Index.build(texts).save(folder / BM25_FOLDER, show_progress=False)
         return
@@ -136,20 +134,20 @@ def build(folder: Path, kind: Kind, texts: Sequence[str], encode: Encode | None 
 
 
 def is_built(folder: Path, kind: Kind) -> bool:
-    """Whether a folder holds an index."""
+    """Whether a folder has an index of this kind."""
     return (folder / (BM25_FOLDER if kind == "bm25" else EMBEDDINGS_FILE)).exists()
 
 
 def parse_kinds(text: str) -> list[Kind]:
-    """Reads "bm25,embeddings". Raises ValueError."""
+    """Parses "bm25,embeddings". Raises ValueError."""
     chosen = text.split(",")
     if not set(chosen) <= set(KINDS):
-        raise ValueError(f"--kinds is of {', '.join(KINDS)}, got {text!r}")
+        raise ValueError(f"--kinds takes {', '.join(KINDS)}, got {text!r}")
     return cast("list[Kind]", chosen)
 
 
 def not_installed(kinds: Iterable[Kind]) -> str:
-    """Which packages these kinds miss, and the command that installs them; empty where there are all."""
+    """Names the packages that these kinds lack and the command that installs them; empty if none."""
     missing = [
         package
         for kind in dict.fromkeys(kinds)
@@ -164,7 +162,7 @@ def not_installed(kinds: Iterable[Kind]) -> str:
 
 
 def load(folder: Path, kind: Kind, shard: Shard, encode: Encode | None = None) -> Index:
-    """A shard of an index that was built. Only the shard is kept in memory."""
+    """Loads a shard of an index. Only the shard is kept in memory."""
     if kind == "bm25":
         weights = library("bm25s").BM25.load(folder / BM25_FOLDER, mmap=True, show_progress=False)
         return Bm25Index(weights, *shard.bounds(weights.scores["num_docs"]))
@@ -174,7 +172,7 @@ def load(folder: Path, kind: Kind, shard: Shard, encode: Encode | None = None) -
 
 
 def sentence_encoder(model_folder: Path) -> Encode:
-    """Embeddings of a sentence-transformers model."""
+    """Encodes with a sentence-transformers model."""
     model = library("sentence_transformers").SentenceTransformer(str(model_folder), device="cpu")
 
     def encode(texts: Sequence[str]) -> NDArray[np.float32]:
@@ -189,7 +187,7 @@ def sentence_encoder(model_folder: Path) -> Encode:
 
 
 def merge(parts: Iterable[Sequence[Hit]], count: int) -> list[Hit]:
-    """The best hits of several shards, each best first."""
+    """The best hits of several shards; each shard's hits are best first."""
     return list(heapq.merge(*parts))[:count]
 
 
@@ -203,7 +201,7 @@ def fuse(rankings: Iterable[Sequence[Hit]], count: int, constant: float = 60.0) 
 
 
 def cut(weights: Any, first: int, end: int) -> Any:
-    """A `bm25s.BM25` of the chunks from `first` to `end` alone, with the weights they have among all."""
+    """A `bm25s.BM25` over only the chunks from `first` to `end`, with their weights from the whole."""
     scores = weights.scores
     kept = (scores["indices"] >= first) & (scores["indices"] < end)
     before = np.concatenate([[0], np.cumsum(kept)])
@@ -222,12 +220,12 @@ def cut(weights: Any, first: int, end: int) -> Any:
 
 
 def library(name: str) -> Any:
-    """A library whose types are unknown, loaded by who needs it alone."""
+    """An untyped library, imported only when needed."""
     return importlib.import_module(name)
 
 
 def english_stemmer() -> Any:
-    """Words to their stems."""
+    """Reduces English words to their stems."""
     return library("Stemmer").Stemmer("english")
 
 
@@ -238,7 +236,7 @@ def _tokenize(texts: Sequence[str], stemmer: Any) -> list[list[str]]:
 
 
 def _best(scores: NDArray[np.float32], count: int, first: int, above: float = -np.inf) -> list[Hit]:
-    """The highest scores, whole ties at the edge considered, so that a cut is the same in every shard."""
+    """The hits with the highest scores. Ties at the edge are ordered by chunk, the same in every shard."""
     if not len(scores) or count < 1:
         return []
     least = np.partition(scores, -count)[-count] if count < len(scores) else -np.inf

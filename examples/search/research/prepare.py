@@ -1,4 +1,4 @@
-"""Data preparation: corpus, questions, indexes; made once, and a moment when they are there.
+"""Prepares the data: corpus, questions and indexes. They are built once; later calls return quickly.
 
 Without the launcher: `python -m research.prepare --kinds bm25,embeddings`, which prints their folder.
 """
@@ -17,7 +17,7 @@ from research.indexes import Kind
 
 
 def prepare(kinds: Sequence[Kind], say: Say) -> Path:
-    """The folder of the corpus with an index of each kind. Raises CorpusUnavailable."""
+    """The folder of the corpus, with an index of each kind. Raises CorpusUnavailable."""
     folder = corpus.prepare(say)
     for kind in kinds:
         if indexes.is_built(folder, kind):
@@ -32,7 +32,7 @@ def prepare(kinds: Sequence[Kind], say: Say) -> Path:
 
 
 def missing(folder: Path, kinds: Sequence[Kind]) -> str:
-    """What a server of these kinds lacks and how to make it, in a line; empty where it has all."""
+    """One line on what a server of these kinds lacks, and how to create it; empty if it lacks nothing."""
     lacks = [
         f"{folder} has no {kind} index" for kind in kinds if not indexes.is_built(folder, kind)
     ]
@@ -40,7 +40,7 @@ def missing(folder: Path, kinds: Sequence[Kind]) -> str:
         lacks.append(f"{folder} has no {corpus.CHUNKS}")
     if "embeddings" in kinds and not embedding_model.model_folder().is_dir():
         lacks.append(f"the embedding model is not at {embedding_model.model_folder()}")
-    # Installed first: indexes are made with it.
+    # Installation comes first, because indexing needs the packages.
     steps = [indexes.not_installed(kinds)]
     if lacks:
         command = f"{sys.executable} -m research.prepare --kinds {','.join(kinds)}"
@@ -51,7 +51,7 @@ def missing(folder: Path, kinds: Sequence[Kind]) -> str:
 @click.command()
 @click.option("--kinds", default="bm25", show_default=True, metavar="bm25,embeddings")
 def main(kinds: str) -> None:
-    """Make the corpus and its indexes where they are not there yet, and print their folder."""
+    """Build the corpus and its indexes if necessary, and print their folder."""
     try:
         chosen = indexes.parse_kinds(kinds)
     except ValueError as error:

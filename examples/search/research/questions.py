@@ -1,7 +1,8 @@
-"""The questions as the trainer's data source takes them: easy ones first, and some kept for evaluation.
+"""The questions for the trainer's data source: easy ones first, and some held out for evaluation.
 
-How hard a question is: where a search for the question itself puts the answer, and how long the answer is.
-The levels blend into each other as the run goes on, and what was asked stays as a part of what is asked.
+The difficulty of a question depends on the rank of its answer in a search for the question itself, and on
+the length of the answer. Levels blend into each other during the run. Earlier levels keep a share of the
+prompts.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from research.corpus import Question
 from research.indexes import Shard
 
 EVALUATED = 192
-"""Questions that are kept for evaluation."""
+"""Questions that are held out for evaluation."""
 SPLIT_SEED = 7
 ASKED_FOR = 100_000
-"""Prompts of a curriculum: more than any run takes."""
+"""Prompts in a curriculum, more than any run uses."""
 REVISION = 0.3
-"""Part of the prompts that are of a level that is over."""
+"""Share of the prompts that come from earlier levels."""
 NEVER = 1000
-"""Rank of an answer that a search for the question does not find."""
+"""Rank of an answer that the search does not find."""
 
 Level = Callable[[int, int], bool]
 LEVELS: tuple[tuple[str, Level], ...] = (
@@ -31,12 +32,15 @@ LEVELS: tuple[tuple[str, Level], ...] = (
     ("found, longer answer", lambda rank, length: rank == 0),
     ("all", lambda rank, length: True),
 )
-"""By the rank of the first chunk with the answer, from zero, and the words of the shortest right answer. A
-question is of the first level that takes it."""
+"""Conditions on the rank of the first chunk with the answer, from zero, and on the number of words in the
+shortest right answer. A question belongs to the first level whose condition it meets."""
 
 
 class Curriculum(Sequence[dict[str, object]]):
-    """Levels that rise over `rise` prompts, then all of them; an index is always the same prompt."""
+    """Levels that rise over `rise` prompts, then all of them.
+
+    An index always gives the same prompt.
+    """
 
     def __init__(self, levels: Sequence[Sequence[Question]], rise: int, seed: int) -> None:
         self._levels, self._rise, self._seed = levels, rise, seed
@@ -54,7 +58,7 @@ class Curriculum(Sequence[dict[str, object]]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         rng = random.Random(f"{self._seed} {index}")
-        # Where the run is, from zero to the number of levels.
+        # Position in the curriculum, from zero to the number of levels.
         place = index / self._rise * len(self._levels) + rng.uniform(-0.5, 0.5)
         newest = min(max(int(place), 0), len(self._levels) - 1)
         chosen = rng.randrange(newest + 1) if rng.random() < REVISION else newest
@@ -62,18 +66,18 @@ class Curriculum(Sequence[dict[str, object]]):
 
 
 def training(rise: int = 600, seed: int = 1) -> Curriculum:
-    """What is trained on."""
+    """The training set, as a curriculum."""
     return Curriculum(by_level(split()[0]), rise, seed)
 
 
 def evaluation(level: int, size: int = 64) -> list[dict[str, object]]:
-    """Questions of one level that training does not have."""
+    """Held-out questions of one level."""
     kept = by_level(split()[1])[level]
     return [row(question, level) for question in kept[:size]]
 
 
 def row(question: Question, level: int) -> dict[str, object]:
-    """What agents are given."""
+    """The row that an agent gets for a question."""
     return {
         "prompt": question.question,
         "question": question.question,
@@ -85,14 +89,14 @@ def row(question: Question, level: int) -> dict[str, object]:
 
 
 def split() -> tuple[list[Question], list[Question]]:
-    """Questions to train on, and questions to evaluate with."""
+    """The training questions, and the held-out questions."""
     questions = _questions()
     shuffled = random.Random(SPLIT_SEED).sample(questions, len(questions))
     return shuffled[EVALUATED:], shuffled[:EVALUATED]
 
 
 def by_level(questions: Sequence[Question]) -> list[list[Question]]:
-    """The questions of each level, in their order."""
+    """The questions of each level, in their original order."""
     levels: list[list[Question]] = [[] for _ in LEVELS]
     for question, rank in zip(questions, ranks(questions), strict=True):
         length = min(len(answer.split()) for answer in question.answers)
@@ -102,7 +106,7 @@ def by_level(questions: Sequence[Question]) -> list[list[Question]]:
 
 
 def ranks(questions: Sequence[Question], depth: int = 10) -> list[int]:
-    """Where a search for each question puts the first chunk with its answer; NEVER beyond `depth`."""
+    """Rank of the first chunk with the answer in a search for each question; NEVER beyond `depth`."""
     index = indexes.load(corpus.prepare(print), "bm25", Shard())
     found = index.search([question.question for question in questions], depth)
     return [

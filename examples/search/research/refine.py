@@ -1,7 +1,7 @@
 """The refine step: a second model reads what was found and writes down what answers the question.
 
-Any server with OpenAI's chat completions will do, a second `penstock serve` among them; several share the
-load. What it writes is context of the policy, and not trained.
+It needs a server with OpenAI's chat completions, such as a second `penstock serve`; several servers share
+the load. Its text is context for the policy, and not trained.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _PROMPT = (
     'If nothing does, write "{nothing}"\n\nQuestion: {question}\n\nPassages:\n{passages}'
 )
 NOTHING = "Nothing found."
-# Up to its end, or all of it where the budget ended it.
+# Matches up to the end tag, or to the end of the text if the token budget cut it off.
 _THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
 class RefineFailed(Exception):
-    """No server refined."""
+    """No server refined the results."""
 
 
 class Refiner:
-    """Asks the servers. May be used by any number of tasks."""
+    """Calls the servers. Safe to use from several tasks."""
 
     def __init__(self, settings: RefineSettings) -> None:
         """Raises ValueError without a server."""
@@ -45,11 +45,10 @@ class Refiner:
         self._http = httpx.AsyncClient(timeout=settings.timeout_seconds)
 
     async def close(self) -> None:
-        """Closes its connections."""
         await self._http.aclose()
 
     async def refine(self, question: str, found: Sequence[Found]) -> str:
-        """What the chunks say about the question. Raises RefineFailed."""
+        """Summarizes what the chunks say about the question. Raises RefineFailed."""
         prompt = _PROMPT.format(nothing=NOTHING, question=question, passages=show(found))
         body = {
             "model": self._settings.model,
@@ -69,9 +68,9 @@ class Refiner:
 
 
 def _read(answer: Any) -> str:
-    """The text of a completion, without its thinking. Raises ReplicaFailed for what is none."""
+    """The text of a completion, without its thinking. Raises ReplicaFailed if it is not a completion."""
     try:
         text = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError) as error:
-        raise ReplicaFailed(f"no chat completion: {str(answer)[:200]}") from error
+        raise ReplicaFailed(f"not a chat completion: {str(answer)[:200]}") from error
     return _THINKING.sub("", text or "").strip() or NOTHING

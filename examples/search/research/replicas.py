@@ -1,4 +1,4 @@
-"""Several servers that do the same: which is asked next, and what a failure does to one.
+"""Balances calls over several equivalent servers, and avoids those that fail.
 
 States of a replica, as its client sees it:
 
@@ -7,9 +7,9 @@ States of a replica, as its client sees it:
        │                              └──────────────────── fails ─────────────────────────┘         │
        └──────────────────────────────────── succeeds ───────────────────────────────────────────────┘
 
-A call that fails is made again on another replica; each is tried once in a round. Where all of them back
-off, the call waits for the first whose time is over, as long as its patience lasts. So a replica that is
-killed costs the calls it had one more try, and one that comes back is used again after one call's trial.
+A call that fails is retried on another replica; each is tried once in a round. If all replicas back off,
+the call waits for the first whose time is over, within its patience. So a killed replica costs each of its
+calls one retry. After it comes back, one successful trial call puts it back in use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Balance: TypeAlias = Literal["round_robin", "least_outstanding"]
 
 
 class ReplicaFailed(Exception):
-    """A call failed for a reason that lies with the replica: another may answer it."""
+    """A call failed because of the replica; another replica may answer it."""
 
 
 class NoReplica(Exception):
@@ -36,44 +36,44 @@ class NoReplica(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BackOff:
-    """How long a replica that failed is left alone."""
+    """How long a replica is not used after a failure."""
 
     first_seconds: float = 0.2
     longest_seconds: float = 10.0
     jitter: float = 0.2
-    """Part of the time by which it varies, so that clients do not come back all at once."""
+    """Random variation, as a share of the time, so that clients do not all return at once."""
 
     def seconds(self, failures: int) -> float:
-        """After so many failures in a row."""
-        # The exponent is bounded: a replica that is gone for good fails any number of times.
+        """Time to wait after this many failures in a row."""
+        # The exponent is bounded: a replica that is gone for good may fail any number of times.
         base = min(self.first_seconds * 2 ** min(failures - 1, 32), self.longest_seconds)
         return base * (1 + random.uniform(-self.jitter, self.jitter))
 
 
 @dataclass(eq=False)
 class Replica:
-    """One server, and what its client knows of it."""
+    """One server, as its client sees it."""
 
     url: str
     outstanding: int = 0
-    """Calls it has not answered."""
+    """Calls in progress."""
     failures: int = 0
-    """Calls that failed since the last that did not."""
+    """Failures since its last success; calls that fail together count once."""
     away_until: float = 0.0
-    """Until then it is not asked; a time of the clock."""
+    """Time of the clock until which it is not used."""
     calls: int = 0
-    """Calls it was asked."""
+    """Calls made to it so far."""
     failed: int = 0
-    """Those of them that failed."""
+    """Calls to it that failed."""
 
     @property
     def on_trial(self) -> bool:
-        """Whether it has one call to show that it is back, and that is under way."""
+        """Whether its trial call after a failure is in progress."""
         return self.failures > 0 and self.outstanding > 0
 
 
 class Replicas:
-    """Calls one of several servers, and another where that fails."""
+    """Calls one of several servers, and another if that fails."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Replicas:
         patience_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`patience_seconds` is how long a call goes on being tried. Raises ValueError without a URL."""
+        """`patience_seconds` is how long a call is retried. Raises ValueError without a URL."""
         if not urls:
             raise ValueError("there must be a replica")
         self.replicas = [Replica(url.rstrip("/")) for url in urls]
@@ -94,9 +94,9 @@ class Replicas:
         self._changed = asyncio.Event()
 
     async def call(self, ask: Callable[[str], Awaitable[T]]) -> T:
-        """What `ask(url)` returns for some replica.
+        """Returns what `ask(url)` returns for some replica.
 
-        Raises NoReplica when the patience is over, and whatever `ask` raises that is no ReplicaFailed.
+        Raises NoReplica once the patience is over, and any error of `ask` other than ReplicaFailed.
         """
         ends_at = self._clock() + self._patience
         tried: set[str] = set()
@@ -104,7 +104,7 @@ class Replicas:
         while True:
             replica = self.choose(tried)
             if replica is None:
-                # All were tried, or are away: the next round begins with the first that may be asked.
+                # All were tried or are away. The next round begins when one may be used.
                 tried.clear()
                 if not await self._wait(ends_at):
                     raise NoReplica(last or "every replica is backing off")
@@ -118,7 +118,7 @@ class Replicas:
                     raise NoReplica(last) from error
 
     def choose(self, tried: set[str] | frozenset[str] = frozenset()) -> Replica | None:
-        """The replica to ask next, of those not tried and not away; None where there is none."""
+        """The replica to use next, among those not tried and not away; None if there is none."""
         now = self._clock()
         free = [
             replica
@@ -129,7 +129,7 @@ class Replicas:
         ]
         if not free:
             return None
-        # The first of those with least to do, in turn, so that ties do not all fall on one.
+        # Picks the least busy, starting after the last choice, so that ties are spread evenly.
         least = self._balance == "least_outstanding"
         chosen = min(free, key=lambda each: each.outstanding) if least else free[0]
         self._next = (self.replicas.index(chosen) + 1) % len(self.replicas)
@@ -142,7 +142,7 @@ class Replicas:
             answer = await ask(replica.url)
         except ReplicaFailed:
             replica.failed += 1
-            # Calls that were under way together are one failure.
+            # Calls in progress at the same time count as one failure.
             if replica.away_until <= self._clock():
                 replica.failures += 1
                 replica.away_until = self._clock() + self._back_off.seconds(replica.failures)
@@ -155,24 +155,24 @@ class Replicas:
             self._changed.set()
 
     async def _wait(self, ends_at: float) -> bool:
-        """Until a replica may be asked; whether that is before the end."""
+        """Waits until a replica may be used; returns False if the time is over."""
         now = self._clock()
         if self.choose_is_possible():
             return True
         if now >= ends_at:
             return False
         self._changed.clear()
-        # A replica on trial may be back at any time: its call's end wakes us.
+        # A replica on trial may be back at any time; the end of its call sets the event.
         away = (each.away_until for each in self.replicas if not each.on_trial)
         until = min(ends_at, *away)
         try:
             async with asyncio.timeout(max(until - now, 0.0)):
                 await self._changed.wait()
         except TimeoutError:
-            pass  # The time of some replica is over, or ours is.
+            pass  # A replica's back-off is over, or the patience is.
         return True
 
     def choose_is_possible(self) -> bool:
-        """Whether some replica may be asked now."""
+        """Whether some replica may be used now."""
         now = self._clock()
         return any(each.away_until <= now and not each.on_trial for each in self.replicas)

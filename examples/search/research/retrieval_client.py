@@ -1,4 +1,4 @@
-"""The agent's side of retrieval: every shard is asked, each by one of its replicas, and the hits merged."""
+"""The agent's side of retrieval: asks one replica of every shard, and merges the hits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from research.indexes import Hit, Kind, fuse, merge
 from research.replicas import Balance, NoReplica, ReplicaFailed, Replicas
 
 Method: TypeAlias = Literal["bm25", "embeddings", "hybrid"]
-"""What is searched by; hybrid joins the two rankings."""
+"""What searches the chunks; hybrid fuses two rankings."""
 
 KINDS: dict[Method, tuple[Kind, ...]] = {
     "bm25": ("bm25",),
@@ -23,20 +23,20 @@ KINDS: dict[Method, tuple[Kind, ...]] = {
     "hybrid": ("bm25", "embeddings"),
 }
 LONGEST_QUERY = 2000
-"""What a server takes, in characters."""
-# Before two rankings are joined each is looked at so much further than the result.
+"""Maximum query length that a server accepts, in characters."""
+# Before two rankings are fused, each is read to this many times the depth of the result.
 _DEPTH = 4
-# It has a line for every call.
+# It logs a line for every call.
 logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 class RetrievalFailed(Exception):
-    """No replica of some shard answered."""
+    """All replicas of some shard failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A chunk that was found."""
+    """A chunk that a search found."""
 
     chunk_id: int
     title: str
@@ -44,7 +44,7 @@ class Found:
 
 
 class RetrievalClient:
-    """Searches all shards. An async context manager; may be used by any number of tasks."""
+    """Searches all shards. An async context manager; safe to use from several tasks."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class RetrievalClient:
         timeout_seconds: float = 10.0,
         patience_seconds: float = 30.0,
     ) -> None:
-        """`shards` has the URLs of the replicas of each shard. `timeout_seconds` bounds one call of one
-        replica, `patience_seconds` the search as a whole."""
+        """`shards` has the replica URLs of each shard. `timeout_seconds` limits one call to one replica,
+        `patience_seconds` the whole search."""
         self.shards = [
             Replicas(urls, balance, patience_seconds=patience_seconds) for urls in shards
         ]
@@ -77,13 +77,12 @@ class RetrievalClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes its connections."""
         await self._http.aclose()
 
     async def search(self, queries: Sequence[str], count: int) -> list[list[Found]]:
         """The best chunks of each query, at most `count`, best first.
 
-        Raises RetrievalFailed, and ValueError for queries that a server refuses.
+        Raises RetrievalFailed, and ValueError for queries that a server rejects.
         """
         kinds = KINDS[self._method]
         depth = count if len(kinds) == 1 else _DEPTH * count
@@ -101,7 +100,7 @@ class RetrievalClient:
     async def _rank(
         self, kind: Kind, queries: Sequence[str], count: int, texts: dict[int, Found]
     ) -> list[list[Hit]]:
-        """One ranking of each query over all shards; what was found is put into `texts`."""
+        """One ranking of each query over all shards; adds the chunks found to `texts`."""
         body = {"queries": list(queries), "count": count, "kind": kind}
         parts = await asyncio.gather(*(self._ask(shard, body) for shard in self.shards))
         rankings: list[list[Hit]] = []
@@ -138,8 +137,8 @@ async def post_json(
     body: dict[str, Any],
     headers: dict[str, str] | None = None,
 ) -> Any:
-    """The answer to a call. Raises ReplicaFailed where another server might do better, ValueError where
-    none would."""
+    """Posts JSON and returns the answer. Raises ReplicaFailed if another server may succeed, else
+    ValueError."""
     try:
         response = await http.post(url, json=body, headers=headers)
     except httpx.TransportError as error:
@@ -151,4 +150,4 @@ async def post_json(
     try:
         return response.json()
     except ValueError as error:
-        raise ReplicaFailed(f"no JSON: {response.text[:200]!r}") from error
+        raise ReplicaFailed(f"not JSON: {response.text[:200]!r}") from error

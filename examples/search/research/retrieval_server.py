@@ -5,12 +5,12 @@
 | call | answer |
 |---|---|
 | `POST /search` `{"queries": [...], "count": 3, "kind": "bm25"}` | `{"hits": [[{"chunk_id", "score", "title", "text"}]]}`, one list for each query |
-| `GET /health` | 200 and what it serves and has done, from when it serves on |
+| `GET /health` | 200, what it serves, and counters, once it serves |
 
-Queries of all callers are searched in batches (`batching`). A request that cannot be read is answered 400 with
-what is wrong, one for which there is no room 503. It listens before it has loaded, so callers wait rather than
-fail. What was not prepared it says in one line, and ends. SIGTERM: it takes no more, answers what it has, and
-ends.
+Queries of all callers are searched in batches (`batching`). A malformed request gets status 400 and an error
+message; if the queue is full, a request gets 503. The server listens before it has loaded, so callers wait
+instead of failing. If data was not prepared, it prints one line and exits. On SIGTERM it accepts no more
+requests, answers those it has, and exits.
 """  # noqa: E501 - a table.
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ DEFAULTS = Limits()
 
 
 class QueryInvalid(ValueError):
-    """A request that cannot be read; the message names the field."""
+    """The request is malformed; the message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """What `POST /search` is given."""
+    """The parameters of `POST /search`."""
 
     queries: list[str]
     count: int
@@ -61,13 +61,13 @@ class SearchRequest:
 
     @classmethod
     def parse(cls, body: bytes, kinds: Sequence[Kind]) -> SearchRequest:
-        """Raises QueryInvalid."""
+        """Parses a request body. Raises QueryInvalid."""
         try:
             document: object = json.loads(body)
         except ValueError as error:
-            raise QueryInvalid(f"the body is no JSON: {error}") from error
+            raise QueryInvalid(f"the body is not JSON: {error}") from error
         if not isinstance(document, dict):
-            raise QueryInvalid("the body is no JSON object")
+            raise QueryInvalid("the body is not a JSON object")
         fields = cast("dict[str, object]", document)
         queries, count = fields.get("queries"), fields.get("count", 3)
         kind = fields.get("kind", kinds[0])
@@ -87,7 +87,7 @@ class SearchRequest:
 
 
 class Retrieval:
-    """The shard and its batchers, while the server runs."""
+    """The loaded shard and its batchers."""
 
     def __init__(
         self, chunks: Sequence[Chunk], opened: dict[Kind, Index], shard: Shard, limits: Limits
@@ -99,11 +99,11 @@ class Retrieval:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What it can search by; the first is what a request that names none gets."""
+        """The kinds of index it has; the first is the default of a request."""
         return tuple(self._batchers)
 
     async def search(self, request: SearchRequest) -> list[list[dict[str, object]]]:
-        """The hits of each query. Raises Full and Closed."""
+        """Searches all queries of a request; returns each one's hits. Raises Full and Closed."""
         batcher = self._batchers[request.kind]
         found = await asyncio.gather(
             *(batcher.submit((query, request.count)) for query in request.queries)
@@ -111,7 +111,7 @@ class Retrieval:
         return [[self._show(hit) for hit in hits] for hits in found]
 
     def health(self) -> dict[str, object]:
-        """What it serves, and what it has done."""
+        """What the server serves, and its counters."""
         first, end = self._shard.bounds(len(self._chunks))
         return {
             "status": "serving",
@@ -124,7 +124,7 @@ class Retrieval:
         }
 
     async def close(self) -> None:
-        """Answers what was accepted."""
+        """Answers accepted requests, and accepts no more."""
         await asyncio.gather(*(batcher.close() for batcher in self._batchers.values()))
 
     def _show(self, hit: Hit) -> dict[str, object]:
@@ -138,13 +138,13 @@ class Retrieval:
 
 
 def _search(index: Index, batch: Sequence[tuple[str, int]]) -> list[list[Hit]]:
-    """One pass over the index for queries that want different numbers of hits."""
+    """Searches a batch in one pass over the index; its queries may want different numbers of hits."""
     found = index.search([query for query, _ in batch], max(count for _, count in batch))
     return [hits[:count] for hits, (_, count) in zip(found, batch, strict=True)]
 
 
 def make_app(folder: Path, kinds: Sequence[Kind], shard: Shard, limits: Limits) -> Starlette:
-    """The application over an index that was built."""
+    """The application, over indexes that are already built."""
     serving: list[Retrieval] = []
 
     @contextlib.asynccontextmanager
@@ -163,7 +163,7 @@ def make_app(folder: Path, kinds: Sequence[Kind], shard: Shard, limits: Limits) 
         except QueryInvalid as error:
             return _refuse(400, "FIELD_INVALID", str(error))
         except Full:
-            return _refuse(503, "OVERLOADED", "too many queries wait")
+            return _refuse(503, "OVERLOADED", "too many queries are waiting")
         except Closed:
             return _refuse(503, "STOPPING", "the server is stopping")
 
@@ -191,14 +191,14 @@ def _refuse(status: int, reason: str, message: str) -> JSONResponse:
 
 
 class _Announced(uvicorn.Server):
-    """Says where it serves, once it does."""
+    """Prints its address once it serves."""
 
     def __init__(self, config: uvicorn.Config, words: str) -> None:
         super().__init__(config)
         self._words = words
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's."""
+        """Starts as uvicorn does, and then prints the address."""
         await super().startup(sockets)
         if self.started:
             print(self._words, flush=True)
@@ -234,7 +234,7 @@ def main(folder: Path, listen: str, shard: str, kinds: str, window: float, max_b
         part = Shard.parse(shard)
     except ValueError as error:
         raise click.UsageError(f"--shard: {error}") from error
-    # Here, because uvicorn reports what fails later by its traceback.
+    # Checked here, because uvicorn would report a later failure with a traceback.
     if lacks := missing(folder, chosen):
         sys.exit(f"retrieval_server: {lacks}")
     host, _, port = listen.rpartition(":")
@@ -246,7 +246,7 @@ def main(folder: Path, listen: str, shard: str, kinds: str, window: float, max_b
     )
     server = _Announced(config, f"retrieval serving shard {part} at http://{host}:{port}")
     asyncio.run(server.serve([listening]))
-    # A start that failed was logged by uvicorn, which returns all the same.
+    # uvicorn logs a failed start and returns normally.
     sys.exit(0 if server.started else 1)
 
 

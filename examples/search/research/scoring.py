@@ -1,4 +1,4 @@
-"""How right an answer is: SQuAD's F1 and exact match (Rajpurkar et al., arXiv 1606.05250, section 6)."""
+"""Scores answers: SQuAD's F1 and exact match (Rajpurkar et al., arXiv 1606.05250, section 6)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def words(text: str) -> list[str]:
-    """A text as it is compared: lower case, without punctuation and articles."""
+    """The words of a text in normal form: lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def f1(answer: str, right: Iterable[str]) -> float:
-    """The harmonic mean of precision and recall over words, with the right answer that fits best."""
+    """Harmonic mean of precision and recall over words, for the right answer that matches best."""
     return max((_f1(words(answer), words(one)) for one in right), default=0.0)
 
 
 def exact(answer: str, right: Iterable[str]) -> bool:
-    """Whether an answer is one of the right ones, word for word."""
+    """Whether an answer equals one of the right ones, word for word."""
     return any(words(answer) == words(one) for one in right)
 
 

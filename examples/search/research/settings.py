@@ -1,8 +1,8 @@
-"""What `search.toml` says, typed; every field has a default, so that a file says only what differs.
+"""The typed content of `search.toml`. Every field has a default, so a file sets only what differs.
 
-The agent runs in workers that `penstock rollout` starts, which take no options of an agent's. So the
-launcher writes all of it, with the addresses of what it started, to a file, and names that in
-`RESEARCH_SETTINGS`.
+The agent runs in workers of `penstock rollout`, which passes no options to agents. So the launcher writes
+all settings, with the addresses of the servers that it started, to a file. `RESEARCH_SETTINGS` names that
+file.
 """
 
 from __future__ import annotations
@@ -21,76 +21,78 @@ VARIABLE = "RESEARCH_SETTINGS"
 
 
 class SettingsInvalid(Exception):
-    """The file cannot be used; the message names what is wrong."""
+    """The settings cannot be used; the message names the error."""
 
 
 class Section(BaseModel):
-    """Frozen, and without keys that nobody reads."""
+    """A section: immutable, and strict about its keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class RetrievalSettings(Section):
-    """The retrieval servers and how they are asked."""
+    """The retrieval servers and how they are called."""
 
     method: Method = "bm25"
-    """hybrid and embeddings load a sentence-embedding model in each server."""
+    """What searches the chunks. embeddings and hybrid load a sentence-embedding model in each server."""
     shards: int = Field(default=1, ge=1)
-    """Parts of the corpus, each with servers of its own."""
+    """Parts of the corpus; each part has its own servers."""
     replicas: int = Field(default=2, ge=1)
-    """Servers of each part."""
+    """Servers of each shard."""
     servers: tuple[tuple[str, ...], ...] = ()
-    """URLs of servers that run already: those of each part. Empty: the launcher starts them."""
+    """URLs of servers that already run, by shard. If empty, the launcher starts servers."""
     balance: Balance = "least_outstanding"
     window_seconds: float = Field(default=0.005, ge=0)
-    """How long a server lets the first query of a batch wait for others."""
+    """How long the first query of a batch waits for others."""
     max_batch: int = Field(default=64, ge=1)
     timeout_seconds: float = Field(default=10.0, gt=0)
-    """Of one call of one server."""
+    """Time limit of one call to one server."""
     patience_seconds: float = Field(default=30.0, gt=0)
-    """How long a search goes on being tried before it is a tool error."""
+    """How long a search is retried before it counts as a tool error."""
     count: int = Field(default=1, ge=1)
     """Chunks shown for each query."""
 
 
 class AgentSettings(Section):
-    """What the policy may do."""
+    """Limits of the policy in an attempt."""
 
     calls: Literal["text", "tools"] = "text"
-    """How it calls: by lines of text, which a small model can learn, or by tool calls of its template."""
+    """How the policy calls: "text" uses lines of text, which a small model can learn; "tools" uses the tool
+    calls of its chat template."""
     max_turns: int = Field(default=3, ge=1)
-    """Turns without an answer that end an attempt."""
+    """Turns without an answer after which the attempt is stopped."""
     max_parallel: int = Field(default=3, ge=1)
-    """Searches of one turn; more end the attempt."""
+    """Most searches in one turn; more stop the attempt."""
     max_calls: int = Field(default=6, ge=1)
-    """Searches of an attempt; more end it."""
+    """Most searches in an attempt; more stop it."""
     max_repeats: int = Field(default=0, ge=0)
-    """Searches for the same words again; more end the attempt."""
+    """Most repeated searches for the same words; more stop the attempt."""
     mask_overlong: bool = True
-    """Whether an attempt that a token budget or the context cut off carries no gradient."""
+    """Whether an attempt that was cut off by a token budget or the context carries no gradient."""
     on_tool_error: Literal["mask", "fail"] = "mask"
-    """What becomes of an attempt whose search or refinement failed: the policy is told, goes on, and the
-    attempt carries no gradient; or it fails, and is made again."""
+    """What happens to an attempt if a search or refinement fails. With "mask", the policy gets an error
+    message, and the attempt continues but carries no gradient. With "fail", it fails and is repeated."""
 
 
 class RewardSettings(Section):
-    """What counts. An attempt that was stopped has reward 0, whatever it found."""
+    """The parts of the reward. An attempt that was stopped has reward 0, whatever it found."""
 
     f1: float = Field(default=0.7, ge=0)
-    """For an answer, times its F1."""
+    """Weight of the answer's F1."""
     found: float = Field(default=0.3, ge=0)
-    """For a search that finds a chunk with the answer."""
+    """Reward if a search found a chunk with the answer."""
 
 
 class RefineSettings(Section):
-    """A second model that reads what was found and tells the policy what matters."""
+    """A second model that reads what was found and summarizes it for the policy."""
 
     servers: tuple[str, ...] = ()
-    """Base URLs of OpenAI-compatible servers, such as http://127.0.0.1:8000/v1; none: no refining."""
+    """Base URLs of OpenAI-compatible servers, such as http://127.0.0.1:8000/v1. If empty, nothing is
+    refined."""
     model: str = ""
-    """As the servers know it."""
+    """The model's name on the servers."""
     key_variable: str = "REFINE_API_KEY"
-    """Environment variable that has their key; unset: none is sent."""
+    """Environment variable with their API key; if it is unset, no key is sent."""
     max_tokens: int = Field(default=96, ge=1)
     temperature: float = Field(default=0.0, ge=0)
     balance: Balance = "least_outstanding"
@@ -99,7 +101,7 @@ class RefineSettings(Section):
 
 
 class Settings(Section):
-    """All of it."""
+    """All settings of the example."""
 
     retrieval: RetrievalSettings = RetrievalSettings()
     agent: AgentSettings = AgentSettings()
@@ -118,7 +120,7 @@ def load(path: Path) -> Settings:
 
 
 def from_environment() -> Settings:
-    """Those that the launcher wrote. Raises SettingsInvalid."""
+    """Reads the settings that the launcher wrote. Raises SettingsInvalid."""
     if VARIABLE not in os.environ:
-        raise SettingsInvalid(f"{VARIABLE} names no file: start the agent with launch.py")
+        raise SettingsInvalid(f"{VARIABLE} is not set: start the agent with launch.py")
     return load(Path(os.environ[VARIABLE]))

@@ -175,7 +175,7 @@ def test_a_token_is_read_again_for_each_call(tmp_path: Path, caplog: Any):
         assert source.metadata() == (("authorization", f"Bearer {second}"),)
     file.unlink()
     assert source.metadata() == (("authorization", f"Bearer {second}"),)
-    assert caplog.text.count("going on with the token read last") == 1
+    assert caplog.text.count("continuing with the last token read") == 1
     assert "secret" not in caplog.text and second not in caplog.text
 
 

@@ -53,7 +53,7 @@ async def test_an_upload_that_hears_nothing_ends_as_one_whose_server_is_away(
         server.uploads = [answering(*states, pause=0.1)]
         began = time.monotonic()
         head, data = announced(1)
-        with pytest.raises(grpc.aio.AioRpcError, match="said nothing of version 1") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="sent no answer for version 1") as caught:
             await upload(channel, head, [data], silent_seconds=0.5)
         assert read_failure(caught.value).is_unanswered
         assert time.monotonic() - began >= 0.5
@@ -93,7 +93,7 @@ async def test_the_trainer_takes_the_server_for_lost(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(upload.__kwdefaults__, "silent_seconds", 0.3)
     async with ScriptedServer() as server, publishing(server, Stream) as publisher:
         server.uploads = [answering(READY, pause=0.0)]
-        with pytest.raises(ServerLost, match="said nothing of version 1"):
+        with pytest.raises(ServerLost, match="sent no answer for version 1"):
             await publish(publisher, changing(), 1)
 
 

@@ -150,7 +150,7 @@ def test_nobody_waits_where_nobody_listens() -> None:
     port = meeting.port
     del meeting
     began = time.monotonic()
-    with pytest.raises(gloo_group.GroupBroken, match=f"nobody listens at 127.0.0.1:{port}"):
+    with pytest.raises(gloo_group.GroupBroken, match=f"no trainer listens at 127.0.0.1:{port}"):
         gloo_group.join_group("127.0.0.1", port, 1, 2, 60.0)
     assert time.monotonic() - began < 20.0
 

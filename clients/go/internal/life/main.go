@@ -1,5 +1,5 @@
-// The agent of tests/system/test_languages.py: life ADDRESS ATTEMPTS. What it does with an attempt is named by the task's
-// metadata, and is the same, call by call, in tests/support/life.py and clients/typescript/test/life.ts.
+// The agent of tests/test_languages.py: life ADDRESS ATTEMPTS. The task's metadata names what it does with an attempt.
+// tests/life.py and clients/typescript/test/life.ts make exactly the same calls.
 package main
 
 import (
@@ -58,7 +58,7 @@ func chat(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, err
 }
 
 func aborted(ctx context.Context, attempt *penstock.Attempt) (penstock.Outcome, error) {
-	// A worker's trajectories go on by themselves; here the agent does it.
+	// A worker's trajectories resume automatically; here the agent resumes them.
 	attempt.ResumeAborted = false
 	tokens := attempt.Stream(ctx, nil, penstock.MaxTokens(24), penstock.FlushEvery(time.Millisecond))
 	for segment, err := range tokens {

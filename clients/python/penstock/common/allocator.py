@@ -1,4 +1,4 @@
-"""How glibc's malloc treats the memory of large messages, in whoever receives many of them."""
+"""Tunes glibc's malloc for processes that receive many large messages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import ctypes
 MIB = 1 << 20
 # Parameters of mallopt(3).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-# Above these, memory that is freed goes back to the kernel.
+# Freed memory above these sizes goes back to the kernel.
 SERVER_TRIM_BYTES = 16 * MIB
 SERVER_MAP_BYTES = 4 * MIB
-# What malloc itself comes to at most as larger and larger pieces are freed, such as tensors.
+# The maximum that malloc reaches on its own as larger and larger pieces, such as tensors, are freed.
 TRAINER_TRIM_BYTES = 64 * MIB
 TRAINER_MAP_BYTES = 32 * MIB
 
@@ -18,11 +18,11 @@ TRAINER_MAP_BYTES = 32 * MIB
 def keep_freed_memory(
     trim_bytes: int = SERVER_TRIM_BYTES, map_bytes: int = SERVER_MAP_BYTES
 ) -> None:
-    """Lets messages of up to `map_bytes` reuse memory of those before them.
+    """Lets messages of up to `map_bytes` reuse the memory of earlier ones.
 
-    By its own rules malloc may give it back to the kernel after each and ask for zeroed pages with the
-    next, which costs an upload more than half of its speed, and a trainer a third of its time in the
-    kernel. Only both settings together help. Does nothing where the C library is not glibc.
+    By default, malloc may return memory to the kernel after each message and ask for zeroed pages for the
+    next. That costs an upload more than half of its speed, and a trainer a third of its time in the
+    kernel. Only both settings together help. Does nothing if the C library is not glibc.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")

@@ -1,9 +1,9 @@
-"""Named places at which a test can make a process fail: `hit("journal.before_fsync")`.
+"""Failpoints: named places at which a test makes a process fail, such as `hit("journal.before_fsync")`.
 
     PENSTOCK_FAILPOINTS="journal.before_fsync=kill@3,checkpoint.before_rename=raise:ENOSPC"
 
-At the n-th hit of a name (the first, without `@n`) the process kills itself with SIGKILL, stops itself with
-SIGSTOP, or raises OSError with that errno. Without the variable `hit` is an empty function.
+At the n-th hit of a name (by default the first) the process kills itself with SIGKILL, stops itself with
+SIGSTOP, or raises OSError with that errno. If the variable is not set, `hit` does nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VARIABLE = "PENSTOCK_FAILPOINTS"
 
 
 class FailpointInvalid(Exception):
-    """The variable does not say what to do where."""
+    """The environment variable cannot be parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class _Plan:
 
 
 def _nothing(name: str) -> None:
-    """Failpoints are off."""
+    """Does nothing: failpoints are off."""
 
 
 def _planned(text: str) -> Callable[[str], None]:
@@ -50,7 +50,7 @@ def _parse(item: str) -> tuple[str, _Plan]:
     action, _, at = rest.partition("@")
     kind, _, detail = action.partition(":")
     if not (name and equals) or (at and not at.isdecimal()):
-        raise FailpointInvalid(f"{VARIABLE}: {item!r} is no name=action or name=action@n")
+        raise FailpointInvalid(f"{VARIABLE}: {item!r} is not name=action or name=action@n")
     return name, _Plan(int(at or 1), _action(item, kind, detail))
 
 
@@ -61,7 +61,9 @@ def _action(item: str, kind: str, detail: str) -> Callable[[], None]:
         return lambda: os.kill(os.getpid(), signal.SIGSTOP)
     code = getattr(errno, detail, None) if kind == "raise" else None
     if not isinstance(code, int):
-        raise FailpointInvalid(f"{VARIABLE}: {item!r} names none of kill, stop, raise:ERRNO")
+        raise FailpointInvalid(
+            f"{VARIABLE}: the action of {item!r} is not kill, stop or raise:ERRNO"
+        )
 
     def fail() -> None:
         raise OSError(code, os.strerror(code))
@@ -72,4 +74,4 @@ def _action(item: str, kind: str, detail: str) -> Callable[[], None]:
 hit: Callable[[str], None] = (
     _planned(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else _nothing
 )
-"""To be called at a place with its name."""
+"""Marks a failpoint; call it with the failpoint's name."""

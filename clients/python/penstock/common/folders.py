@@ -1,4 +1,4 @@
-"""Folders that are there after the loss of power."""
+"""Creates folders that survive a power loss."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """A folder, where there is none, and its parents; each is durable in the one it is in. `mode` is the
-    folder's own. Raises OSError."""
+    """Creates a folder and its parents if needed, and makes each entry durable. `mode` applies to the
+    folder itself, not its parents. Raises OSError."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -17,7 +17,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes durable which files a folder holds. Raises OSError."""
+    """Makes the list of a folder's files durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

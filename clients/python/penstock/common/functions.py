@@ -1,7 +1,7 @@
-"""Functions that a person names, on a command line or in a configuration file: `pkg.module:function`, or
+"""Resolves functions named on a command line or in a configuration file: `pkg.module:function`, or
 `folder/file.py:function`.
 
-Never what came over the wire: a name that leads to code is for whoever starts the process to give.
+Never pass it a name received over the wire: only the person who starts a process may choose its code.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import cast
 
 
 class FunctionInvalid(ValueError):
-    """A name that leads to no such function; the message says why."""
+    """A name does not lead to a suitable function; the message says why."""
 
 
 def find_function(
     name: str, positional: tuple[str, ...] | None, options: Mapping[str, object] | None = None
 ) -> Callable[..., object]:
-    """The function that `name` leads to; modules of the working directory are found too.
+    """The function that `name` leads to; the working directory is searched for modules too.
 
-    It has to take the `positional` arguments, and the options by their names; None where only a call can
-    tell. Raises FunctionInvalid.
+    The function must accept the `positional` arguments, and the options by name. With None, this is not
+    checked, because only a call can tell. Raises FunctionInvalid.
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
@@ -38,7 +38,7 @@ def find_function(
     try:
         found: object = importlib.import_module(module_name)
     except Exception as error:
-        # Whatever the module raises while it is imported is its author's to read.
+        # The module may raise anything on import; its author needs the message.
         kind = type(error).__name__
         raise FunctionInvalid(f"cannot import {module_name}: {kind}: {error}") from error
     for part in path.split("."):
@@ -52,7 +52,7 @@ def find_function(
     try:
         signature = inspect.signature(found)
     except ValueError:
-        # Some functions written in C have none to check.
+        # Some functions written in C have no signature.
         return found
     try:
         signature.bind(*positional, **(options or {}))

@@ -1,4 +1,4 @@
-"""What Python's garbage collector looks through, in a process that starts much and then serves for long."""
+"""Tunes Python's garbage collector for processes with a large start-up and a long life."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Generator
 
 @contextlib.contextmanager
 def start_up_kept() -> Generator[None]:
-    """Takes what there is by now for good, modules and all, until the block ends: nobody looks for garbage
-    in it. With torch's modules among it each full look stands still for half a second."""
+    """Excludes all existing objects, modules included, from garbage collection within the block.
+
+    With torch's modules among them, each full collection would pause the process for half a second.
+    """
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        # Else an interpreter that ends leaves it, which libraries report as leaks of their own.
+        # Otherwise the objects are not freed at exit, and libraries report leaks.
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""What is left out of a configuration that is printed."""
+"""Masks secrets in a configuration before it is printed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def without_secrets(value: object, name: str = "") -> object:
-    """Options of somebody else's, at any depth, without the texts of those whose names say that they are
-    secrets. `name` is what the value itself is called."""
+    """Masks secrets in foreign options, at any depth: strings whose names mark them as secret.
+
+    `name` is the name of `value` itself. Passwords in URLs are masked too.
+    """
     if isinstance(value, dict):
         table = cast("dict[object, object]", value)
         return {key: without_secrets(item, str(key)) for key, item in table.items()}
@@ -20,11 +22,11 @@ def without_secrets(value: object, name: str = "") -> object:
         return [without_secrets(item, name) for item in cast("list[object]", value)]
     if not isinstance(value, str):
         return value
-    # A tokenizer and a number of tokens are none.
+    # Whole words only: "tokenizer" and "max_tokens" are not secrets.
     secret = SECRET_WORDS & set(re.split(r"[^a-z]+", name.lower()))
     return MASK if secret else without_passwords(value)
 
 
 def without_passwords(text: str) -> str:
-    """The text without what URLs in it have before their hosts."""
+    """Masks the user information of URLs: the part before the host."""
     return _USER.sub(MASK, text)

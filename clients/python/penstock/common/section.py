@@ -1,4 +1,4 @@
-"""What every section of the configuration is."""
+"""The base class of all sections of a configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Section(BaseModel):
-    """A part of the configuration: immutable, and strict about its keys."""
+    """A section of a configuration: immutable, and strict about its keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
@@ -18,7 +18,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _true_is_no_number(cls, given: object) -> object:
-        """pydantic takes it for 1 where a number is asked for."""
+        """Rejects booleans for numbers, for which pydantic would accept true as 1."""
         if not isinstance(given, Mapping):
             return given
         table = cast("Mapping[str, object]", given)
@@ -28,5 +28,5 @@ class Section(BaseModel):
                 continue
             if bool not in (field.annotation, *get_args(field.annotation)):
                 said = "true" if value else "false"
-                raise ValueError(f"{name} = {said}, where neither true nor false is asked for")
+                raise ValueError(f"{name} = {said}, but it does not take a boolean")
         return table

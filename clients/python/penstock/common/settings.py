@@ -1,4 +1,4 @@
-"""Configuration as tables: a TOML file, and settings such as `train.run.steps=5` over it."""
+"""Configuration as tables: a TOML file, overridden by settings such as `train.run.steps=5`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Table = dict[str, object]
 
 
 class SettingInvalid(ValueError):
-    """A file or a setting cannot be read; the message names what is wrong."""
+    """A file or a setting cannot be read; the message names the error."""
 
 
 def read_table(path: Path) -> Table:
-    """A TOML file. Raises SettingInvalid."""
+    """Reads a TOML file. Raises SettingInvalid."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -24,14 +24,15 @@ def read_table(path: Path) -> Table:
 
 
 def apply_setting(table: Table, setting: str) -> None:
-    """Puts one `section.key=value` into a table, in place of what it held. Raises SettingInvalid.
+    """Sets one `section.key=value` in a table, replacing the old value. Raises SettingInvalid.
 
-    The value reads as in TOML; what is none is a text, so that `model.path=out/model` needs no quotes.
+    The value is parsed as TOML. Anything else is taken as a string, so `model.path=out/model` needs no
+    quotes.
     """
     key, separator, text = setting.partition("=")
     names = key.strip().split(".")
     if not separator or not all(names):
-        raise SettingInvalid(f"a setting reads section.key=value, got {setting!r}")
+        raise SettingInvalid(f"a setting must be section.key=value, got {setting!r}")
     try:
         value: object = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""Tracing across processes: W3C context in gRPC metadata, spans through the OpenTelemetry API.
+"""Tracing across processes: W3C trace context in gRPC metadata, spans through the OpenTelemetry API.
 
 Without an SDK, or without `OTEL_EXPORTER_OTLP_ENDPOINT`, every span here is a no-op.
 """
@@ -15,10 +15,10 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def configure(service_name: str) -> bool:
-    """Exports this process's traces and metrics by OTLP where the environment names an endpoint.
+    """Exports this process's traces and metrics by OTLP if the environment names an endpoint.
 
-    Returns whether it does. Raises ImportError where an endpoint is named but the SDK or its exporter is
-    not installed: silence would look like a lost trace.
+    Returns whether it exports. Raises ImportError if an endpoint is named but the SDK or its exporter is
+    not installed: otherwise traces would be lost silently.
     """
     if not os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
         return False
@@ -41,7 +41,7 @@ def configure(service_name: str) -> bool:
 
 
 def shutdown() -> None:
-    """Sends what is still buffered. Safe without an SDK."""
+    """Flushes buffered traces and metrics. Safe without an SDK."""
     for provider in (trace.get_tracer_provider(), metrics.get_meter_provider()):
         stop = getattr(provider, "shutdown", None)
         if stop is not None:
@@ -49,25 +49,25 @@ def shutdown() -> None:
 
 
 def outgoing() -> Metadata:
-    """The current trace context as metadata of a call."""
+    """The current trace context as metadata for a call."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier)
     return tuple(carrier.items())
 
 
 def incoming(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
-    """The caller's trace context."""
+    """The caller's trace context, from the metadata of its call."""
     return propagate.extract({k: v for k, v in metadata or () if isinstance(v, str)})
 
 
 def traceparent(context: Context | None = None) -> str:
-    """`context` (or the current one) as a W3C traceparent; empty where nothing is traced."""
+    """`context` (or the current one) as a W3C traceparent; empty if there is no trace."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context)
     return carrier.get("traceparent", "")
 
 
 def from_traceparent(value: str) -> Context:
-    """The context a traceparent names; an empty one where it is empty or malformed."""
+    """The context that a traceparent names; an empty context if it is empty or malformed."""
     carrier: Mapping[str, str] = {"traceparent": value} if value else {}
     return propagate.extract(carrier, Context())

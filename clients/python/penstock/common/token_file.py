@@ -1,7 +1,7 @@
-"""The file of credentials: who may enter, as what, and until when.
+"""The credentials file: which callers the server accepts, in which role, and until when.
 
-`penstock token` writes it, the server reads it. It holds SHA-256 hashes and never a token, so that whoever
-reads it can enter nowhere:
+`penstock token` writes it, and the server reads it. It holds SHA-256 hashes and no tokens, so reading the
+file gives no access:
 
     [tokens."workers@2026-11"]
     role = "agent"
@@ -11,8 +11,8 @@ reads it can enter nowhere:
     [certificates]            # with mutual TLS: common name of the client's certificate -> role
     trainer-1 = "trainer"
 
-A token is 256 random bits behind a prefix that scanners of logs and repositories recognise, and `redact`
-too. It needs no slow hash: there is nothing to guess.
+A token is 256 random bits after a prefix that secret scanners and `redact` recognise. It needs no slow
+hash, because it cannot be guessed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from typing import cast
 
 PREFIX = "penstock_"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[A-Za-z0-9._-]{1,64})?")
-"""What a token may be called; what follows an @ tells the tokens of one caller apart."""
+"""Valid names of a token. The part after an @ distinguishes several tokens of one caller."""
 
 _TOKEN = re.compile(re.escape(PREFIX) + r"[A-Za-z0-9_-]{43}")
 _PLACE = re.compile(r"\(at [^)]*\)")
 
 
 class Role(StrEnum):
-    """What a caller is, and so what it may do."""
+    """What a caller is, which decides what it may do."""
 
     AGENT = "agent"
     TRAINER = "trainer"
@@ -44,7 +44,7 @@ class Role(StrEnum):
 
 
 class TokenFileInvalid(Exception):
-    """The file says something that it cannot mean; the message holds no part of a secret."""
+    """The file's content is invalid; the message contains no part of a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +55,18 @@ class TokenEntry:
     role: Role
     sha256: bytes = field(repr=False)
     expires: datetime
-    """With its time zone."""
+    """Always with a time zone."""
 
     @property
     def caller(self) -> str:
-        """Whose token it is. What a caller has open stays its own when its token is replaced."""
+        """The caller that the token belongs to. A caller keeps its open calls and trajectories when its
+        token is replaced."""
         return self.name.partition("@")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """Everything the file says."""
+    """The parsed content of the file."""
 
     tokens: tuple[TokenEntry, ...] = ()
     certificates: Mapping[str, Role] = field(default_factory=dict[str, Role])
@@ -73,31 +74,31 @@ class TokenFile:
 
 
 def new_token() -> str:
-    """A token nobody has seen."""
+    """Generates a random token."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_token(token: str) -> bytes:
-    """What the file holds of a token, 32 bytes."""
+    """The SHA-256 hash of a token as stored in the file, 32 bytes."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
 def redact(text: str) -> str:
-    """The text without the tokens in it: for messages that quote what somebody wrote elsewhere."""
+    """Masks tokens in a text, for messages that quote foreign input."""
     return _TOKEN.sub(f"{PREFIX}***", text)
 
 
 def parse_token_file(text: str) -> TokenFile:
-    """Reads the file's text. Raises TokenFileInvalid, which names the entry and never its value."""
+    """Parses the file's text. Raises TokenFileInvalid, which names the entry but never its value."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # What it quotes may be a part of a secret; where it stands is not.
+        # The parser's message may quote a part of a secret; the position is safe.
         place = _PLACE.search(str(error))
         raise TokenFileInvalid(f"not TOML {place.group() if place else ''}".rstrip()) from None
     unknown = [name for name in document if name not in ("tokens", "certificates")]
     if unknown:
-        raise TokenFileInvalid("it has other tables than [tokens.NAME] and [certificates]")
+        raise TokenFileInvalid("it has tables other than [tokens.NAME] and [certificates]")
     tokens = tuple(_entries(_table(document.get("tokens", {}), "tokens")))
     if len({entry.sha256 for entry in tokens}) != len(tokens):
         raise TokenFileInvalid("two entries have the same sha256")
@@ -110,8 +111,8 @@ def _entries(tables: Mapping[str, object]) -> Iterator[TokenEntry]:
     for number, (name, value) in enumerate(tables.items(), 1):
         if not NAME.fullmatch(name) or _TOKEN.search(name):
             raise TokenFileInvalid(
-                f"the name of token {number} is not letters, digits, dots, underscores and dashes, 64 at "
-                "most, with an @ and more of them"
+                f"the name of token {number} must be letters, digits, dots, underscores and dashes, at "
+                "most 64, optionally followed by @ and more of them"
             )
         where = f"tokens.{name}"
         table = _table(value, where)
@@ -121,7 +122,7 @@ def _entries(tables: Mapping[str, object]) -> Iterator[TokenEntry]:
         if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
             raise TokenFileInvalid(f"{where}.sha256 is not 64 hexadecimal digits")
         if not isinstance(expires, datetime) or expires.tzinfo is None:
-            raise TokenFileInvalid(f"{where}.expires is not a time with its zone")
+            raise TokenFileInvalid(f"{where}.expires is not a time with a time zone")
         role = _role(table["role"], f"{where}.role")
         yield TokenEntry(name, role, bytes.fromhex(digest), expires.astimezone(UTC))
 

@@ -22,10 +22,9 @@ GetServerInfoRequest = codec.twin(rollout_service_pb2.GetServerInfoRequest)
 
 
 async def record_activity(address: str, path: Path) -> None:
-    """Samples the server's load until it is cancelled. It measures, and nothing waits for it.
+    """Samples the server's load until cancelled. Measurement only: nothing depends on it.
 
-    A sample the server does not answer is left out: that the server is gone is noticed by its
-    process, and said there.
+    A sample is skipped if the server does not answer. The supervisor notices and reports a dead server.
     """
     async with grpc.aio.insecure_channel(address, options=channel.client_options()) as connection:
         get_server_info = connection.unary_unary(

@@ -24,50 +24,56 @@ STEPS = (
 
 
 @click.command(name="demo")
-@click.option("--model", help="Folder, or name on the Hugging Face hub.  [SmolLM2-135M-Instruct]")
-@click.option("--task", help=f"Data set of reasoning-gym, or {SUMS!r}: What is a + b?  [{SUMS}]")
+@click.option(
+    "--model", help="Model folder, or name on the Hugging Face hub.  [SmolLM2-135M-Instruct]"
+)
+@click.option("--task", help=f"Data set of reasoning-gym, or {SUMS!r} (What is a + b?).  [{SUMS}]")
 @click.option("--steps", type=click.IntRange(min=1), help=f"Optimizer steps.  [{STEPS}]")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Folder for the results.  [runs/demo-<time>]"
 )
-@click.option("--port", default=0, help="Port of the server; 0 takes one that is free.")
-@click.option("--seed", default=0, show_default=True, help="Of the data and of the trainer.")
-@click.option("--tiny", is_flag=True, help="A model of random weights, made on the spot.")
-@click.option("--lora", is_flag=True, help="Train and push an adapter instead of all weights.")
+@click.option("--port", default=0, help="Port of the server; 0 picks a free one.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the data and the trainer.")
+@click.option(
+    "--tiny", is_flag=True, help="Use a tiny model of random weights, generated on the spot."
+)
+@click.option(
+    "--lora", is_flag=True, help="Train and upload a LoRA adapter instead of all weights."
+)
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Processes that the trainer computes with, each holding a share of the model.",
+    help="Processes that the trainer runs, each holding a shard of the model.",
 )
 @click.option(
     "--backend",
     type=click.Choice(["fsdp", "megatron"]),
     default="fsdp",
     show_default=True,
-    help="What the trainer computes with.",
+    help="Training backend.",
 )
 @click.option(
     "--tensor-parallel",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="With megatron: ranks that each tensor is cut over.",
+    help="With megatron: ranks over which each tensor is split.",
 )
 @click.option(
     "--pipeline-parallel",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="With megatron: ranks that the layers are shared out to.",
+    help="With megatron: ranks over which the layers are divided.",
 )
 @click.option(
     "--durability",
     type=click.Choice(["fsync", "process", "none"]),
     default="fsync",
     show_default=True,
-    help="What the server's journal survives: the machine, the process, or nothing.",
+    help="What the server's journal survives: a crash of the machine, of the process, or nothing.",
 )
 def demo(
     model: str | None,
@@ -84,10 +90,10 @@ def demo(
     pipeline_parallel: int,
     durability: str,
 ) -> None:
-    """Server, worker and trainer on this machine: a language model learns over the wire."""
+    """Run server, worker and trainer on this machine: a language model learns over the wire."""
     console = Console(highlight=False)
     if tiny and model is not None:
-        raise click.UsageError("--tiny makes a model of its own; leave --model out")
+        raise click.UsageError("--tiny makes its own model; leave --model out")
     if lora and backend == "megatron":
         raise click.UsageError("--backend megatron trains all weights; leave --lora out")
     copy = tensor_parallel * pipeline_parallel
@@ -130,7 +136,7 @@ def demo(
 
 
 def check_task(task: str) -> None:
-    """Refuses a name that is no data set. Raises click.UsageError."""
+    """Rejects a name that is not a data set. Raises click.UsageError."""
     if task in {SUMS, PRINTABLE}:
         return
     from reasoning_gym import factory
@@ -142,7 +148,7 @@ def check_task(task: str) -> None:
 
 
 def model_folder(model: str | None, out: Path, console: Console, *, tiny: bool) -> Path:
-    """The model to start from; made in the run's own folder where it is tiny."""
+    """The folder of the initial model; a tiny one is made in the run's own folder."""
     if not tiny:
         return prepare_model(model, lambda text: console.print(f"[dim]model   [/] {text}"))
     from penstock.demo.tiny import write_model
@@ -154,7 +160,7 @@ def model_folder(model: str | None, out: Path, console: Console, *, tiny: bool) 
 
 
 def report(plan: Plan, seconds: float, console: Console) -> None:
-    """Writes and shows what came of the run."""
+    """Writes the run's results and shows them on the console."""
     run = read_run(plan.out)
     if not run.steps:
         raise click.ClickException(f"the trainer ended before its first step; see {plan.out}")
@@ -177,7 +183,7 @@ def main(arguments: list[str]) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt, asyncio.CancelledError):
-        # The last of them where a second interruption came while the first one was obeyed.
-        click.echo("interrupted; nothing was left running", err=True)
+        # CancelledError if a second interruption arrives while the first one is handled.
+        click.echo("interrupted; all processes were stopped", err=True)
         return INTERRUPTED
     return 0

@@ -1,16 +1,16 @@
-"""Turns the demo's GGUF file into a Hugging Face folder: `python -m penstock.demo.convert GGUF FOLDER`.
+"""Converts the demo's GGUF file into a Hugging Face folder: `python -m penstock.demo.convert GGUF FOLDER`.
 
-Run as a process of its own, because it needs torch and transformers and nothing else of the demo
-does. transformers reads GGUF, but three things can come out wrong and are put right here:
+It runs as a separate process: only this part of the demo needs torch and transformers.
+The transformers library reads GGUF, but three things can come out wrong and are fixed here:
 
-1. The model remembers that it was quantized, and `save_pretrained` then refuses: its weights are
-   put into a model built from the same config without that memory.
-2. The tokenizer's end of sequence is `<|im_start|>`, and no answer ever ends. It must be
+1. The model's config keeps its quantization, and `save_pretrained` then refuses. Its weights are
+   loaded into a model built from the same config without the quantization.
+2. The tokenizer's end of sequence is `<|im_start|>`, so no answer ever ends. It must be
    `<|im_end|>`, in the tokenizer, the config and the generation config.
-3. The pre-tokenizer loses the rule that every digit is a token of its own, and decoding tidies
+3. The pre-tokenizer loses the rule that every digit is a separate token, and decoding cleans up
    spaces.
 
-What comes out is loaded again and checked; a folder that fails is no model.
+The result is loaded again and checked; a folder that fails the checks is not used.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ ROUND_TRIPS = (
     "🙂👩‍🚀🏳️‍🌈",
     "line\n\n\ttab\r\nend ",
 )
-"""Digits, spaces that a tidying decoder would drop, scripts, and emoji of several code points."""
+"""Digits, spaces that a decoder's clean-up would drop, several scripts, and multi-code-point emoji."""
 
-# transformers declares too little for a strict checker; this is the one place that knows.
+# transformers' types are too incomplete for a strict checker; the casts stay in this one place.
 AutoModelForCausalLM = cast("Any", transformers.AutoModelForCausalLM)
 AutoTokenizer = cast("Any", transformers.AutoTokenizer)
 GenerationConfig = cast("Any", transformers.GenerationConfig)
 
 
 class ConversionError(Exception):
-    """What was converted is not the model it must be."""
+    """The converted model failed a check."""
 
 
 def main(gguf: Path, folder: Path) -> None:
-    """Writes `folder` from `gguf`. Raises ConversionError where the result fails its checks."""
+    """Writes `folder` from `gguf`. Raises ConversionError if the result fails its checks."""
     folder.mkdir(parents=True)
     tokenizer = read_tokenizer(gguf)
     tokenizer.save_pretrained(folder)
@@ -58,7 +58,7 @@ def main(gguf: Path, folder: Path) -> None:
 
 
 def read_tokenizer(gguf: Path) -> Any:
-    """The file's tokenizer, with the right end of sequence, digits apart and spaces left alone."""
+    """The file's tokenizer, with the right end of sequence, one token a digit and spaces kept."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -75,7 +75,7 @@ def read_tokenizer(gguf: Path) -> Any:
 
 
 def read_model(gguf: Path, tokenizer: Any) -> Any:
-    """The file's model in bfloat16, free of any memory of its quantization."""
+    """The file's model in bfloat16, without any quantization config."""
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config = quantized.config
     if hasattr(config, "quantization_config"):
@@ -94,7 +94,7 @@ def read_model(gguf: Path, tokenizer: Any) -> Any:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Texts survive a round trip, digits stand alone, and a turn ends with one known token."""
+    """Checks that texts survive a round trip, digits stand alone, and a turn ends with one known token."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for text in ROUND_TRIPS:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -113,7 +113,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """The model loads as it was saved, ends its turns, and knows what it was trained on."""
+    """Checks that the saved model loads, ends its turns, and still answers a simple question."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ends = (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id)

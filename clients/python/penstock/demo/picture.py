@@ -1,4 +1,4 @@
-"""The picture of a run: reward, lag, and what the two sides did meanwhile, over one time axis."""
+"""Draws a run over time: reward, lag, and what server and trainer did meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINER = "#8e5bb5"
 WAITING = "#e4dcec"
 UPLOAD = "#d9a441"
 TRAINER_ROW = (-0.5, 0.3)
-"""Bottom and height of the trainer's bar, below the server's load, which goes from 0 to 1."""
+"""Bottom and height of the trainer's bar. It is below the server's load, which ranges from 0 to 1."""
 
 
 def draw_picture(path: Path, run: Run, plan: Plan) -> None:
@@ -48,7 +48,7 @@ def draw_picture(path: Path, run: Run, plan: Plan) -> None:
 
 
 def draw_reward(axes: Any, times: list[float], steps: tuple[Step, ...]) -> None:
-    """Mean reward of each step's groups."""
+    """Draws the mean reward of each step's groups."""
     rewards = [step.reward_mean for step in steps]
     axes.plot(times, rewards, color=REWARD, marker="o", markersize=3, linewidth=1.4)
     axes.set_ylim(min(0.0, *rewards), max(1.0, *rewards) * 1.03)
@@ -57,7 +57,7 @@ def draw_reward(axes: Any, times: list[float], steps: tuple[Step, ...]) -> None:
 
 
 def draw_lag(axes: Any, times: list[float], steps: tuple[Step, ...], max_lag: int) -> None:
-    """Versions the trained tokens were behind: mean, largest, and the bound."""
+    """Draws how many versions the trained tokens lagged: mean, maximum, and the configured bound."""
     axes.plot(times, [step.lag_mean for step in steps], color=LAG, label="mean")
     axes.plot(times, [step.lag_max for step in steps], color=LAG, alpha=0.35, label="largest")
     axes.axhline(max_lag, color=INK, linestyle=":", linewidth=1, label="bound")
@@ -67,7 +67,7 @@ def draw_lag(axes: Any, times: list[float], steps: tuple[Step, ...], max_lag: in
 
 
 def draw_activity(axes: Any, run: Run, start: float, in_flight: int) -> None:
-    """Turns the server was sampling, and when the trainer waited, trained and uploaded."""
+    """Draws the turns that the server was sampling, and when the trainer waited, trained and uploaded."""
     load = [sample for sample in run.load if sample.time >= start]
     axes.fill_between(
         [sample.time - start for sample in load],

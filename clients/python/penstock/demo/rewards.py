@@ -1,4 +1,4 @@
-"""Reward functions of the demo, as `penstock rollout --reward penstock.demo.rewards:NAME` takes them."""
+"""Reward functions of the demo, for `penstock rollout --reward penstock.demo.rewards:NAME`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 def last_integer_is_answer(task: Task, trajectory: BlockingTrajectory) -> float:
-    """1 where the last integer of the answer is the one wanted, else 0."""
+    """1 if the last integer of the answer is the expected one, else 0."""
     return float(last_integer(trajectory.text) == int(task.metadata["answer"]))
 
 
 def reasoning_gym_score(task: Task, trajectory: BlockingTrajectory) -> float:
-    """What the data set's own `score_answer` gives, from 0 to 1."""
-    # The entry as text: a protobuf Struct does not tell 1 from 1.0, and some data sets do.
+    """The score of the data set's own `score_answer`, from 0 to 1."""
+    # The entry travels as text: a protobuf Struct cannot tell 1 from 1.0, but some data sets do.
     entry = cast("dict[str, Any]", json.loads(task.metadata["entry_json"]))
     answer = extract_answer(trajectory.text, str(entry.get("answer", "")))
     return float(data_set(str(task.metadata["dataset"])).score_answer(answer, entry))
 
 
 def printable_share(task: Task, trajectory: BlockingTrajectory) -> float:
-    """Share of the tokens that are a printable ASCII character: even random bytes have some."""
+    """Share of the tokens that are printable ASCII characters. Even random bytes contain some."""
     tokens = len(trajectory.last_turn.token_ids)
     printable = sum(" " <= character <= "~" for character in trajectory.text)
     return min(1.0, printable / tokens) if tokens else 0.0

@@ -1,4 +1,4 @@
-"""One run of the demo: server, worker and trainer, kept running until the trainer is done."""
+"""One run of the demo: keeps server, worker and trainer running until the trainer is done."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 async def run_plan(plan: Plan, console: Console) -> float:
-    """Runs it to its end; returns the seconds from the server's start to the trainer's end.
+    """Runs the plan to its end; returns the seconds from the server's start to the trainer's end.
 
-    A server or a worker that dies is started again (`supervisor`). At the end the trainer and the worker
-    stop before the server, so that nobody speaks to one that is gone.
+    A server or a worker that dies is restarted (`supervisor`). At the end, the trainer and the worker
+    stop before the server, so that neither calls a server that is gone.
 
-    Raises ProcessFailed where a process ends that should not and is not started again, and
-    KeyboardInterrupt where the run is interrupted; no process is left in either case.
+    Raises ProcessFailed if a process fails and is not restarted, and KeyboardInterrupt if the run is
+    interrupted. No process is left running in either case.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -82,7 +82,7 @@ def _announce(plan: Plan, console: Console) -> None:
 
 
 def _cast(plan: Plan) -> Cast:
-    """The demo keeps no checkpoints, so that a trainer that dies ends it."""
+    """The demo keeps no checkpoints, so a trainer that dies ends the run."""
 
     def server(listens: Listens | None) -> Command:
         arguments = settings.serve_command(plan, listens)
@@ -104,7 +104,7 @@ def _command(plan: Plan, name: str, arguments: tuple[str, ...], threads: int) ->
         arguments,
         plan.out / f"{name}.log",
         settings.environment(threads),
-        # The trainer draws a live table where it has a terminal.
+        # The trainer draws a live table if it has a terminal.
         inherits_terminal=name == "trainer" and sys.stdout.isatty(),
     )
 
@@ -117,5 +117,5 @@ def _printer(console: Console) -> Callable[[str], None]:
 
 
 def say(console: Console, who: str, what: str) -> None:
-    """One line of progress."""
+    """Prints one line of progress."""
     console.print(f"[dim]{who:8}[/] {what}", soft_wrap=True)

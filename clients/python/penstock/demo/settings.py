@@ -1,4 +1,4 @@
-"""What the demo runs: the sizes of its two scales, the threads of each side, the three commands."""
+"""What the demo runs: model and task sizes, threads of each process, and the three commands."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ if TYPE_CHECKING:
     from penstock.up.supervisor import Listens
 
 SUMS = "sums"
-"""The task's name on the command line: "What is a + b?", a and b from 1 to 20."""
+"""The task's name on the command line: "What is a + b?", with a and b from 1 to 20."""
 
 PRINTABLE = "printable"
-"""Reward for printable characters: the one thing a model of random weights can begin to learn."""
+"""The reward is the share of printable characters: one of the few things that random weights can learn."""
 
-# Few cores have to do for both sides. The server samples in small steps that gain little from a second
-# thread, and on a small model it is done long before the trainer, which may have all the cores.
+# Server and trainer share few cores. The server samples in small steps that gain little from a second
+# thread. With a small model it is idle long before the trainer, which may use all the cores.
 SERVER_THREADS = 1
 TRAINER_THREADS = len(os.sched_getaffinity(0))
 
 AWAIT_TRAINER = ("--set", "weights.await_trainer=true")
-"""For a server that is started again in the middle of a run: it serves nothing before the trainer has
-given it the run's weights."""
+"""For a server that restarts mid-run: it serves nothing until the trainer has sent it the run's weights."""
 
 PATIENCE_SECONDS = 600
-"""How long trainer and worker wait for a server that is started again: a model takes a while to load."""
+"""How long trainer and worker wait for a restarted server; loading a model takes a while."""
 
 PROBE_TOLERANCE = 1e-3
-"""In nats, where both sides compute in float32."""
+"""In nats, for float32 on both sides."""
 
 LORA_RANK = 8
 LORA_ALPHA = 16.0
@@ -42,34 +41,34 @@ LORA_ALPHA = 16.0
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes that go together."""
+    """Sizes that belong together."""
 
     steps: int
-    """Optimizer steps unless the command line says otherwise."""
+    """Optimizer steps; the command line can override them."""
     groups_per_step: int
     """Prompts in one step."""
     group_size: int
     """Answers to each prompt."""
     max_tokens: int
-    """Longest answer."""
+    """Maximum tokens in an answer."""
     max_model_len: int
-    """Longest prompt and answer."""
+    """Maximum tokens in prompt and answer together."""
     learning_rate: float
-    """After warm-up."""
+    """Learning rate after warm-up."""
     lora_learning_rate: float
-    """The same where an adapter is trained: so few numbers have to go further."""
+    """The same for an adapter: it has far fewer parameters, so each must move further."""
     warmup_steps: int
     """Steps over which the learning rate rises."""
     max_lag: int
-    """Versions a trained token may be behind."""
+    """Maximum versions that a trained token may lag behind."""
     dtype: str | None = None
-    """Of the server's weights and the trainer's arithmetic; without one, what the machine is fast in."""
+    """Of the server's weights and the trainer's arithmetic; None picks what is fast on this machine."""
     probe_tokens: int = 0
-    """Length of the sequence by which each version is proven on the engine; zero for none."""
+    """Length of the probe sequence that verifies each version on the engine; zero disables the probe."""
 
     @property
     def attempts_in_flight(self) -> int:
-        """What the rollout worker keeps going: the answers of one step."""
+        """Attempts that the rollout worker runs at once: the answers of one step."""
         return self.groups_per_step * self.group_size
 
 
@@ -117,12 +116,12 @@ TINY_MODEL = Scale(
 
 @dataclass(frozen=True)
 class Plan:
-    """One run of the demo, every choice made."""
+    """One run of the demo, with every choice made."""
 
     model: Path
     """Folder of the model."""
     model_name: str
-    """What a person calls it."""
+    """Name of the model for people."""
     out: Path
     """Folder for everything the run writes."""
     task: str
@@ -130,50 +129,48 @@ class Plan:
     steps: int
     """Optimizer steps."""
     seed: int
-    """Of the data and the trainer."""
+    """Seed of the data and the trainer."""
     listen: str
-    """Where the server listens; port 0 takes any that is free."""
+    """Address on which the server listens; port 0 picks a free one."""
     scale: Scale
-    """Sizes."""
     lora: bool = False
     """Whether an adapter is trained instead of all weights."""
     durability: str = "fsync"
-    """Of the server's journal."""
+    """Durability of the server's journal."""
     ranks: int = 1
-    """Processes that the trainer computes with."""
+    """Processes that the trainer runs."""
     backend: str = "fsdp"
-    """What it computes with."""
+    """Training backend."""
     tensor_parallel: int = 1
-    """Ranks that each tensor is cut over; of megatron, as the next one."""
+    """Ranks over which each tensor is split; megatron only."""
     pipeline_parallel: int = 1
-    """Ranks that the layers are shared out to."""
+    """Ranks over which the layers are divided; megatron only."""
 
     @property
     def reward(self) -> str:
-        """The reward function's name."""
+        """Import path of the reward function."""
         names = {SUMS: "last_integer_is_answer", PRINTABLE: "printable_share"}
         return f"penstock.demo.rewards:{names.get(self.task, 'reasoning_gym_score')}"
 
     @property
     def tasks_file(self) -> Path:
-        """The prompts, where they are the demo's own."""
+        """The prompts, if the task is the demo's own."""
         return self.out / "tasks.jsonl"
 
     @property
     def trainer_config_file(self) -> Path:
-        """The trainer's configuration."""
         return self.out / "trainer.toml"
 
 
 def choose_scale(task: str, *, tiny: bool) -> Scale:
-    """Sizes for a task and a model."""
+    """The sizes for a task and a model."""
     if tiny:
         return TINY_MODEL
     return SMALL_MODEL if task in {SUMS, PRINTABLE} else SMALL_MODEL_LONG_TASK
 
 
 def serve_command(plan: Plan, listens: Listens | None) -> tuple[str, ...]:
-    """`penstock serve`; on the addresses it had, where it is started again."""
+    """The command of `penstock serve`; a restarted server gets its previous addresses."""
     again: tuple[str, ...] = AWAIT_TRAINER if listens else ()
     if listens is not None and listens.http_port is not None:
         host = listens.address.rpartition(":")[0]
@@ -193,38 +190,36 @@ def serve_command(plan: Plan, listens: Listens | None) -> tuple[str, ...]:
 
 
 def lora_options(scale: Scale) -> tuple[str, ...]:
-    """What a server is told that is to take adapters."""
-    # The new version and every older one whose turns may still be trained: none has to make way.
+    """Options of a server that accepts adapters."""
+    # The new version, plus every older one whose turns may still be trained: none is evicted.
     most = scale.max_lag + 2
     return ("--enable-lora", "--max-lora-rank", str(LORA_RANK), "--max-loras", str(most))
 
 
 def rollout_command(plan: Plan, address: str) -> tuple[str, ...]:
-    """`penstock rollout`."""
     return penstock(
         "rollout",
         *("--server", address),
         *("--reward", plan.reward),
         *("--concurrency", str(plan.scale.attempts_in_flight)),
         *("--reconnect-timeout", str(PATIENCE_SECONDS)),
-        # Once the trainer has ended nobody wants what is still in flight.
+        # Once the trainer has ended, attempts still in flight are of no use.
         *("--drain-timeout", "0"),
     )
 
 
 def train_command(plan: Plan) -> tuple[str, ...]:
-    """`penstock train`."""
     ranks = ("--ranks", str(plan.ranks)) if plan.ranks > 1 else ()
     return penstock("train", str(plan.trainer_config_file), *ranks)
 
 
 def penstock(*arguments: str) -> tuple[str, ...]:
-    """The command line of this very installation."""
-    return (sys.executable, "-m", "penstock.cli", *arguments)
+    """A command line of this same installation of Penstock."""
+    return (sys.executable, "-m", "penstock.client", *arguments)
 
 
 def environment(threads: int) -> Mapping[str, str]:
-    """What each process is told beside its command line."""
+    """Environment variables of each process."""
     return {
         "OMP_NUM_THREADS": str(threads),
         # Threads that spin while they wait take the core that the other side needs.
@@ -232,7 +227,7 @@ def environment(threads: int) -> Mapping[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
-        # The model is a folder by now; nothing else is to be looked up.
+        # The model is a local folder by now; nothing should be looked up on the hub.
         "HF_HUB_OFFLINE": "1",
     }
 
@@ -240,7 +235,7 @@ def environment(threads: int) -> Mapping[str, str]:
 def trainer_config(plan: Plan, address: str) -> str:
     """The trainer's configuration as TOML."""
     scale = plan.scale
-    # Several ranks have no whole model to score an adapter with.
+    # The probe of an adapter needs the whole model, which several ranks do not have.
     probe_tokens = 0 if plan.lora and plan.ranks > 1 else scale.probe_tokens
     source: dict[str, object] = (
         {"jsonl": {"path": str(plan.tasks_file)}}
@@ -282,7 +277,7 @@ def trainer_config(plan: Plan, address: str) -> str:
                 "groups_per_step": scale.groups_per_step,
                 "learning_rate": scale.lora_learning_rate if plan.lora else scale.learning_rate,
                 "warmup_steps": scale.warmup_steps,
-                # Ends on small steps: what a person sees last is what was learned, not its noise.
+                # Ends with small steps, so that the last rewards show what was learned, not noise.
                 "schedule": "cosine",
             },
             "staleness": {"max_lag": scale.max_lag},

@@ -1,4 +1,4 @@
-"""What came of a run: figures for a person and for a program, and one picture."""
+"""Summarizes a run: figures for people and for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FIRST_STEPS = 2
 LAST_STEPS = 5
-"""The reward at the start and at the end are means over so many steps."""
+"""The first and last reward are means over this many steps."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Step:
     tokens: int
     """Policy tokens in the batch."""
     tokens_masked: int
-    """Policy tokens left out for their age."""
+    """Policy tokens that were masked for their age."""
     seconds: float
-    """The whole step, waiting included."""
+    """Duration of the whole step, including waiting."""
     pause_seconds: float
-    """How long the weight switch stopped generation."""
+    """How long the weight switch paused generation."""
     upload_bytes: int
-    """Bytes of weights that were sent."""
+    """Bytes of weights that were uploaded."""
     time: float
-    """When it was over."""
+    """When the step ended."""
     time_gather_start: float
     time_gather_end: float
     time_train_start: float
@@ -62,7 +62,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left in its folder."""
+    """What a run wrote into its folder."""
 
     steps: tuple[Step, ...]
     load: tuple[Load, ...]
@@ -70,7 +70,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a run; `summary.json` is exactly this."""
+    """The figures of a run; `summary.json` has exactly these keys."""
 
     model: str
     task: str
@@ -85,14 +85,14 @@ class Summary:
     pause_seconds_by_step: tuple[float, ...]
     upload_bytes_by_step: tuple[int, ...]
     lora_rank: int
-    """Rank of the adapter that was trained; zero where all weights were."""
+    """Rank of the trained adapter; zero if all weights were trained."""
     seconds: float
     """From the server's start to the trainer's end."""
     tokens_per_second: float
     """Policy tokens that reached the trainer, per second from its first step on."""
 
     def as_table(self) -> Table:
-        """The same for a person."""
+        """The summary as a table for people."""
         from rich.table import Table
 
         table = Table(title=f"{self.model} on {self.task}", show_header=False, title_justify="left")
@@ -118,9 +118,9 @@ class Summary:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads what trainer and demo wrote while it ran."""
+    """Reads what trainer and demo wrote during the run."""
     return Run(
-        # Lines of another kind are not of steps.
+        # Lines of other kinds do not describe steps.
         steps=tuple(
             read_step(line)
             for line in read_lines(folder / "metrics.jsonl")
@@ -133,19 +133,19 @@ def read_run(folder: Path) -> Run:
 
 
 def read_step(line: dict[str, Any]) -> Step:
-    """One line of the trainer's metrics. Raises KeyError where a key is missing."""
+    """Parses one line of the trainer's metrics. Raises KeyError if a key is missing."""
     return Step(**{field.name: line[field.name] for field in fields(Step)})
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A file of one JSON object a line; empty where it does not exist."""
+    """Reads a file of one JSON object a line; returns an empty list if the file does not exist."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def summarize(run: Run, plan: Plan, seconds: float) -> Summary:
-    """The figures of a run of at least one step."""
+    """Computes the figures of a run that has at least one step."""
     rewards = tuple(step.reward_mean for step in run.steps)
     return Summary(
         model=plan.model_name,
@@ -168,5 +168,4 @@ def summarize(run: Run, plan: Plan, seconds: float) -> Summary:
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
-    """Writes summary.json."""
     (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")

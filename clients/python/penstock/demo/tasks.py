@@ -1,4 +1,4 @@
-"""The demo's own prompts, as lines of JSON that the trainer's data source reads."""
+"""The demo's own prompts, written as JSON lines for the trainer's data source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRINTABLE_PROMPTS = 64
 
 
 def write_sums(path: Path) -> None:
-    """Every one of `sums`, a line each."""
+    """Writes all of `sums`, one a line."""
     _write(path, sums())
 
 
@@ -25,7 +25,7 @@ def sums() -> list[dict[str, object]]:
 
 
 def write_printable(path: Path) -> None:
-    """Prompts of random letters: what they say does not matter to a model of random weights."""
+    """Writes prompts of random letters; their content does not matter to a model of random weights."""
     generator = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz "
     _write(

@@ -1,7 +1,7 @@
-"""A language model of random weights, made on the spot in well under a second, for tests.
+"""A tiny language model of random weights for tests, generated in well under a second.
 
-Llama in shape, with tied embeddings; its tokenizer knows 256 bytes and three marks of a conversation.
-Written without torch, because every test that goes round would otherwise pay for its import twice.
+It has Llama's architecture, with tied embeddings. Its tokenizer knows 256 bytes and three conversation
+markers. Written without torch, because every end-to-end test would otherwise import it twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 
 def write_model(folder: Path, seed: int = 0) -> None:
-    """Writes a Hugging Face folder; the same seed gives the same bytes."""
+    """Writes a Hugging Face model folder; the same seed gives the same bytes."""
     folder.mkdir(parents=True)
     tokenizer = byte_tokenizer()
     vocabulary = tokenizer.get_vocab_size()
@@ -58,7 +58,7 @@ def write_model(folder: Path, seed: int = 0) -> None:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, after the three marks."""
+    """A tokenizer with one token per byte, after the three markers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate((*MARKS, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
@@ -70,7 +70,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, object]:
-    """What transformers reads beside tokenizer.json."""
+    """Tokenizer settings that transformers reads in addition to tokenizer.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": START_OF_TURN,
@@ -83,7 +83,7 @@ def tokenizer_config() -> dict[str, object]:
 
 
 def model_config(vocabulary: int) -> dict[str, object]:
-    """The shape, under transformers' names."""
+    """The model's shape, under transformers' names."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -111,13 +111,13 @@ def model_config(vocabulary: int) -> dict[str, object]:
 def random_weights(
     vocabulary: int, generator: np.random.Generator
 ) -> dict[str, NDArray[np.float32]]:
-    """Weights under transformers' names; matrices are [out, in], as torch keeps them."""
+    """Weights under transformers' names; matrices have shape [out, in], as in torch."""
 
     def matrix(rows: int, columns: int) -> NDArray[np.float32]:
         return generator.normal(0, columns**-0.5, (rows, columns)).astype(np.float32)
 
     ones = np.ones(HIDDEN, np.float32)
-    # The embedding is also the output layer: rows of unit length keep the first logits near 1.
+    # The embedding is also the output layer. Rows of unit length keep the first logits near 1.
     weights = {"model.embed_tokens.weight": matrix(vocabulary, HIDDEN), "model.norm.weight": ones}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
@@ -136,5 +136,4 @@ def random_weights(
 
 
 def write_json(path: Path, content: dict[str, object]) -> None:
-    """One JSON file."""
     path.write_text(json.dumps(content, indent=2) + "\n")

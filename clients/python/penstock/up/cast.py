@@ -1,4 +1,4 @@
-"""Who runs under `penstock up`, by its configuration: names, command lines, and what each is promised."""
+"""The processes of `penstock up`, by its configuration: names, command lines and resources."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ PENSTOCK = (sys.executable, "-m", "penstock.cli")
 
 @dataclass(frozen=True)
 class Programs:
-    """What is run: the beginning of each command line."""
+    """The programs to run: the beginning of each command line."""
 
     serve: tuple[str, ...] = (*PENSTOCK, "serve")
-    """A server with an engine."""
+    """A server with its own engine."""
     rollout: tuple[str, ...] = (*PENSTOCK, "rollout")
     train: tuple[str, ...] = (*PENSTOCK, "train")
     hub: tuple[str, ...] = (*PENSTOCK, "serve")
@@ -37,14 +37,14 @@ class Programs:
 
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
-    # Threads that spin while they wait take the core that the other side needs.
+    # Threads that spin while they wait take a core that another process needs.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
 }
 
 
 def make_cast(config: UpConfig, programs: Programs, *, resume: bool) -> Cast:
-    """Who runs, and how each is started."""
+    """The processes of a run, and how each is started."""
     out = config.up.out
 
     def server(listens: Listens | None) -> Command:
@@ -69,7 +69,7 @@ def make_cast(config: UpConfig, programs: Programs, *, resume: bool) -> Cast:
     def trainer(address: str, resuming: bool) -> Command:
         ranks = config.up.trainer_ranks
         arguments = [str(out / "trainer.toml"), *(["--resume"] if resuming else [])]
-        # Its ranks are started by rank 0 on this machine, and placed one by one elsewhere.
+        # On this machine rank 0 starts the other ranks; on Ray each rank is placed separately.
         placed = config.cluster.placement == "ray"
         arguments += ["--ranks", str(ranks)] if ranks > 1 and not placed else []
         files = {"trainer.toml": config.train_at(address)}
@@ -97,7 +97,7 @@ def make_cast(config: UpConfig, programs: Programs, *, resume: bool) -> Cast:
 def _command(
     config: UpConfig, name: str, arguments: tuple[str, ...], files: Mapping[str, Table]
 ) -> Command:
-    """`files` by their names in the run's folder."""
+    """`files` holds configuration tables by their file names in the run's folder."""
     out = config.up.out
     return Command(
         name,
@@ -109,28 +109,28 @@ def _command(
 
 
 def http_listen(config: UpConfig) -> str | None:
-    """Where the server's HTTP endpoints are asked to be; None where that is not said."""
+    """The address configured for the server's HTTP endpoints; None if there is none."""
     http = cast("Table", config.serve.get("http", {}))
     return cast("str | None", http.get("listen"))
 
 
 def server_name(config: UpConfig) -> str:
-    """What the server is called, and so its log."""
+    """The server's name, also that of its log."""
     return "hub" if config.engine_count else "server"
 
 
 def names(kind: str, count: int) -> list[str]:
-    """Names of so many of a kind, and so of their logs."""
+    """Names of `count` processes of a kind, also those of their logs; a single one has no number."""
     return [kind] if count == 1 else numbered(kind, count)
 
 
 def numbered(kind: str, count: int) -> list[str]:
-    """The same, also where there is but one."""
+    """Numbered names, even for a single process."""
     return [f"{kind}-{index + 1}" for index in range(count)]
 
 
 def shares(config: UpConfig) -> dict[str, Share]:
-    """What each process is promised, by its name; each rank of the trainer by `rank_name`."""
+    """Resources of each process by its name; the trainer's ranks are named by `rank_name`."""
     cluster = config.cluster
     found = dict.fromkeys(numbered("engine", config.engine_count), cluster.engine)
     found[server_name(config)] = cluster.hub if config.engine_count else cluster.engine
@@ -142,13 +142,13 @@ def shares(config: UpConfig) -> dict[str, Share]:
 
 
 def local_placement(config: UpConfig) -> LocalPlacement:
-    """This machine, with its GPUs divided. Raises PlacementFailed."""
+    """A placement on this machine, with its GPUs divided among the processes. Raises PlacementFailed."""
     wanted = {name: share.gpus for name, share in shares(config).items()}
     visible = os.environ.get(DEVICES)
     told = share_devices(wanted, None if visible is None else visible.split(","))
     ranks = [told.pop(rank_name("trainer", rank), None) for rank in range(config.up.trainer_ranks)]
     own = [rank[DEVICES] for rank in ranks if rank and rank[DEVICES]]
     if told:
-        # Rank 0 starts the others, each of which takes one of the devices that it sees.
+        # Rank 0 starts the other ranks, and each rank takes one of the devices that it sees.
         told["trainer"] = {DEVICES: ",".join(own)}
     return LocalPlacement(told)

@@ -1,8 +1,10 @@
-"""What `penstock up` looks at before anything is started: each section by its command's own parser, and
-what they have to agree on.
+"""Checks that `penstock up` makes before it starts anything.
 
-Nobody is let in from outside by default: an engine server or a server that other nodes reach needs TLS and
-tokens, and the hub the token, or the configuration is refused (docs/security.md).
+Each section is checked by its command's own parser, and then that the sections agree with each other.
+
+By default, no process is open to other hosts. A server or an engine server that other nodes reach needs
+TLS and tokens, and the hub needs its engines' token. Otherwise the configuration is rejected
+(docs/security.md).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ CHECK_SECONDS = 120.0
 
 
 def check(config: UpConfig, programs: Programs) -> None:
-    """All of it but the folder. Raises UpConfigInvalid."""
+    """Checks everything but the folder. Raises UpConfigInvalid."""
     check_placement(config)
     check_servers(config)
     check_workers(config)
@@ -38,19 +40,19 @@ def check(config: UpConfig, programs: Programs) -> None:
 
 
 def check_placement(config: UpConfig) -> None:
-    """That there is what places the processes."""
+    """Checks that Ray is installed if the configuration needs it."""
     if config.cluster.placement == "ray" and not ray_placement.is_installed():
         raise UpConfigInvalid(
-            "cluster.placement: ray is not installed; pip install 'penstock[ray]', or \"processes\""
+            "cluster.placement: ray is not installed; pip install 'penstock[ray]', or use \"processes\""
         )
 
 
 def check_servers(config: UpConfig) -> None:
-    """That the servers can be reached by those who should, and by nobody else."""
+    """Checks that the servers can be reached by the run's other processes, and by no others."""
     server = _read("serve", config.serve)
     if not config.cluster.one_node and is_loopback(server.listen):
         raise UpConfigInvalid(
-            f"serve.listen: workers and trainer on other nodes do not reach {server.listen}; give "
+            f"serve.listen: workers and trainer on other nodes cannot reach {server.listen}; set "
             'HOST:PORT with serve.security, or cluster.strategy = "STRICT_PACK" to keep all on one node'
         )
     if not config.engine_count:
@@ -58,7 +60,7 @@ def check_servers(config: UpConfig) -> None:
     engine = _read("engines", config.engines)
     if config.engine_count > 1 and not engine.listen.endswith(":0"):
         raise UpConfigInvalid(
-            f"engines.listen: several engine servers cannot share {engine.listen}; give HOST:0"
+            f"engines.listen: several engine servers cannot share {engine.listen}; set HOST:0"
         )
     pool = server.pool
     if engine.security.certificate and not (pool.tls or pool.ca or pool.certificate):
@@ -68,7 +70,7 @@ def check_servers(config: UpConfig) -> None:
 
 
 def _read(section: str, table: Table) -> ServeConfig:
-    """As `penstock serve` reads it, less the options of its engine."""
+    """Reads a section as `penstock serve` does, without the options of its engine."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(tomli_w.dumps(table))
         file.flush()
@@ -79,19 +81,19 @@ def _read(section: str, table: Table) -> ServeConfig:
 
 
 def check_folder(out: Path, resume: bool) -> None:
-    """That the run may write there. Raises FolderUnusable."""
+    """Checks that the run may write to its folder. Raises FolderUnusable or UpConfigInvalid."""
     if not holds_run(out):
         return
     if is_running(out):
-        raise UpConfigInvalid(f"up.out: another `penstock up` runs in {out}")
+        raise UpConfigInvalid(f"up.out: another `penstock up` is running in {out}")
     if not resume:
         raise UpConfigInvalid(
-            f"up.out: {out} holds another run; give --resume to go on with it, or another folder"
+            f"up.out: {out} holds another run; give --resume to continue it, or another folder"
         )
 
 
 def check_workers(config: UpConfig) -> None:
-    """Has the command's own parser look at [rollout]."""
+    """Checks [rollout] with the parser of `penstock rollout`."""
     from penstock.cli.__main__ import rollout
 
     arguments = command_line({"server": "127.0.0.1:0", **config.worker_options})
@@ -102,13 +104,13 @@ def check_workers(config: UpConfig) -> None:
 
 
 def check_trainer(config: UpConfig, programs: Programs) -> None:
-    """Has the command itself look at [train]."""
+    """Checks [train] with `penstock train --dry-run`."""
     if config.train is not None:
         _ask(programs.train, "train", config.train_at("127.0.0.1:0"))
 
 
 def resolve(config: UpConfig, programs: Programs) -> Table:
-    """All of it, with what each command makes of its part."""
+    """The whole configuration, with each command's section as the command resolves it."""
     listen = str(config.serve.get("listen", "127.0.0.1:50051"))
     server = programs.hub if config.engine_count else programs.serve
     resolved: Table = {
@@ -126,7 +128,7 @@ def resolve(config: UpConfig, programs: Programs) -> Table:
 
 
 def _shown(options: Table) -> Table:
-    """A worker's options as they are printed: what its commands find in their environment may be secret."""
+    """A worker's options for display: values in the environment of its commands may be secret."""
     shown = dict(options)
     if "env" in options:
         given = options["env"]
@@ -138,7 +140,7 @@ def _shown(options: Table) -> Table:
 
 
 def _ask(command: tuple[str, ...], section: str, table: Table) -> Table:
-    """What a command makes of its configuration, by its own --dry-run. Raises UpConfigInvalid."""
+    """How a command resolves its configuration, by its own --dry-run. Raises UpConfigInvalid."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(tomli_w.dumps(table))
         file.flush()
@@ -152,7 +154,7 @@ def _ask(command: tuple[str, ...], section: str, table: Table) -> Table:
             )
         except subprocess.TimeoutExpired as error:
             raise UpConfigInvalid(
-                f"[{section}]: its --dry-run had no answer after {CHECK_SECONDS:g} s"
+                f"[{section}]: its --dry-run did not finish within {CHECK_SECONDS:g} s"
             ) from error
     if answer.returncode:
         lines = answer.stderr.replace(f"{file.name}: ", "").strip().splitlines()

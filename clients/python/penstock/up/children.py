@@ -1,7 +1,7 @@
-"""The children of this process, with those that it did not start: who outlives a child becomes one.
+"""The children of this process, including orphaned descendants that it adopts.
 
 For a library that starts processes and leaves some behind when it ends. `/proc` lists the children of a
-process by its threads.
+process per thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> set[int]:
-    """From now on who is orphaned below this process is its child. Returns the children that there are."""
+    """Makes orphaned descendants children of this process from now on. Returns its current children."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
@@ -25,7 +25,7 @@ def adopt_orphans() -> set[int]:
 
 
 def end_all_but(before: Set[int]) -> None:
-    """Kills the others, and theirs, which become children meanwhile; blocks for as long as that takes."""
+    """Kills all children but those, and the descendants adopted meanwhile; blocks until all have ended."""
     while left := _children() - before:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -37,7 +37,7 @@ def end_all_but(before: Set[int]) -> None:
 def _children() -> set[int]:
     found: set[int] = set()
     for listed in Path("/proc/self/task").glob("*/children"):
-        # A thread may end meanwhile.
+        # A thread may end while it is read.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found |= {int(pid) for pid in listed.read_text().split()}
     return found

@@ -1,6 +1,6 @@
-"""Configuration of `penstock up`: how many engines there are, and where everything runs; docs/cluster.md.
+"""Configuration of `penstock up`: how many engines run, and where each process runs; docs/cluster.md.
 
-[engines]                    # with it, [serve] is a hub's
+[engines]                    # with this section, [serve] configures a hub
 count = 2
 
 [cluster]
@@ -22,18 +22,18 @@ LOOPBACK = "127.0.0.1:0"
 EVERY_INTERFACE = "0.0.0.0:0"
 OF_RAY = ("address", "strategy", "wait_seconds")
 SHARES_OWN = {"CPU": "cpus", "GPU": "gpus"}
-"""Resources of Ray that have names of their own here."""
+"""Ray resources that have their own keys in this configuration."""
 
 
 class Share(Section):
-    """What one process is promised of its node."""
+    """The resources reserved for one process on its node."""
 
     cpus: float = Field(default=1.0, gt=0)
-    """Cores. Ray counts them and tells OpenMP; it does not pin."""
+    """CPU cores. Ray counts them and sets OpenMP's thread count; it does not pin processes to cores."""
     gpus: float = Field(default=0.0, ge=0)
-    """GPUs, and the process sees no others: a whole number, or a part of one."""
+    """GPUs, the only ones that the process can see: a whole number, or a fraction below one."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict[str, float])
-    """Others, by the names they have in the Ray cluster: `{ "ssd" = 1 }`."""
+    """Other resources, by their names in the Ray cluster: `{ "ssd" = 1 }`."""
 
     @field_validator("gpus")
     @classmethod
@@ -47,52 +47,55 @@ class Share(Section):
     def _check_names(cls, value: dict[str, float]) -> dict[str, float]:
         for name in value:
             if name in SHARES_OWN:
-                raise ValueError(f"{name} is said by `{SHARES_OWN[name]}`")
+                raise ValueError(f"{name} is set with `{SHARES_OWN[name]}`")
         return value
 
 
 class Cluster(Section):
-    """Where processes run."""
+    """Where the processes run, and with which resources."""
 
     placement: Literal["processes", "ray"] = "processes"
-    """On this machine, or each in an actor of a Ray cluster."""
+    """"processes" runs everything on this machine; "ray" runs each process in an actor of a Ray cluster."""
     address: str | None = None
-    """Of a Ray cluster that is there: HOST:PORT, or "auto" for that of this machine. Unset, one of this
-    machine is started, and ends with the run."""
+    """Address of an existing Ray cluster: HOST:PORT, or "auto" for the one on this machine. If unset, a
+    cluster is started on this machine and ends with the run."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """How Ray spreads the processes over nodes. With STRICT_PACK all are on one, and loopback does."""
+    """How Ray spreads the processes over nodes. STRICT_PACK puts all on one node, where loopback
+    suffices."""
     wait_seconds: float = Field(default=300.0, gt=0)
-    """How long to wait until the cluster has room for all of them."""
+    """How long to wait until the cluster has room for all processes."""
     environment: dict[str, str] = Field(default_factory=dict[str, str])
-    """Variables that every process is given. No secrets: they can be read in the cluster's state."""
+    """Environment variables for every process. Put no secrets here: the cluster's state shows them."""
     hub: Share = Share()
-    """The hub's share, where there are [engines]."""
+    """Resources of the hub, if there are [engines]."""
     engine: Share = Share()
-    """Each engine server's; the one server's where there is no hub."""
+    """Resources of each engine server; those of the single server if there is no hub."""
     worker: Share = Share()
-    """Each worker's."""
+    """Resources of each worker."""
     trainer: Share = Share()
-    """That of each of the trainer's ranks."""
+    """Resources of each of the trainer's ranks."""
 
     @model_validator(mode="after")
     def _check_placed(self) -> Cluster:
-        # Said to be "processes", what is of Ray waits for the day that it is not.
+        # With an explicit "processes", Ray's keys may stay in the file unused.
         meant = [name for name in OF_RAY if name in self.model_fields_set]
         if meant and "placement" not in self.model_fields_set:
-            raise ValueError(f'{meant[0]} is for placement = "ray"; say that, or "processes"')
+            raise ValueError(
+                f'{meant[0]} needs placement = "ray"; set it, or "processes" explicitly'
+            )
         return self
 
     @property
     def one_node(self) -> bool:
-        """Whether every process is on the same node, and so reached over loopback."""
+        """Whether all processes run on one node, and so reach each other over loopback."""
         own = self.placement == "processes" or self.address is None
         return own or self.strategy == "STRICT_PACK"
 
 
 class Engines(Section):
-    """What is ours of [engines]; the rest is as `penstock serve` takes it."""
+    """The keys of [engines] that `penstock up` reads itself; the rest goes to `penstock serve`."""
 
     model_config = ConfigDict(extra="allow")
 
     count: int = Field(default=1, ge=1)
-    """Engine servers."""
+    """Number of engine servers."""

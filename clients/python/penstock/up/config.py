@@ -3,28 +3,29 @@
     [up]
     out = "runs/first"
 
-    [serve]                      # as `penstock serve` takes it
+    [serve]                      # as for `penstock serve`
     listen = "127.0.0.1:50051"
     [serve.engine]
     model = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-    [rollout]                    # options of `penstock rollout`, by their names
+    [rollout]                    # options of `penstock rollout`, by name
     reward = "score:reward"
     concurrency = 64
     count = 1
 
-    [train]                      # as `penstock train` takes it, or a file of it, or both
+    [train]                      # as for `penstock train`: tables, a file, or both
     path = "examples/arithmetic.toml"
 
-    [engines]                    # several engine servers, each as `penstock serve` takes it; [serve] is
-    count = 2                    # then the hub's before them
-    [cluster]                    # where all of it runs: `cluster_config`
+    [engines]                    # several engine servers, each configured as for `penstock serve`;
+    count = 2                    # [serve] then configures the hub in front of them
+    [cluster]                    # where the processes run: `cluster_config`
 
-Order of what counts: the file that `path` names in [serve] or [train] -> the tables beside it -> `--set`.
-Then what the three have to agree on is filled in: the server's address, one folder, in which the server's
-journal is too, and the model, where only the server or only the trainer is told it. With [engines], the
-options in [serve.engine] are theirs, below those in [engines.engine]. What the sections hold
-beyond that is the commands' own to check, and is handed to them as files in `out`.
+Precedence, lowest first: the file that `path` names in [serve] or [train] -> the tables next to `path` ->
+`--set`. Then the values that the sections must agree on are filled in. These are the server's address, one
+folder that also holds the server's journal, and the model if only the server or the trainer names it. With
+[engines], the options in [serve.engine] apply to the engines, and [engines.engine] overrides them.
+
+Each command checks the rest of its section itself, from a file in `out`.
 """
 
 from __future__ import annotations
@@ -44,44 +45,43 @@ from penstock.up.cluster_config import EVERY_INTERFACE, LOOPBACK, Cluster, Engin
 
 WORKER_PATIENCE = "reconnect-timeout"
 HUBS_OWN = ("model", "tokenizer")
-"""Options of an engine that a hub takes too."""
+"""Engine options that a hub takes too."""
 DISCOVER_SECONDS = 1.0
-"""Between a hub's looks at the file of its engines."""
+"""How often a hub reads the file of its engines."""
 
 
 class UpConfigInvalid(Exception):
-    """The configuration cannot be used; the message names what is wrong."""
+    """The configuration is unusable; the message names the error."""
 
 
 class UpSection(Section):
-    """The three as a whole."""
+    """Settings of the whole run."""
 
     out: Path
-    """Folder for logs, events, the configuration of each, and the trainer's own results."""
+    """Folder for logs, events, the configuration of each process, and the trainer's results."""
     restarts: int = Field(default=5, ge=0)
-    """Times one process is started again within `restart_window_seconds` before everything stops."""
+    """Restarts of one process within `restart_window_seconds`; one more failure stops everything."""
     restart_window_seconds: float = Field(default=600.0, gt=0)
-    """After it a restart is forgotten."""
+    """Time after which a restart no longer counts."""
     patience_seconds: float = Field(default=900.0, gt=0)
-    """How long workers and trainer wait for a server that is started again, where their own sections do
-    not say."""
+    """How long workers and trainer wait for a restarted server, unless their own sections set it."""
     stop_seconds: float = Field(default=60.0, gt=0)
-    """How long each has to end by itself after SIGTERM or Ctrl-C: a trainer finishes its step and saves."""
+    """How long each process has to end after SIGTERM or Ctrl-C; a trainer finishes its step and saves."""
     trainer_ranks: int = Field(default=1, ge=1)
-    """Processes that the trainer computes with."""
+    """Processes that the trainer runs."""
 
 
 class _Workers(Section):
-    """What is ours of [rollout]; the rest are options of `penstock rollout`."""
+    """The keys of [rollout] that `penstock up` reads itself; the rest are options of `penstock rollout`."""
 
     model_config = ConfigDict(extra="allow")
 
     count: int = Field(default=1, ge=0)
-    """Worker processes."""
+    """Number of worker processes."""
 
 
 class UpFile(Section):
-    """The file as it is written."""
+    """The file as written, before anything is filled in."""
 
     up: UpSection
     serve: Table
@@ -93,26 +93,25 @@ class UpFile(Section):
 
 @dataclass(frozen=True)
 class UpConfig:
-    """Everything `penstock up` is told, resolved but for the server's address."""
+    """The configuration of `penstock up`, resolved except for the server's address."""
 
     up: UpSection
     serve: Table
     """As `penstock serve` reads it."""
     worker_count: int
     worker_options: Table
-    """Options of `penstock rollout` by their names, the server's address not among them."""
+    """Options of `penstock rollout` by name, without the server's address."""
     train: Table | None
-    """As `penstock train` reads it, the server's address not in it; None where it runs elsewhere."""
+    """As `penstock train` reads it, without the server's address; None if the trainer runs elsewhere."""
     engine_count: int = 0
-    """Engine servers; zero where the server has its own engine."""
+    """Number of engine servers; zero if the server has its own engine."""
     engines: Table = field(default_factory=dict[str, object])
     """As each engine server reads it."""
     cluster: Cluster = field(default_factory=Cluster)
-    """Where all of it runs."""
 
     @property
     def engines_file(self) -> Path:
-        """Where a hub looks for its engines."""
+        """The file from which a hub reads its engines' addresses."""
         return self.up.out / "engines"
 
     @property
@@ -127,7 +126,7 @@ class UpConfig:
 
 
 def load(path: Path, overrides: Sequence[str]) -> UpConfig:
-    """Reads a file and applies overrides such as `train.run.steps=5`, the last one winning.
+    """Reads a file and applies overrides such as `train.run.steps=5`; the last override wins.
 
     Raises UpConfigInvalid.
     """
@@ -145,7 +144,7 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
     worker_count = _checked(_Workers, file.rollout, path, "rollout").count
     engines = None if file.engines is None else _with_file(file.engines)
     engine_count = _checked(Engines, engines or {}, path, "engines").count
-    # What a server was told survives it, unless the file says otherwise.
+    # The journal lets a restarted server keep its tasks, unless the file configures another journal.
     serve = _with_file(file.serve)
     train = None if file.train is None else _with_file(file.train)
     _check_tables("serve", serve, "engine", "pool", "journal")
@@ -166,9 +165,9 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
 
 
 def _behind_hub(config: UpConfig, engines: Table, count: int) -> UpConfig:
-    """The server as a hub before engine servers, which get the options of its engine."""
+    """Turns the server into a hub in front of engine servers, which take over its engine options."""
     if "engines" in _table(config.serve, "pool"):
-        raise UpConfigInvalid("serve.pool.engines: with [engines] they are those of this run")
+        raise UpConfigInvalid("serve.pool.engines: not allowed with [engines], which sets the pool")
     options = _table(config.serve, "engine")
     pool: Table = {
         "engines": [f"file:{config.engines_file}"],
@@ -176,7 +175,7 @@ def _behind_hub(config: UpConfig, engines: Table, count: int) -> UpConfig:
     }
     own = {name: value for name, value in options.items() if name in HUBS_OWN}
     serve = {**_merge({"pool": pool}, config.serve), "engine": own}
-    # Nobody talks to an engine server but the hub.
+    # Only the hub calls an engine server.
     listen = LOOPBACK if config.cluster.one_node else EVERY_INTERFACE
     apart: Table = {"listen": listen, "http": {"listen": ""}}
     engines = {**_merge(apart, engines), "engine": options}
@@ -185,7 +184,7 @@ def _behind_hub(config: UpConfig, engines: Table, count: int) -> UpConfig:
 
 
 def command_line(options: Mapping[str, object]) -> list[str]:
-    """Options by name as a command takes them; a list is an option that is repeated."""
+    """Options by name as command-line arguments; a list repeats its option."""
     arguments: list[str] = []
     for name, value in options.items():
         if value is True:
@@ -206,7 +205,7 @@ def _trainer_defaults(up: UpSection) -> Table:
 
 
 def _share_model(serve: Table, train: Table) -> None:
-    """One of the two may leave the model to the other."""
+    """Copies the model from the server to the trainer or back, if only one of the two names it."""
     engine, model = _table(serve, "engine"), _table(train, "model")
     if "model" not in engine and "path" in model:
         serve["engine"] = {"model": model["path"], **engine}
@@ -215,7 +214,7 @@ def _share_model(serve: Table, train: Table) -> None:
 
 
 def _with_file(section: Table) -> Table:
-    """A section over the file that its `path` names."""
+    """Merges a section over the file that its `path` names."""
     rest = {key: value for key, value in section.items() if key != "path"}
     if "path" not in section:
         return rest
@@ -226,7 +225,7 @@ def _with_file(section: Table) -> Table:
 
 
 def _merge(below: Table, above: Table) -> Table:
-    """Tables merged key by key; what is `above` counts."""
+    """Merges tables key by key; values in `above` win."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
@@ -240,7 +239,7 @@ Checked = TypeVar("Checked", bound=Section)
 
 
 def _checked(section: type[Checked], table: Table, path: Path, name: str) -> Checked:
-    """What is ours of a section. Raises UpConfigInvalid."""
+    """Validates the keys of a section that are read here. Raises UpConfigInvalid."""
     try:
         return section.model_validate(table)
     except ValidationError as error:
@@ -248,7 +247,7 @@ def _checked(section: type[Checked], table: Table, path: Path, name: str) -> Che
 
 
 def _check_tables(section: str, table: Table, *names: str) -> None:
-    """That what is put together here can be. Raises UpConfigInvalid."""
+    """Checks that values to be merged are tables. Raises UpConfigInvalid."""
     for name in names:
         if name in table and not isinstance(table[name], dict):
             raise UpConfigInvalid(f"{section}.{name}: must be a table, got {table[name]!r}")

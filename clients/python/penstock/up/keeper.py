@@ -1,12 +1,12 @@
-"""What stands beside one process on a node of a cluster: starts it, tells what it prints, passes signals.
+"""Keeps one process on a node of a cluster: starts it, passes on its output, and forwards signals.
 
-    start ──► read, again and again until there is no more ──► status
+    start ──► read, until no lines are left ──► status
                   signal, write meanwhile
 
-It lives in an actor (`ray_placement`), and the process with it: the kernel kills the process where the
-actor's own ends, however that comes. What the process started, the kernel does not: a small watcher
-outlives the actor's process by a moment and kills the group. Who does not read the output holds the process
-up, as with any pipe.
+A keeper lives in an actor (`ray_placement`). When the actor's process ends for any reason, the kernel kills
+the kept process. It does not kill that process's own children. A small watcher, which briefly outlives the
+actor's process, kills the whole group. As with any pipe, a caller that does not read the output blocks the
+process.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from penstock.up.processes import Command, Process, write_files
 LINES_WAITING = 4096
 LINES_AT_ONCE = 512
 
-# Told the id of a process group, and later that it ended: where the pipe ends without that, so has who held
-# it. No child of the one it watches, for Ray kills an actor's children as it kills the actor.
+# The watcher reads the id of a process group, and later a second word when the group has ended. If the pipe
+# closes before the second word, the actor's process is dead, and the watcher kills the group. The watcher
+# is not a child of that process, because Ray kills an actor's children along with the actor.
 WATCH = """
 import os, signal, sys
 if os.fork():
@@ -44,19 +45,19 @@ if len(told) == 1:
 
 
 class FolderMissing(Exception):
-    """The folder that commands are run in is not on this node."""
+    """The working folder of the commands does not exist on this node."""
 
 
 class Keeper:
-    """Keeps one process."""
+    """Starts and follows one process."""
 
     def __init__(self, folder: str) -> None:
-        """In this folder, where relative paths begin. Raises FolderMissing."""
+        """Changes to `folder`, against which relative paths resolve. Raises FolderMissing."""
         try:
             os.chdir(folder)
         except OSError as error:
             raise FolderMissing(
-                f"{folder}, where `penstock up` runs, has to be on every node: {error.strerror}"
+                f"{folder}, where `penstock up` runs, must exist on every node: {error.strerror}"
             ) from error
         self._lines: asyncio.Queue[bytes | None] = asyncio.Queue(LINES_WAITING)
         self._process: Process | None = None
@@ -64,13 +65,13 @@ class Keeper:
         self._watcher: int | None = None
 
     async def free_port(self) -> int:
-        """A port of this host that nobody has just now."""
+        """A port of this host that is free at this moment."""
         with socket.socket() as listening:
             listening.bind(("", 0))
             return int(listening.getsockname()[1])
 
     async def start(self, command: Command) -> int:
-        """Starts it; returns its process id."""
+        """Starts the process; returns its process id."""
         self._watcher = await asyncio.to_thread(_start_watcher)
         self._process = Process.start_piped(command, self._lines.put)
         self._tell_watcher(self._process.pid)
@@ -78,13 +79,13 @@ class Keeper:
         return self._process.pid
 
     async def read(self) -> list[bytes]:
-        """The next lines, as soon as there are any; none once it has ended and all are told."""
+        """Waits for output and returns the next lines; an empty list once it has ended and all are read."""
         lines = [await self._lines.get()]
         while len(lines) < LINES_AT_ONCE and not self._lines.empty():
             lines.append(self._lines.get_nowait())
         told = [line for line in lines if line is not None]
         if told and len(told) < len(lines):
-            # The end is told by itself.
+            # The end is returned separately, by the next call.
             self._lines.put_nowait(None)
         return told
 
@@ -94,17 +95,15 @@ class Keeper:
         return await self._process.wait()
 
     async def signal(self, number: int) -> None:
-        """Passes a signal on."""
         if self._process is not None:
             self._process.signal(signal.Signals(number))
 
     async def write(self, files: Mapping[Path, str]) -> None:
-        """Writes files."""
         write_files(files)
 
     async def _end(self, process: Process) -> None:
         await process.wait()
-        # Its group has ended with it, and the id may be another's one day.
+        # Its group was killed when it ended, and the group id may be reused.
         self._tell_watcher("ended")
         if self._watcher is not None:
             os.close(self._watcher)
@@ -113,13 +112,13 @@ class Keeper:
 
     def _tell_watcher(self, what: object) -> None:
         assert self._watcher is not None
-        # Whoever killed it: the process runs all the same.
+        # The watcher may have been killed; the process runs without it.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._watcher, f"{what}\n".encode())
 
 
 def _start_watcher() -> int:
-    """Returns the end of the pipe that it is told by, which closes as this process ends."""
+    """Starts the watcher; returns the write end of its pipe, which closes when this process ends."""
     watched, told = os.pipe()
     try:
         subprocess.run(
@@ -135,5 +134,5 @@ def _start_watcher() -> int:
 
 
 def for_nodes(command: Command) -> Command:
-    """As it is sent to a node: its log stays here, and no terminal is there."""
+    """The command as sent to a node: its log stays on this machine, and a node has no terminal."""
     return replace(command, log=Path(), inherits_terminal=False)

@@ -1,9 +1,9 @@
-"""Where processes run: the seam between who keeps them running (`supervisor`) and what starts them.
+"""Where processes run: the interface between the `supervisor` and what starts processes.
 
     LocalPlacement    processes of this machine
-    RayPlacement      processes of the nodes of a Ray cluster, each in an actor: `ray_placement`
+    RayPlacement      processes on the nodes of a Ray cluster, each in an actor: `ray_placement`
 
-The same commands run in either.
+Both run the same commands.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class PlacementFailed(Exception):
-    """There is no place for the processes; the message says what is missing."""
+    """The processes cannot be placed; the message says what is missing."""
 
 
 class Placement(Protocol):
-    """Starts processes somewhere."""
+    """Starts processes on some host."""
 
     async def start(self, command: Command, on_line: Callable[[str], None] | None) -> Running:
-        """Starts one; `on_line` is given what it prints on its standard output, line by line.
+        """Starts a process; `on_line` gets its standard output, line by line.
 
-        A process that could not be started is one that has ended."""
+        If the process could not be started, the result is a process that has already ended.
+        """
         ...
 
 
 class LocalPlacement:
-    """On this machine."""
+    """Starts processes on this machine."""
 
     def __init__(self, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """`environments` are added to the commands' own, by the commands' names."""
+        """`environments` holds variables to add, by the command's name."""
         self._environments = environments or {}
 
     async def start(self, command: Command, on_line: Callable[[str], None] | None) -> Running:
-        """Starts one."""
         added = self._environments.get(command.name, {})
         environment = {**command.environment, **added}
         try:
@@ -52,7 +52,7 @@ class LocalPlacement:
 
 
 class NeverStarted:
-    """What could not be started: has ended."""
+    """A process that could not be started, and so has ended."""
 
     pid = 0
     host = THIS_HOST
@@ -62,33 +62,34 @@ class NeverStarted:
         self._error = error
 
     async def wait(self) -> int:
-        """Not zero."""
+        """Returns 1, as for a failed process."""
         return 1
 
     def signal(self, number: signal.Signals) -> None:
-        """Nobody is there."""
+        """Does nothing: it never ran."""
 
     async def stop(self, patience: float) -> None:
-        """Nobody is there."""
+        """Does nothing: it never ran."""
 
     def kill(self) -> None:
-        """Nobody is there."""
+        """Does nothing: it never ran."""
 
     def ending(self, status: int) -> str:
-        """Why."""
+        """Why it could not be started."""
         return f"could not be started: {self._error}"
 
     async def write(self, files: Mapping[Path, str]) -> None:
-        """What has ended gets none."""
+        """Does nothing: it never ran."""
 
 
 def share_devices(
     wanted: Mapping[str, float], visible: Sequence[str] | None
 ) -> dict[str, dict[str, str]]:
-    """What each process is told of the GPUs that are its own, as Ray tells an actor.
+    """Divides GPUs among processes: the environment variables of each, as Ray sets them for an actor.
 
-    `wanted` are GPUs by process, whole ones or a part of one; `visible` their names, or None for those of
-    the machine by number. Where nobody wants any, nobody is told anything. Raises PlacementFailed.
+    `wanted` is the number of GPUs by process name: a whole number, or a fraction below one. `visible` are
+    the names of the GPUs; None means those of the machine, by number. If no process wants a GPU, no
+    variables are set. Raises PlacementFailed if there are too few.
     """
     if not any(wanted.values()):
         return {}
@@ -100,7 +101,7 @@ def share_devices(
         used += count
         if visible is not None and devices.stop > len(visible):
             raise PlacementFailed(
-                f"GPUs: {sum(wanted.values()):g} are asked for, {DEVICES} names {len(visible)}"
+                f"GPUs: {sum(wanted.values()):g} are requested, {DEVICES} names {len(visible)}"
             )
         names = [str(device) if visible is None else visible[device] for device in devices]
         told[name] = {DEVICES: ",".join(names)}

@@ -1,14 +1,13 @@
-"""Processes of one machine: started in sessions of their own, watched, and ended with all they started.
+"""Processes of this machine, each in its own session: starts them, watches them, and ends their groups.
 
-Whatever happens to the process that starts them, nothing stays behind: an ordinary end and Ctrl-C stop
-each of them and then its whole process group; one that is killed takes them along, because the kernel was
-asked to.
+No process outlives the one that started it. An ordinary end and Ctrl-C stop each process and then its
+whole process group. If the parent is killed, the kernel ends its children.
 
-What a process prints is read whatever becomes of its log: one whose pipe nobody reads stands still. A full
-disk costs the lines that it has no room for, and a line of any length is told, in parts.
+The output of a process is always read, even if its log cannot be written; a full pipe would block the
+process. A full disk costs only the log lines for which there is no room. A very long line is passed on in
+parts.
 
-`Running` is what the rest of the code sees of a process, be it one of this machine (`Process`) or of
-another (`ray_placement`).
+`Running` is the interface to a process, whether on this machine (`Process`) or another (`ray_placement`).
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ from typing import IO, BinaryIO, ParamSpec, Protocol
 
 logger = logging.getLogger(__name__)
 
-# What a process does first: it has the kernel end it when its parent ends, and becomes its program. As a
-# program of its own, because Python code between fork and exec can meet locks that threads held, gRPC's
-# for one, and then waits for them for ever. A process of Ray's blocks SIGINT, which would be inherited.
+# A new process first asks the kernel to end it when its parent ends, then becomes its program. This is a
+# separate program because Python code between fork and exec can meet locks that other threads held, such
+# as gRPC's, and wait for them forever. The signal mask is reset because Ray's processes block SIGINT, and
+# children would inherit that.
 BECOME = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -42,97 +42,95 @@ os.execvp(sys.argv[3], sys.argv[3:])
 """
 THIS_HOST = "127.0.0.1"
 SECONDS_TO_END = 20.0
-"""From SIGTERM to SIGKILL at the end of a run: a server drains."""
+"""From SIGTERM to SIGKILL when a run ends; a server drains in this time."""
 
 SECONDS_TO_BREAK_OFF = 5.0
-"""The same where the run is broken off: nobody waits for a step that will not be used."""
+"""The same if the run is broken off: the result of the current step will not be used."""
 
 SECONDS_FOR_LAST_WORDS = 5.0
-"""How long the output of a process that has ended may still arrive."""
+"""How long to wait for remaining output after a process has ended."""
 
 LOG_LINES_SHOWN = 25
 LOG_BYTES_SHOWN = 64 << 10
-"""At most: a log grows over all starts, and is read while everything else waits."""
+"""Upper bound on the log bytes read: a log grows over all starts, and reading it blocks the event loop."""
 LONGEST_LINE_BYTES = 1 << 20
-"""What is longer goes on as further lines."""
+"""A longer line is passed on as several lines."""
 
 Parameters = ParamSpec("Parameters")
 
 
 class ProcessFailed(Exception):
-    """A process ended that should not have; the message has the end of its log."""
+    """A process ended that should not have; the message includes the end of its log."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to start: `Command("server", ("python", "-m", ...), Path("server.log"))`."""
+    """A process to start: `Command("server", ("python", "-m", ...), Path("server.log"))`."""
 
     name: str
     arguments: tuple[str, ...]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Added to this process's own."""
+    """Variables added to this process's environment."""
     inherits_terminal: bool = False
-    """Whether its standard output is this process's own, so that it can draw a live table."""
+    """Whether it shares this process's standard output, so that it can draw a live table."""
     files: Mapping[Path, str] = field(default_factory=dict[Path, str])
-    """Written where it runs, before it starts."""
+    """Files written on its host before it starts."""
     ranks: int = 1
-    """Processes that compute together, each told its place as torchrun does. More than one only where they
-    are placed one by one: `ray_placement`."""
+    """Processes that compute together. Each gets its place in the environment variables of torchrun.
+    More than one only if a placement starts them one by one (`ray_placement`)."""
 
 
 class Running(Protocol):
-    """One started process, wherever it is."""
+    """One started process, on whatever host it runs."""
 
     @property
-    def command(self) -> Command:
-        """What was started."""
-        ...
+    def command(self) -> Command: ...
 
     @property
     def pid(self) -> int:
-        """Its process id there; zero where it never came to be."""
+        """Its process id on its host; zero if it never started."""
         ...
 
     @property
     def host(self) -> str:
-        """Where the others reach it."""
+        """Address at which other processes reach its host."""
         ...
 
     async def wait(self) -> int:
-        """Its exit status, once it has ended and all it printed is in the log."""
+        """Returns its exit status, once it has ended and its log holds all its output."""
         ...
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends it a signal, unless it has ended."""
+        """Sends a signal, unless it has ended."""
         ...
 
     async def stop(self, patience: float) -> None:
-        """Asks it to end, and makes it after `patience` seconds; nothing of its group is left then."""
+        """Sends SIGTERM, then SIGKILL after `patience` seconds; nothing of its group is left afterwards."""
         ...
 
     def kill(self) -> None:
-        """Ends it and whatever it started, at once."""
+        """Kills it and everything it started, immediately."""
         ...
 
     def ending(self, status: int) -> str:
-        """What became of it, such as "was ended by SIGKILL"."""
+        """How it ended, such as "was ended by SIGKILL"."""
         ...
 
     async def write(self, files: Mapping[Path, str]) -> None:
-        """Writes files where it runs, each at once; what has ended gets none."""
+        """Writes files on its host, each atomically; does nothing if the process has ended."""
         ...
 
 
 def read_tail(log: Path, byte_count: int) -> list[str]:
-    """The lines of so much at its end, of which the first may be cut. Raises OSError."""
+    """The lines in the last `byte_count` bytes of a log; the first may be cut. Raises OSError."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - byte_count))
         return file.read(byte_count).decode(errors="replace").splitlines()
 
 
 def last_lines(running: Running, most: int) -> list[str]:
-    """The end of its log, and of those of its earlier starts."""
+    """The last lines of its log, which also holds the output of its earlier starts."""
     try:
         return read_tail(running.command.log, LOG_BYTES_SHOWN)[-most:]
     except FileNotFoundError:
@@ -140,7 +138,7 @@ def last_lines(running: Running, most: int) -> list[str]:
 
 
 def explain(running: Running, status: int) -> str:
-    """What happened to it, with the end of its log."""
+    """How it ended, with the end of its log."""
     lines = last_lines(running, LOG_LINES_SHOWN)
     tail = "\n".join(f"  | {line}" for line in lines) or "  | (it printed nothing)"
     command = running.command
@@ -148,11 +146,11 @@ def explain(running: Running, status: int) -> str:
 
 
 Take = Callable[[bytes], Awaitable[None]]
-"""Takes a line, its end included."""
+"""Takes one line, including its line end."""
 
 
 class Process:
-    """One running process of this machine."""
+    """A running process of this machine."""
 
     host = THIS_HOST
 
@@ -170,10 +168,9 @@ class Process:
 
     @classmethod
     def start(cls, command: Command, on_line: Callable[[str], None] | None = None) -> Process:
-        """Starts it in a session of its own, where a terminal's Ctrl-C does not reach it. Every line it
-        prints goes to its log, and to `on_line` where given.
+        """Starts a process in its own session, so that a terminal's Ctrl-C does not reach it.
 
-        To be called with a running event loop.
+        Every line that it prints goes to its log, and to `on_line` if given. Needs a running event loop.
         """
         write_files(command.files)
         log = command.log.open("ab", buffering=0)
@@ -183,8 +180,10 @@ class Process:
 
     @classmethod
     def start_piped(cls, command: Command, take: Take) -> Process:
-        """The same without a log: `take` is given every line, and it waits where that waits. It is killed
-        where this process ends: who could wait until it has ended is gone then.
+        """Starts a process without a log. `take` gets every line; reading pauses until `take` returns.
+
+        When this process ends, the kernel kills the new one with SIGKILL: no process is left that could
+        wait for a gentler end.
         """
         write_files(command.files)
         process = _spawn(command, subprocess.PIPE, subprocess.PIPE, signal.SIGKILL)
@@ -192,23 +191,23 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also its process group's."""
+        """Its process id, which is also its process group id."""
         return self._process.pid
 
     async def wait(self) -> int:
-        """Its exit status, once it has ended and all it printed is in the log."""
-        # Shielded: whoever stops waiting must not stop what others wait for.
+        """Returns its exit status, once it has ended and its log holds all its output."""
+        # Shielded: a cancelled caller must not cancel the future that others wait for.
         status = await asyncio.shield(self._ended)
         await asyncio.wait((self._copying,), timeout=SECONDS_FOR_LAST_WORDS)
         return status
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends it a signal, unless it has ended."""
+        """Sends a signal, unless it has ended."""
         if not self._ended.done():
             self._process.send_signal(number)
 
     async def stop(self, patience: float) -> None:
-        """Asks it to end, and makes it after `patience` seconds; nothing of its group is left then."""
+        """Sends SIGTERM, then SIGKILL after `patience` seconds; nothing of its group is left afterwards."""
         self.signal(signal.SIGTERM)
         try:
             await asyncio.wait((self._ended,), timeout=patience)
@@ -217,35 +216,34 @@ class Process:
         await self.wait()
 
     def kill(self) -> None:
-        """Ends it and whatever it started, at once."""
-        # Once it has ended its group was killed with it, and its id may be another's by now.
+        """Kills it and everything it started, immediately."""
+        # Its group was killed when it ended, and its id may have been reused since.
         if not self._ended.done():
             self._kill_group()
 
     def ending(self, status: int) -> str:
-        """What became of it."""
         return ending(status)
 
     async def write(self, files: Mapping[Path, str]) -> None:
-        """Writes files, each at once."""
+        """Writes files, each atomically."""
         write_files(files)
 
     def _watch_end(self) -> None:
-        """Has the kernel say when it ends; asyncio's own wait would also wait for its children."""
+        """Watches a pidfd for its end. asyncio's own wait would also wait for its children."""
         loop = asyncio.get_running_loop()
         descriptor = os.pidfd_open(self.pid)
 
         def ended() -> None:
             loop.remove_reader(descriptor)
             os.close(descriptor)
-            # Whatever it left behind works for nobody any more, and keeps its output open.
+            # Leftover children serve no purpose any more, and would keep its output open.
             self._kill_group()
             self._ended.set_result(self._process.wait())
 
         loop.add_reader(descriptor, ended)
 
     def _kill_group(self) -> None:
-        # It leads its own group, so the group has its id, and outlives it where a child does.
+        # It leads its group, so the group has its id. The group outlives it if a child does.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -289,7 +287,7 @@ async def _copy_both(process: subprocess.Popen[bytes], take: Take) -> None:
 
 
 async def _copy(output: IO[bytes], take: Take) -> None:
-    """Consumes an output until it ends; produces its lines."""
+    """Reads an output until it ends, and passes each line to `take`."""
     reader = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), output
@@ -299,7 +297,7 @@ async def _copy(output: IO[bytes], take: Take) -> None:
 
 
 async def _next_line(reader: asyncio.StreamReader) -> bytes:
-    """Its end included; empty where there is no more."""
+    """The next line, including its line end; empty at the end of the output."""
     try:
         return await reader.readuntil()
     except asyncio.IncompleteReadError as error:
@@ -309,10 +307,10 @@ async def _next_line(reader: asyncio.StreamReader) -> bytes:
 
 
 def log_writer(log: IO[bytes]) -> Callable[[bytes], None]:
-    """Writes all of what it is given to a log that is not buffered. Raises OSError."""
+    """Makes a function that writes all its data to an unbuffered log. The function raises OSError."""
 
     def write(data: bytes) -> None:
-        # Where room runs out, a part of it is written.
+        # When room runs out, a write may be partial.
         while data:
             data = data[log.write(data) :]
 
@@ -320,8 +318,10 @@ def log_writer(log: IO[bytes]) -> Callable[[bytes], None]:
 
 
 def going_on(act: Callable[Parameters, object], what: str) -> Callable[Parameters, None]:
-    """The same for what nothing depends on. An OSError, as of a full disk, goes no further: it is logged
-    under the name `what`, and the next one only where it has worked in between."""
+    """Wraps a best-effort action: an OSError, such as a full disk, is logged under `what` and ignored.
+
+    Repeated failures are logged once, until the action succeeds again.
+    """
     fails = False
 
     def going(*args: Parameters.args, **named: Parameters.kwargs) -> None:
@@ -330,7 +330,7 @@ def going_on(act: Callable[Parameters, object], what: str) -> Callable[Parameter
             act(*args, **named)
         except OSError as error:
             if not fails:
-                logger.warning("%s: %s; what comes is left out until that is over", what, error)
+                logger.warning("%s: %s; dropping output until this is resolved", what, error)
             fails = True
         else:
             fails = False
@@ -339,12 +339,12 @@ def going_on(act: Callable[Parameters, object], what: str) -> Callable[Parameter
 
 
 def write_files(files: Mapping[Path, str]) -> None:
-    """Each is as it was, or whole, and nobody else's to read: there may be secrets in it."""
+    """Replaces each file atomically, readable only by this user because it may hold secrets."""
     for path, text in files.items():
         if _is_there(path, text):
-            continue  # There is always room for it.
+            continue  # Unchanged; needs no room on the disk.
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Others of this host may write the same.
+        # Several processes of this host may write the same file.
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.touch(mode=0o600)
         beside.write_text(text, encoding="utf-8")
@@ -359,24 +359,23 @@ def _is_there(path: Path, text: str) -> bool:
 
 
 class FirstMatch:
-    """Waits for the first line of a process that matches; given to `Process.start` as `on_line`."""
+    """Waits for a process's first matching line; pass it to `Process.start` as `on_line`."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
         self._pattern = pattern
         self._found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def __call__(self, line: str) -> None:
-        """Takes a line."""
         if not self._found.done() and (match := self._pattern.search(line)) is not None:
             self._found.set_result(match.group(1))
 
     @property
     def found(self) -> str | None:
-        """The match's first group, as soon as there is one."""
+        """The first group of the match; None until a line matches."""
         return self._found.result() if self._found.done() else None
 
     async def wait(self, process: Running) -> str:
-        """The match's first group. Raises ProcessFailed where the process ends without such a line."""
+        """Returns the first group of the match. Raises ProcessFailed if the process ends without one."""
         ended = asyncio.create_task(process.wait())
         try:
             await asyncio.wait((self._found, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -388,12 +387,12 @@ class FirstMatch:
 
 
 def ending(status: int) -> str:
-    """What an exit status says, such as "was ended by SIGKILL"."""
+    """An exit status in words, such as "was ended by SIGKILL"."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited {status}"
 
 
 async def end(processes: Sequence[Running]) -> None:
-    """Stops them one after another, the last started first; an interruption kills what is left."""
+    """Stops the processes one by one, the last started first; an interruption kills the rest."""
     try:
         for process in reversed(processes):
             await process.stop(SECONDS_TO_END)
@@ -403,7 +402,7 @@ async def end(processes: Sequence[Running]) -> None:
 
 
 async def end_in_turn(stages: Sequence[Sequence[Running]], patience: float) -> None:
-    """Stops one stage after another, all of a stage at once; an interruption kills what is left."""
+    """Stops one stage after another, each stage's processes together; an interruption kills the rest."""
     try:
         for stage in stages:
             await asyncio.gather(*(process.stop(patience) for process in stage))
@@ -414,7 +413,7 @@ async def end_in_turn(stages: Sequence[Sequence[Running]], patience: float) -> N
 
 
 async def break_off(processes: Sequence[Running]) -> None:
-    """Stops them all at once, soon; an interruption kills what is left."""
+    """Stops all processes at once, with little patience; an interruption kills the rest."""
     try:
         await asyncio.gather(*(process.stop(SECONDS_TO_BREAK_OFF) for process in processes))
     finally:

@@ -1,7 +1,7 @@
-"""Processes that compute together, each placed by itself: the trainer's ranks, as torchrun starts them.
+"""Processes that compute together, each placed separately: the trainer's ranks, as torchrun starts them.
 
-They meet at rank 0's address. Where one ends the others end by themselves (`trainer.ranks`), or are killed
-after a while; then all of it has ended.
+They meet at rank 0's address. When one ends, the others end on their own (`trainer.ranks`), or are killed
+after a while. The whole has ended when all ranks have.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from pathlib import Path
 from penstock.up.processes import THIS_HOST, Command, Running
 
 PARTING_SECONDS = 40.0
-"""How long ranks have to end by themselves after the first of them did."""
+"""How long the other ranks have to end on their own after the first one ended."""
 
 
 def rank_name(name: str, rank: int) -> str:
-    """What a rank is called; rank 0 has the name of the whole."""
+    """A rank's name; rank 0 has the name of the whole."""
     return name if rank == 0 else f"{name}-rank-{rank}"
 
 
 def rank_environments(hosts: Sequence[str], port: int, *, own_device: bool) -> list[dict[str, str]]:
-    """What tells each rank its place, as torchrun does. `hosts` are theirs, and rank 0 has the port.
+    """The environment variables that give each rank its place, as torchrun sets them.
 
-    With `own_device` each sees but the device that is its own, which has the number zero then.
+    `hosts` are the ranks' hosts; `port` is on rank 0's. With `own_device`, each rank sees only its own
+    device, which then has the number zero.
     """
     one_host = len(set(hosts)) == 1
     said: list[dict[str, str]] = []
@@ -39,14 +40,14 @@ def rank_environments(hosts: Sequence[str], port: int, *, own_device: bool) -> l
             "MASTER_PORT": str(port),
         }
         if one_host:
-            # By itself gloo resolves the host's name, which need not lead back to this host.
+            # By default gloo resolves the host's name, which need not lead back to this host.
             place["GLOO_SOCKET_IFNAME"] = "lo"
         said.append(place)
     return said
 
 
 class RankedProcess:
-    """Processes that compute together: rank 0 speaks for all."""
+    """Processes that compute together, represented by rank 0."""
 
     def __init__(self, command: Command, ranks: Sequence[Running]) -> None:
         self.command = command
@@ -55,28 +56,28 @@ class RankedProcess:
 
     @property
     def pid(self) -> int:
-        """Rank 0's."""
+        """Process id of rank 0."""
         return self._ranks[0].pid
 
     @property
     def host(self) -> str:
-        """Rank 0's."""
+        """Host of rank 0."""
         return self._ranks[0].host
 
     async def wait(self) -> int:
-        """Rank 0's exit status, or where that is zero the first that is not, once all have ended."""
+        """Returns the first non-zero exit status in rank order, once all ranks have ended; else zero."""
         return await asyncio.shield(self._ending)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends it to rank 0, with which the others end."""
+        """Sends a signal to rank 0; the other ranks end when it does."""
         self._ranks[0].signal(number)
 
     async def write(self, files: Mapping[Path, str]) -> None:
-        """Writes files on the node of each."""
+        """Writes files on the node of each rank."""
         await asyncio.gather(*(rank.write(files) for rank in self._ranks))
 
     async def stop(self, patience: float) -> None:
-        """Asks rank 0 to end, and makes all after `patience` seconds."""
+        """Sends SIGTERM to rank 0, and kills all ranks after `patience` seconds."""
         self.signal(signal.SIGTERM)
         try:
             await asyncio.wait((self._ending,), timeout=patience)
@@ -85,12 +86,11 @@ class RankedProcess:
         await self.wait()
 
     def kill(self) -> None:
-        """Kills all."""
         for rank in self._ranks:
             rank.kill()
 
     def ending(self, status: int) -> str:
-        """What became of rank 0, which says so where it ended for another."""
+        """How rank 0 ended. If another rank made it end, its log names that rank."""
         return self._ranks[0].ending(status)
 
     async def _end(self) -> int:

@@ -1,18 +1,19 @@
-"""Processes on the nodes of a Ray cluster, each in an actor of its own. The only module that imports Ray.
+"""Runs processes on the nodes of a Ray cluster, each in its own actor. The only module that imports Ray.
 
-Order: connected, or a cluster of this machine started -> one placement group with a bundle for each
-process, and a wait until the cluster has room for all of it -> an actor a start, in the process's bundle;
-the actor (`keeper`) starts the ordinary command as its child. At the end every actor is killed, the group
-removed, and a cluster that was started here shut down.
+Order: connect, or start a cluster on this machine -> create one placement group with a bundle for each
+process, and wait until the cluster has room for all -> for each start, one actor in the process's bundle.
+The actor (`keeper`) starts the ordinary command as its child. At the end, every actor is killed, the group
+is removed, and a cluster that was started here is shut down.
 
-    the process ends            its exit status; the actor is gone with it
-    the actor is killed         the kernel kills the process with it; it has ended, as by SIGKILL
-    a node is lost              so are its actors; Ray moves their bundles to another node when there is
-                                one, and each next start waits for that
-    this process is killed      Ray ends the actors of a driver that is gone; what was started here ends too
-    a rank's process ends       the others end by themselves (`trainer.ranks`), or are killed after a while
+    the process ends            its exit status is reported, and its actor ends
+    the actor is killed         the kernel kills the process too; it counts as ended by SIGKILL
+    a node is lost              its actors are lost with it; Ray moves their bundles to another node once
+                                there is one, and each restart waits for that
+    this process is killed      Ray ends the actors of a dead driver; a cluster started here ends too
+    a rank's process ends       the other ranks end on their own (`trainer.ranks`), or are killed after a
+                                while
 
-Ray starts none of them again: who does is the supervisor, which counts.
+Ray restarts nothing. The supervisor does, because it counts restarts.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from penstock.up.processes import THIS_HOST, Command, Running, ending, going_on,
 from penstock.up.ranked_process import RankedProcess, rank_environments, rank_name
 
 STORE_BYTES = 80 << 20
-"""Of a cluster started here: nothing but lines goes through it."""
+"""Object store of a cluster that is started here: only log lines pass through it."""
 REACH_SECONDS = 10.0
 WHY = re.compile(r"The actor (?:is dead|died) because [^.]*\.")
 
@@ -51,26 +52,25 @@ OnLine = Callable[[str], None]
 
 
 def is_installed() -> bool:
-    """Whether there is a Ray to place anything on."""
     return importlib.util.find_spec("ray") is not None
 
 
 def _ray() -> Any:
-    # It carries types that pyright cannot use, and is imported only where it is wanted.
+    # Ray's types do not pass pyright, and it is imported only when needed.
     return importlib.import_module("ray")
 
 
 class RayKeeper(Keeper):
-    """A keeper in an actor, whose parent is its node's raylet."""
+    """A keeper in an actor. Its parent process is the raylet of its node."""
 
     def __init__(self, folder: str) -> None:
-        """As a `Keeper`. Raises FolderMissing."""
+        """Like `Keeper`. Raises FolderMissing."""
         super().__init__(folder)
-        # By itself an actor was at times still there 20 s after its raylet, and its process with it.
+        # Without this, an actor and its process sometimes outlived its raylet by 20 s.
         die_with(os.getppid())
 
     async def address(self) -> str:
-        """Where its node is reached."""
+        """The IP address of its node."""
         return str(_ray().util.get_node_ip_address())
 
 
@@ -78,13 +78,13 @@ class RayKeeper(Keeper):
 async def open_ray(
     cluster: Cluster, shares: Mapping[str, Share], run: str
 ) -> AsyncGenerator[RayPlacement]:
-    """A place for each of the processes; none of them, and nothing of Ray's that was started here, is left
-    at the end.
+    """Opens a placement with room for every process. At the end, no process is left, and nothing of Ray
+    that was started here.
 
-    Raises PlacementFailed where there is no such cluster, or no room in it.
+    Raises PlacementFailed if the cluster cannot be reached or has no room.
     """
     before = children.adopt_orphans() if cluster.address is None else None
-    # Another run on this cluster may have the name, and actors of one that was killed may still be there.
+    # Another run on this cluster may use the same name, and actors of a killed run may still be alive.
     label = f"penstock-{run}-{uuid.uuid4().hex[:8]}"
     try:
         await _finish(asyncio.to_thread(_connect, cluster, shares, label))
@@ -99,13 +99,13 @@ async def open_ray(
             await _finish(asyncio.to_thread(_ray().shutdown))
         finally:
             if before is not None:
-                # Ray's agents would take a while to notice that they are alone.
+                # Ray's agents would take a while to notice that their cluster is gone.
                 children.end_all_but(before)
 
 
 def _connect(cluster: Cluster, shares: Mapping[str, Share], label: str) -> None:
     ray = _ray()
-    # Its own notices, such as that this thread sets no signal handlers, are no business of the console.
+    # Hide Ray's own notices from the console, such as that this thread sets no signal handlers.
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     how: dict[str, Any] = {"namespace": label, "log_to_driver": False}
@@ -114,7 +114,7 @@ def _connect(cluster: Cluster, shares: Mapping[str, Share], label: str) -> None:
         total = _total([_bundle(share) for share in shares.values()])
         how |= {"address": "local", "_node_ip_address": THIS_HOST, "include_dashboard": False}
         how |= {"num_cpus": total.pop("CPU"), "object_store_memory": STORE_BYTES}
-        # By itself Ray has its workers, and so their children, give way to all else of the machine.
+        # By default Ray lowers the priority of its workers, and so of their children.
         how["_system_config"] = {"worker_niceness": 0}
         total.pop("GPU", None)
         how["resources"] = total
@@ -124,12 +124,12 @@ def _connect(cluster: Cluster, shares: Mapping[str, Share], label: str) -> None:
     try:
         ray.init(**how)
     except Exception as error:
-        # A node that does not start in time, for one, is said by no narrower type.
+        # Ray raises no narrower type, for example if a node does not start in time.
         raise PlacementFailed(f"cluster.address: {cluster.address or 'local'}: {error}") from error
 
 
 def _reach(address: str) -> None:
-    """Ray itself asks for minutes at an address where nobody is."""
+    """Fails early on an address that cannot be reached: Ray itself retries for minutes."""
     if not re.fullmatch(r"[^/]+:\d+", address):
         return
     host, _, port = address.rpartition(":")
@@ -141,7 +141,7 @@ def _reach(address: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _group(cluster: Cluster, shares: Mapping[str, Share], label: str) -> AsyncGenerator[Any]:
-    """The placement group, once the cluster has room for it."""
+    """Yields the placement group once the cluster has room for it."""
     groups = importlib.import_module("ray.util.placement_group")
     bundles = [_bundle(share) for share in shares.values()]
     group: Any = groups.placement_group(bundles, strategy=cluster.strategy, name=label)
@@ -153,8 +153,8 @@ async def _group(cluster: Cluster, shares: Mapping[str, Share], label: str) -> A
             there: Any = await asyncio.to_thread(_ray().available_resources)
             free = {name: value for name, value in there.items() if not name.startswith("node:")}
             raise PlacementFailed(
-                f"the cluster has had no room for {cluster.wait_seconds:g} s: wanted, {cluster.strategy}, "
-                f"are {bundles}; free are {free}"
+                f"the cluster had no room within {cluster.wait_seconds:g} s: wanted {cluster.strategy} "
+                f"{bundles}; free {free}"
             ) from None
         yield group
     finally:
@@ -172,7 +172,7 @@ def _total(bundles: Sequence[Mapping[str, float]]) -> dict[str, int]:
 
 
 class RayPlacement:
-    """A cluster with room for all processes."""
+    """Starts processes on a cluster that has room for all of them."""
 
     def __init__(self, cluster: Cluster, shares: Mapping[str, Share], group: Any) -> None:
         self._cluster = cluster
@@ -183,13 +183,13 @@ class RayPlacement:
         self._live: set[RayProcess] = set()
 
     async def start(self, command: Command, on_line: OnLine | None) -> Running:
-        """Starts one, or its ranks."""
+        """Starts a process, or all its ranks."""
         if command.ranks > 1:
             return await self._start_ranks(command, on_line)
         return await self._begun(self._begin(command, self._actor(command.name), on_line))
 
     async def close(self) -> None:
-        """Kills what is left."""
+        """Kills the remaining processes."""
         left = list(self._live)
         for process in left:
             process.kill()
@@ -237,7 +237,8 @@ class RayPlacement:
             port: Any = await actors[0].free_port.remote()
             hosts: list[Any] = await asyncio.gather(*(actor.address.remote() for actor in actors))
         except ray.exceptions.RayError:
-            # One that is lost already: the first tells so, and the next start has all of them anew.
+            # An actor is already lost. Its loss is reported as the process's end, and the restart makes
+            # new actors for all ranks.
             for actor in actors:
                 ray.kill(actor)
             return await self._begun(self._begin(command, actors[0], on_line))
@@ -267,7 +268,7 @@ def _rank_command(command: Command, name: str, place: Mapping[str, str]) -> Comm
 
 
 class RayProcess:
-    """One process beside an actor."""
+    """One process that an actor runs."""
 
     def __init__(
         self, command: Command, actor: Any, on_line: OnLine | None, *, one_node: bool
@@ -276,7 +277,7 @@ class RayProcess:
         self.pid = 0
         self.host = THIS_HOST
         self.begun = asyncio.Event()
-        """Set when it runs, or never will."""
+        """Set when it runs, or when it is certain that it never will."""
         self.actor = actor
         self._one_node = one_node
         self._lost = ""
@@ -285,16 +286,15 @@ class RayProcess:
         self.living = asyncio.create_task(self._live(on_line), name=f"{command.name} on Ray")
 
     async def wait(self) -> int:
-        """Its exit status; that of SIGKILL where its actor was lost."""
+        """Returns its exit status; that of SIGKILL if its actor was lost."""
         return await asyncio.shield(self.living)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends it a signal."""
         if not self.living.done():
             self._ask(self.actor.signal.remote(int(number)))
 
     async def write(self, files: Mapping[Path, str]) -> None:
-        """Writes files on its node. Raises OSError, as where that has no room."""
+        """Writes files on its node. Raises OSError, for example if the disk is full."""
         if self.living.done():
             return
         errors = _ray().exceptions
@@ -303,10 +303,10 @@ class RayProcess:
         except errors.RayTaskError as error:
             raise OSError(str(error.cause)) from error
         except errors.RayError:
-            pass  # What became of the actor is told by what follows it.
+            pass  # `_follow` reports the loss of the actor.
 
     async def stop(self, patience: float) -> None:
-        """Asks it to end, and makes it after `patience` seconds."""
+        """Sends SIGTERM, and kills it after `patience` seconds."""
         self.signal(signal.SIGTERM)
         try:
             await asyncio.wait((self.living,), timeout=patience)
@@ -315,18 +315,17 @@ class RayProcess:
         await self.wait()
 
     def kill(self) -> None:
-        """Kills the actor, and so the process."""
+        """Kills the actor, and with it the process."""
         if not self.living.done():
             _ray().kill(self.actor)
 
     def ending(self, status: int) -> str:
-        """What became of it."""
         if self._unlogged is not None:
-            return f"cannot have its log: {self._unlogged}"
+            return f"cannot open its log: {self._unlogged}"
         return f"lost its actor ({self._lost})" if self._lost else ending(status)
 
     async def _live(self, on_line: OnLine | None) -> int:
-        """From the actor's start to the process's end; produces its log and lines."""
+        """Follows the process from the actor's start to its end; writes its log and passes on its lines."""
         ray = _ray()
         try:
             log = self.command.log.open("ab", buffering=0)
@@ -370,13 +369,13 @@ class RayProcess:
         asking.add_done_callback(self._asking.discard)
 
     async def _unless_lost(self, answer: Awaitable[None]) -> None:
-        # What became of the actor is told by what follows it.
+        # `_follow` reports the loss of the actor.
         with contextlib.suppress(_ray().exceptions.RayError):
             await answer
 
 
 async def _finish(work: Coroutine[Any, Any, Result]) -> Result:
-    """Waits for what cannot be left half done, also where this is cancelled meanwhile."""
+    """Waits for work that must not be left half done, even if the caller is cancelled meanwhile."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)

@@ -1,7 +1,7 @@
-"""What runs under `penstock up`: written by it at each change, and shown by `penstock up FILE --status`.
+"""The state of a `penstock up` run: written at each change, and shown by `penstock up FILE --status`.
 
-`state.json` in the run's folder is replaced as a whole. Whether it is of a run that goes on is told by a
-lock on `events.log`, which the kernel gives up with the process; it also keeps a second `penstock up` out
+`state.json` in the run's folder is replaced atomically. A lock on `events.log` shows whether the run is
+alive, because the kernel releases it when the process ends. The lock also keeps a second `penstock up` out
 of the folder.
 """
 
@@ -29,34 +29,34 @@ TAIL_BYTES = 4096
 
 
 class FolderUnusable(Exception):
-    """Nothing can run in the folder, or be told of it."""
+    """The run's folder cannot be used or read."""
 
 
 class FolderInUse(FolderUnusable):
-    """Another `penstock up` runs there."""
+    """Another `penstock up` is running in the folder."""
 
 
 @dataclass(frozen=True)
 class RoleState:
-    """One role, as it is told."""
+    """The state of one role, as it is stored."""
 
     name: str
     state: str
     host: str
     """Empty before its first start."""
     pid: int
-    """Of the process itself, there."""
+    """Process id on that host."""
     restarts: int
     since: float
-    """When the state began, in seconds of the epoch."""
+    """When the state was entered, in seconds since the epoch."""
     address: str
-    """Where it serves, while it does."""
+    """Address at which it serves; empty unless it does."""
     log: str
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Generator[None]:
-    """Holds the folder, which is made where there is none. Raises FolderUnusable."""
+    """Locks the folder, creating it if needed. Raises FolderUnusable."""
     with _using(out):
         out.mkdir(parents=True, exist_ok=True)
         file = (out / EVENTS).open("a")
@@ -64,7 +64,7 @@ def locked(out: Path) -> Generator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FolderInUse(f"another `penstock up` runs in {out}") from None
+            raise FolderInUse(f"another `penstock up` is running in {out}") from None
         yield
 
 
@@ -77,13 +77,13 @@ def _using(out: Path) -> Generator[None]:
 
 
 def holds_run(out: Path) -> bool:
-    """Whether anything was ever started there. Raises FolderUnusable."""
+    """Whether a run was ever started in the folder. Raises FolderUnusable."""
     with _using(out):
         return out.is_dir() and any(path.name == STATE for path in out.iterdir())
 
 
 def is_running(out: Path) -> bool:
-    """Whether a `penstock up` runs there. Raises FolderUnusable."""
+    """Whether a `penstock up` is running in the folder. Raises FolderUnusable."""
     try:
         with locked(out):
             return False
@@ -92,7 +92,7 @@ def is_running(out: Path) -> bool:
 
 
 def write_state(out: Path, placement: str, roles: Sequence[Role]) -> None:
-    """Puts down what every role does."""
+    """Stores the state of every role."""
     states = [asdict(_state(role)) for role in roles]
     told = {"pid": os.getpid(), "placement": placement, "roles": states}
     write_files({out / STATE: json.dumps(told, indent=1) + "\n"})
@@ -113,7 +113,7 @@ def _state(role: Role) -> RoleState:
 
 
 def read_state(out: Path) -> dict[str, Any] | None:
-    """What was put down last; None where nothing was. Raises FolderUnusable."""
+    """The state stored last; None if there is none. Raises FolderUnusable."""
     with _using(out):
         try:
             return json.loads((out / STATE).read_text())
@@ -122,7 +122,7 @@ def read_state(out: Path) -> dict[str, Any] | None:
 
 
 def show_state(out: Path) -> Table | None:
-    """As a table; None where nothing ever ran there. Raises FolderUnusable."""
+    """The stored state as a table; None if nothing ever ran in the folder. Raises FolderUnusable."""
     from rich.table import Table
 
     told = read_state(out)
@@ -150,7 +150,7 @@ def _escaped(text: str) -> str:
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log that says anything."""
+    """The last line of a log that is not blank."""
     try:
         lines = read_tail(log, TAIL_BYTES)
     except OSError:

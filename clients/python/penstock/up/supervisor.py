@@ -1,36 +1,36 @@
-"""Engines, server, workers and trainer kept running: who is started when, and what the end of one does.
+"""Keeps engines, server, workers and trainer running: start order, restarts, and how a run ends.
 
-    engines and server started ──► server serves: its address is known ──► workers and trainer started
+    start engines and server ──► server serves, its address is known ──► start workers and trainer
 
-States of each process (`State`), once it has begun its work:
+States of each process (`State`) once it works:
 
-    running ──ends──► backing off ──► running                 while restarts are left
-                 └──► everything is stopped, and says why     where none is left, or none would help
-                 └──► everything is stopped                   the trainer, which is done
+    running ──ends──► backing off ──► running       while restarts are left
+                 └──► all stop, with an error       if no restarts are left, or a restart could not help
+                 └──► all stop                      if it was the trainer, and it is done
 
-- A **server** comes back on the address it had. `ServerCommand` is told so, and has it wait for the weights
-  of the run's trainer: a server that has just started holds the base model, which nobody wants to sample
-  from in the middle of a run. Workers and trainer are left alone: they reconnect by themselves.
-- An **engine server**, where the server is a hub, comes back on any address. The hub reads the addresses of
-  those that serve from a file, which is written where the hub runs, and gives each the run's weights.
-- A **worker** comes back with nothing; what it worked on is leased again.
-- A **server** that comes back elsewhere, on another host of a cluster, ends the run: workers and trainer
-  know the address it had, and its journal may be on the host that is gone.
-- A **trainer** comes back only where it keeps checkpoints, and resumes from the last one; also where it was
-  asked to stop by somebody else, such as a machine that shuts down, for then it is not done.
-- A server that exits before it has ever served is not started again: what keeps it from serving, such as a
-  port in use or a model that is not there, would keep it from it again. Nor is anything whose exit status
-  says that its configuration cannot be used. One that was killed before it served, or whose node was lost,
-  is: that says nothing of the next start.
+- A **server** restarts on the same address. `ServerCommand` makes it wait for the weights of the run's
+  trainer: a freshly started server holds the base model, which must not be sampled mid-run.
+  Workers and trainer keep running; they reconnect on their own.
+- A **server** that comes back on another host of a cluster ends the run. Workers and trainer know the old
+  address, and its journal may be on the host that is gone.
+- An **engine server** behind a hub may come back on any address. The supervisor writes the addresses of
+  the engines that serve to a file on the hub's host. The hub reads it and gives each engine the run's
+  weights.
+- A **worker** restarts without state; its tasks are leased again.
+- A **trainer** restarts only if it keeps checkpoints, and resumes from the last one. This includes a
+  trainer that something else asked to stop, such as a machine shutting down: it is not done.
+- A server that exits before it has ever served is not restarted. Its cause, such as a port in use or a
+  missing model, would only recur. The same holds for any process whose exit status reports an unusable
+  configuration. A process that was killed before it served, or whose node was lost, is restarted.
 
-Each start after the first waits twice as long as the one before it, and there are only so many within a
-time (`Restarts`): a process that cannot live must not hide behind being restarted for ever.
+The wait before a restart doubles each time, and restarts within a time window are limited (`Restarts`).
+Otherwise endless restarts would hide a process that cannot run.
 
-A disk that is full ends no process that runs: what is told of them is left out while there is no room for
-it, and the hub's file is written as soon as there is. A process that cannot be started for it has ended.
+A full disk ends no running process. Output is dropped while there is no room for it, and the hub's file is
+written once there is. A process that cannot be started for lack of room counts as ended.
 
-Where and how a process is started is the `Placement`'s business. Nothing here stops processes: whoever runs
-a `Supervisor` ends what it `started`, in the order that suits.
+The `Placement` decides where and how a process starts. The supervisor stops nothing itself: its caller
+stops the `started` processes, in the order that suits.
 """
 
 from __future__ import annotations
@@ -56,36 +56,35 @@ from penstock.up.processes import (
 )
 
 SERVING = re.compile(r"^penstock serving .* on (\S+:\d+)")
-"""The line a server prints once it serves, with its address; the engine prints addresses too."""
+"""The line that a server prints once it serves, with its address. Its engine prints addresses too."""
 
 ENDPOINTS = re.compile(r"^penstock endpoints on https?://\S+:(\d+)")
-"""The line after it, where the server has HTTP endpoints, with their port."""
+"""The line that follows if the server has HTTP endpoints, with their port."""
 
 BAD_CONFIGURATION = 2
-"""Exit status of every `penstock` command that cannot use what it was told."""
+"""Exit status of every `penstock` command for an unusable configuration."""
 
 WRITE_AGAIN_SECONDS = 1.0
 
 Tell = Callable[[str, str], None]
-"""Takes one event: who, and what became of it."""
+"""Takes one event: the role's name, and what happened to it."""
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often a process is started again, and how soon."""
+    """How often a process is restarted, and how soon."""
 
     most: int = 5
-    """Restarts of one process within `within_seconds`; one more end stops everything."""
+    """Restarts of one process within `within_seconds`; one more failure stops everything."""
     within_seconds: float = 600.0
     """Older restarts are forgotten."""
     first_seconds: float = 0.5
-    """Wait before the first restart; it doubles with each that is not forgotten."""
+    """Wait before the first restart; doubles with each restart within the window."""
     longest_seconds: float = 30.0
-    """Longest wait."""
 
 
 class RestartBudget:
-    """The restarts of one process. Pure but for the clock it is given."""
+    """Counts the restarts of one process. Its only side effect is to read the clock."""
 
     def __init__(self, restarts: Restarts, clock: Callable[[], float] = time.monotonic) -> None:
         self._restarts = restarts
@@ -94,11 +93,11 @@ class RestartBudget:
 
     @property
     def count(self) -> int:
-        """Restarts that are not forgotten, the one that was just granted among them."""
+        """Restarts within the window, including the one just granted."""
         return len(self._recent)
 
     def wait(self) -> float | None:
-        """Seconds to wait before the next start; None where it is not to be started again."""
+        """Seconds to wait before the next start; None if no restarts are left."""
         now, restarts = self._clock(), self._restarts
         while self._recent and now - self._recent[0] > restarts.within_seconds:
             self._recent.popleft()
@@ -110,54 +109,51 @@ class RestartBudget:
 
 
 EVERY_ADDRESS = ("0.0.0.0", "[::]")
-"""Hosts that are listened on and cannot be called."""
+"""Wildcard hosts: a server can listen on them, but a client cannot call them."""
 
 
 @dataclass(frozen=True)
 class Listens:
-    """Where a server listens."""
-
     address: str
-    """HOST:PORT, as it says."""
+    """HOST:PORT, as the server prints it."""
     http_port: int | None = None
-    """Of its HTTP endpoints; None where it has none."""
+    """Port of its HTTP endpoints; None if it has none."""
 
 
 ServerCommand = Callable[[Listens | None], Command]
-"""The server's command: for its first start, or for a later one on the addresses it had."""
+"""Makes the server's command: for its first start (None), or for a restart on its previous addresses."""
 
 EngineCommand = Callable[[], Command]
-"""An engine server's command."""
 
 WorkerCommand = Callable[[str], Command]
-"""A worker's command, for a server's address."""
+"""Makes a worker's command for the server's address."""
 
 TrainerCommand = Callable[[str, bool], Command]
-"""The trainer's command, for a server's address, and whether it resumes."""
+"""Makes the trainer's command for the server's address; the flag says whether it resumes."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Who runs."""
+    """The processes of a run."""
 
     server: ServerCommand
     workers: Mapping[str, WorkerCommand] = field(default_factory=dict[str, WorkerCommand])
     """By name."""
     trainer: TrainerCommand | None = None
-    """None where it runs elsewhere."""
+    """None if the trainer runs elsewhere."""
     trainer_keeps_checkpoints: bool = False
     """Whether a trainer that died can resume."""
     trainer_resumes: bool = False
-    """Whether its first start does already."""
+    """Whether its first start resumes too."""
     engines: Mapping[str, EngineCommand] = field(default_factory=dict[str, EngineCommand])
-    """By name; where there are any, the server is a hub."""
+    """By name. If there are any, the server is a hub."""
     engines_file: Path = Path("engines")
-    """Where the hub looks for their addresses."""
+    """File from which the hub reads its engines' addresses."""
     server_name: str = "server"
 
 
 class State(StrEnum):
-    """Of a role."""
+    """What a role does now."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -170,25 +166,25 @@ class State(StrEnum):
 
 @dataclass(eq=False)
 class Role:
-    """One process over all its starts."""
+    """One process across all its starts."""
 
     name: str
     command: Callable[[int], Command]
-    """Of its n-th start, from zero."""
+    """Makes the command of its n-th start, from zero."""
     serves: bool = False
     """Whether it is a server, whose address others wait for."""
     ends_run: bool = False
-    """Whether the run is over when it ends well."""
+    """Whether its exit with status 0 ends the run."""
     restarted: bool = True
     on_line: Callable[[str], None] | None = None
     process: Running | None = None
-    """The newest, once it was started."""
+    """The process of the latest start."""
     state: State = State.WAITING
     since: float = field(default_factory=time.time)
-    """When that began, in seconds of the epoch."""
+    """When `state` was entered, in seconds since the epoch."""
     starts: int = 0
     address: str = ""
-    """Where others reach it, while it serves."""
+    """Address at which others reach it; empty unless it serves."""
     has_served: bool = False
 
 
@@ -206,9 +202,12 @@ class Supervisor:
         on_trainer_line: Callable[[str], None] | None = None,
         on_change: Callable[[Sequence[Role]], None] | None = None,
     ) -> None:
-        """Without a placement processes run on this machine. `on_serving` is called once, with the server's
-        address, before workers and trainer are started; `on_trainer_line` with each line the trainer
-        prints, unless that has the terminal to itself; `on_change` whenever the state of a role did."""
+        """Without a placement, processes run on this machine.
+
+        `on_serving` is called once with the server's address, before workers and trainer start.
+        `on_trainer_line` gets each line that the trainer prints, unless the trainer inherits the
+        terminal. `on_change` is called whenever the state of a role changes.
+        """
         self._cast = cast
         self._restarts = restarts
         self._tell = tell
@@ -230,23 +229,22 @@ class Supervisor:
 
     @property
     def roles(self) -> list[Role]:
-        """All there are by now, in the order of their starts."""
+        """All roles so far, in the order of their starts."""
         trainer = [self._trainer] if self._trainer else []
         return [*self._engines, self._server, *self._workers, *trainer]
 
     @property
     def started(self) -> tuple[list[Running], list[Running], list[Running], list[Running]]:
-        """The newest process of the trainer, of each worker, of the server and of each engine, as far as
-        there are any."""
+        """The latest processes of the trainer, the workers, the server and the engines, in this order."""
         trainer = [self._trainer] if self._trainer else []
         stages = (trainer, self._workers, [self._server], self._engines)
         trainers, workers, servers, engines = map(_processes, stages)
         return trainers, workers, servers, engines
 
     async def run(self) -> None:
-        """Returns when the trainer is done; without one, never.
+        """Returns when the trainer is done; without a trainer, runs until cancelled.
 
-        Raises ProcessFailed for the first process that ended and is not to be started again.
+        Raises ProcessFailed for the first process that ended and is not restarted.
         """
         try:
             async with asyncio.TaskGroup() as keeping:
@@ -271,15 +269,17 @@ class Supervisor:
         return replace(command, files={**command.files, **self._engines_file()})
 
     def _engines_file(self) -> dict[Path, str]:
-        """What a hub reads."""
+        """Content of the file from which a hub reads its engines' addresses."""
         if not self._cast.engines:
             return {}
         lines = [f"{engine.address}\n" for engine in self._engines if engine.address]
         return {self._cast.engines_file: "".join(lines)}
 
     async def _keep_engines_file(self) -> None:
-        """Consumes changes of the engines' addresses; produces the file that the hub reads. On its own:
-        where there is no room for it, the end of an engine is answered all the same."""
+        """Writes the hub's engines file whenever an engine's address changes.
+
+        It runs as a separate task, so that a full disk does not delay the restart of an engine.
+        """
         failed = False
         while True:
             await self._engines_moved.wait()
@@ -291,7 +291,9 @@ class Supervisor:
                 failed = False
             except OSError as error:
                 if not failed:
-                    self._tell(self._server.name, f"is not told of its engines yet: {error}")
+                    self._tell(
+                        self._server.name, f"cannot write its engines file, retrying: {error}"
+                    )
                 failed = True
                 self._engines_moved.set()
                 await asyncio.sleep(WRITE_AGAIN_SECONDS)
@@ -310,7 +312,7 @@ class Supervisor:
             )
 
     async def _keep(self, role: Role) -> None:
-        """Consumes the ends of one process; waits for the next; produces new starts."""
+        """Runs one process and restarts it when it ends, until the run is over."""
         budget = RestartBudget(self._restarts)
         while True:
             self._tell(role.name, "starting again" if role.starts else "starting")
@@ -342,7 +344,7 @@ class Supervisor:
         return role.restarted and worked and status != BAD_CONFIGURATION
 
     async def _live(self, role: Role) -> tuple[Running, int]:
-        """One start, to its end."""
+        """Starts the role's process once and waits for its end."""
         serves, endpoints = FirstMatch(SERVING), FirstMatch(ENDPOINTS)
 
         def on_line(line: str) -> None:
@@ -358,7 +360,7 @@ class Supervisor:
         if not role.serves:
             return process, await process.wait()
         if role is self._server:
-            # An engine may have come or gone since the command was made.
+            # An engine's address may have changed since the command was made.
             self._engines_moved.set()
         try:
             listens = await serves.wait(process)
@@ -374,7 +376,7 @@ class Supervisor:
         return process, status
 
     def _serve(self, role: Role, process: Running, listens: str) -> None:
-        """From when it serves. Raises ProcessFailed where nobody would find it."""
+        """Records that the role serves. Raises ProcessFailed if the server's address has changed."""
         role.address, role.has_served = reachable(listens, process.host), True
         self._set(role, State.SERVING)
         self._tell(role.name, f"serves at {role.address}")
@@ -385,12 +387,12 @@ class Supervisor:
             self._address.set_result(role.address)
         elif role.address != (known := self._address.result()):
             raise ProcessFailed(
-                f"the {role.name} is back at {role.address}, and all others know it at {known}; --resume "
-                "goes on where its journal is"
+                f"the {role.name} is back at {role.address}, but all others know it at {known}; --resume "
+                "continues the run where its journal is"
             )
 
     def ended(self) -> None:
-        """All it started has been stopped."""
+        """Marks all roles as ended, once the caller has stopped their processes."""
         for role in self.roles:
             if role.state is not State.DONE:
                 self._set(role, State.ENDED)
@@ -402,7 +404,7 @@ class Supervisor:
 
 
 def reachable(listens: str, host: str) -> str:
-    """Where others call a server that listens there, on a host that is reached as `host`."""
+    """The address at which others call a server that listens at `listens` on `host`."""
     listened, _, port = listens.rpartition(":")
     return f"{host}:{port}" if listened in EVERY_ADDRESS else listens
 
@@ -412,13 +414,13 @@ def _processes(roles: Sequence[Role]) -> list[Running]:
 
 
 def _last_words(process: Running, status: int) -> str:
-    """What it said last, where it ended by itself: most often that is why."""
+    """The last line that a process printed before it exited on its own: usually the reason."""
     lines = last_lines(process, 1) if status >= 0 and process.pid else []
     return f" ({lines[0].strip()})" if lines else ""
 
 
 def log_events(path: Path, tell: Tell) -> Tell:
-    """Tells, and appends each event to a file; goes on without where that fails."""
+    """Passes each event to `tell` and appends it to a file; ignores OSErrors of either."""
 
     def append(who: str, what: str) -> None:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S%z")

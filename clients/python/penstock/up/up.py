@@ -1,13 +1,14 @@
-"""`penstock up`: engines, server, workers and trainer from one file, kept running until it is done.
+"""`penstock up`: runs engines, server, workers and trainer from one file until the trainer is done.
 
-Order: configuration read, and every part of it checked, before a model is loaded -> a place for each
-process (`placement`) -> engines and server -> workers and trainer (`supervisor`). Order of a stop on
-request: the trainer, which finishes its step with the server's help and saves -> the workers, which give
-back what they hold -> the server -> its engines -> what they were placed on. Who asks twice does not want
-to wait: everything is killed.
+Start order: read the configuration and check every part of it, before a model is loaded -> reserve a place
+for each process (`placement`) -> start engines and server -> start workers and trainer (`supervisor`).
 
-Exit status: 0 the trainer is done, or everything stopped on request; 1 a process ended for good, or there
-is no place for them; 2 the configuration cannot be used.
+Stop order on request: the trainer, which needs the server to finish its step, and saves -> the workers,
+which give back their leases -> the server -> its engines -> the placement. A second request kills
+everything at once.
+
+Exit status: 0 if the trainer is done, or everything stopped on request; 1 if a process failed for good, or
+the processes cannot be placed; 2 if the configuration is unusable.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def up(
     dry_run: bool,
     programs: Programs | None = None,
 ) -> int:
-    """Runs what the file says; returns the exit status."""
+    """Runs what the file describes; returns the exit status."""
     from rich.console import Console
 
     programs = programs or Programs()
@@ -65,13 +66,13 @@ def up(
         sys.stderr.write(f"penstock up: {error}\n")
         return 1
     except asyncio.CancelledError:
-        sys.stderr.write("penstock up: killed what had not ended yet\n")
+        sys.stderr.write("penstock up: killed the processes that were still running\n")
         return 1
     return 0
 
 
 def status(path: Path, overrides: list[str]) -> int:
-    """Shows what runs in the file's folder; returns the exit status, 1 where nothing ever did."""
+    """Shows the state of the run in the file's folder; returns the exit status, 1 if there was no run."""
     from rich.console import Console
 
     try:
@@ -88,7 +89,7 @@ def status(path: Path, overrides: list[str]) -> int:
 
 
 async def _run(config: UpConfig, programs: Programs, resume: bool, console: Console) -> None:
-    """Owns the processes; none is left when it returns or raises."""
+    """Runs all processes; none is left when it returns or raises."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -110,7 +111,7 @@ async def _run(config: UpConfig, programs: Programs, resume: bool, console: Cons
     except asyncio.CancelledError:
         if runs:
             raise
-        # A stop on request, and there was nothing to be stopped yet, or any more.
+        # A stop on request, before the processes started or after they ended.
         task.uncancel()
     finally:
         tell("up", "stopped")
@@ -151,7 +152,7 @@ async def _supervise(
 
 @contextlib.asynccontextmanager
 async def _placement(config: UpConfig, tell: Tell) -> AsyncGenerator[Placement]:
-    """What the configuration places processes on."""
+    """Opens the placement that the configuration asks for."""
     if config.cluster.placement == "processes":
         yield local_placement(config)
         return

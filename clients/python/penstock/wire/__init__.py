@@ -1,4 +1,5 @@
-"""What client, server and trainer share of the wire: codec, channel settings, reasons, tracing.
+"""Code shared by client, server and trainer: codec, channel settings, reasons, tracing.
 
-Arrows: `penstock.v1 <- penstock.wire <- {client, server, trainer}`. Nothing here imports torch or vllm.
+Dependencies: `penstock.v1 <- penstock.wire <- {client, server, trainer}`. Only `arithmetic` and
+`gloo_group` import torch, and nothing here imports vllm.
 """

@@ -1,4 +1,4 @@
-"""What a branch shares with its parent: its first tokens, which are delivered with the parent alone."""
+"""The tokens that a branch shares with its parent; they are delivered only once, with the parent."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 
 def shared_prefixes(group: trajectory_pb2.TrajectoryGroup) -> dict[str, NDArray[np.int32]]:
-    """The tokens that each trajectory of a group has before its own segments, by trajectory id.
+    """The tokens that precede each trajectory's own segments, by trajectory id; empty without a parent.
 
-    Read as a twin; empty for one that shares nothing. Raises MalformedMessage where a parent is not in the
-    group or has fewer tokens.
+    `group` is a twin. Raises MalformedMessage if a parent is not in the group or has too few tokens.
     """
     trajectories = {trajectory.trajectory_id: trajectory for trajectory in group.trajectories}
     found: dict[str, NDArray[np.int32]] = {}

@@ -1,17 +1,17 @@
-"""Token and log-probability arrays without a Python object per token.
+"""Decodes token and log-probability arrays without a Python object per token.
 
-`repeated sfixed32` and `repeated float`, packed, are on the wire exactly a length-delimited
-little-endian array, which is also how a `bytes` field looks. So each message of `penstock.v1` has a
-*twin*: the same message, field for field, but with `token_ids` and `logprobs` declared as `bytes`. Twins
-are made here at import from the generated descriptors; they parse and serialize the same bytes
-as the typed messages, and their arrays are read with `numpy.frombuffer`.
+On the wire, packed `repeated sfixed32` and `repeated float` are a length-delimited little-endian array. A
+`bytes` field looks the same. So each message of `penstock.v1` has a *twin*: the same message, field for
+field, except that `token_ids` and `logprobs` are declared as `bytes`. The twins are made at import from the
+generated descriptors. They parse and serialize the same bytes as the typed messages, and their arrays are
+read with `numpy.frombuffer`.
 
     raw = twin(Segment)(author=AUTHOR_POLICY, token_ids=ids.tobytes()).SerializeToString()
     token_ids(decode(Segment, raw))     # a read-only numpy view, int32
 
-A legal peer may also send such a field unpacked, or packed in several pieces; protobuf would lose
-those in a `bytes` field. `decode` notices (the message then does not have the length it was read from,
-or has unknown fields) and reads that message through the typed class once.
+A peer may legally send such a field unpacked, or packed in several pieces; protobuf would lose part of
+it in a `bytes` field. `decode` detects this: the message then differs in length from its input, or has
+unknown fields. It parses such a message through the typed class once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TWIN_PACKAGE = "penstock.v1twin"
 TOKEN = np.dtype("<i4")
 LOGPROB = np.dtype("<f4")
 
-# In an order in which each file comes after those it imports.
+# Ordered so that each file comes after its imports.
 _MODULES = (
     rejection_pb2,
     conversation_pb2,
@@ -63,7 +63,7 @@ _MODULES = (
 
 
 class MalformedMessage(ValueError):
-    """The bytes are not a message of the expected type, or its arrays disagree."""
+    """The bytes are not a message of the expected type, or its arrays are inconsistent."""
 
 
 class HasTokenIds(Protocol):
@@ -105,7 +105,7 @@ def _rename(file: descriptor_pb2.FileDescriptorProto) -> None:
         message = pending.pop()
         pending.extend(message.nested_type)
         for field in message.field:
-            # A scalar has no type name, and must not be given an empty one.
+            # A scalar has no type name; an empty one must not be set.
             if field.type_name:
                 field.type_name = field.type_name.replace(".penstock.v1.", f".{TWIN_PACKAGE}.")
 
@@ -116,8 +116,8 @@ _register_twins()
 def twin(typed: type[M]) -> type[M]:
     """The twin class of a generated class of `penstock.v1`.
 
-    It is declared as the typed class because it has the same fields; only `token_ids` and
-    `logprobs` hold bytes, and those are read with `token_ids` and `logprobs` of this module.
+    Its declared type is the typed class, because it has the same fields. Only `token_ids` and `logprobs`
+    differ: they hold bytes. Read them with the functions `token_ids` and `logprobs` of this module.
     """
     return cast("type[M]", _twin_class(typed))
 
@@ -132,14 +132,14 @@ def _twin_class(typed: type[Message]) -> type[Message]:
 
 @cache
 def _holds_arrays(full_name: str) -> bool:
-    """Whether a message of `penstock.v1` can hold an array, itself or further down."""
+    """Whether a message of `penstock.v1` can contain an array, directly or nested."""
     if full_name in ARRAY_FIELDS:
         return True
     descriptor = descriptor_pool.Default().FindMessageTypeByName(full_name)
     return any(
         _holds_arrays(field.message_type.full_name)
         for field in descriptor.fields
-        # Messages of other packages hold none, and Struct holds itself.
+        # Other packages' messages contain none, and Struct is recursive.
         if field.message_type is not None
         and field.message_type.full_name.startswith("penstock.v1.")
         and field.message_type.full_name != full_name
@@ -147,10 +147,11 @@ def _holds_arrays(full_name: str) -> bool:
 
 
 def decode(typed: type[M], data: bytes) -> M:
-    """Reads `data` as the twin of `typed`.
+    """Parses `data` as the twin of `typed`.
 
-    Raises MalformedMessage where the bytes are no such message. An array whose length is no multiple of
-    four bytes is refused when it is read, and by whoever reads segments one that does not match the other.
+    Raises MalformedMessage if the bytes are not such a message. Array lengths are checked later: reading an
+    array fails unless its length is a multiple of four bytes. Readers of segments check that the arrays
+    match in length.
     """
     message_class = twin(typed)
     try:
@@ -169,7 +170,7 @@ def decode(typed: type[M], data: bytes) -> M:
 
 
 def decoder(typed: type[M]) -> Callable[[bytes], M]:
-    """`decode` of one message, as gRPC takes it."""
+    """`decode` of one message type, as a deserializer for gRPC."""
 
     def deserialize(data: bytes) -> M:
         return decode(typed, data)
@@ -178,32 +179,32 @@ def decoder(typed: type[M]) -> Callable[[bytes], M]:
 
 
 def encode(message: Message) -> bytes:
-    """Serializes a message, typed or twin, as gRPC takes it."""
+    """Serializes a message, typed or twin; a serializer for gRPC."""
     return message.SerializeToString()
 
 
 def token_ids(holder: HasTokenIds) -> NDArray[np.int32]:
-    """Tokens of a twin Segment or TokenSequence: int32, shape [n], a read-only view of the message."""
+    """Tokens of a twin Segment or TokenSequence: int32, shape [n], a read-only view into the message."""
     return _view(holder.token_ids, TOKEN)
 
 
 def logprobs(holder: HasLogprobs) -> NDArray[np.float32]:
-    """Log-probabilities of a twin Segment: float32, shape [n] or [0], a read-only view."""
+    """Log-probabilities of a twin Segment: float32, shape [n] or [0], a read-only view into the message."""
     return _view(holder.logprobs, LOGPROB)
 
 
 def _view(field: Iterable[object], dtype: np.dtype[Any]) -> NDArray[Any]:
     data = cast("bytes", field)
     if len(data) % dtype.itemsize:
-        raise MalformedMessage(f"an array of {len(data)} bytes is no whole number of elements")
+        raise MalformedMessage(f"an array of {len(data)} bytes is not a whole number of elements")
     return np.frombuffer(data, dtype)
 
 
 def array_bytes(array: NDArray[Any], dtype: np.dtype[Any] = TOKEN) -> Any:
-    """An array as a twin's field takes it: little-endian bytes."""
+    """An array as little-endian bytes, for a twin's field."""
     return np.ascontiguousarray(array, dtype).tobytes()
 
 
 def to_typed(typed: type[M], message: Message) -> M:
-    """The typed message of a twin, for callers that want lists."""
+    """Converts a twin to its typed message, for callers that want lists."""
     return typed.FromString(message.SerializeToString())

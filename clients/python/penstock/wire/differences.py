@@ -1,6 +1,6 @@
-"""A version as its difference from another one, as it travels: what is told of each tensor, and the bytes.
+"""A weight version as its difference from another version, as it is sent: tensor specs and payload.
 
-Needs zstandard, which the client does not (`penstock.wire.sparse`).
+Needs zstandard, on which the client does not depend (`penstock.wire.sparse`).
 """
 
 from __future__ import annotations
@@ -21,32 +21,35 @@ NOT_THE_DIFFERENCE = (
     Reason.CHECKSUM_MISMATCH,
     Reason.DISK_FULL,
 )
-"""What a difference can be refused for and the whole version may not be: for a whole one the server lets go
-of the base, where it has no room beside it."""
+"""Reasons for which the server may refuse a difference but accept the whole version. For a whole version,
+the server drops the base if it lacks room for both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What makes a version out of its base: bitwise, with no bytes for a tensor that is the same."""
+    """Turns a base into a version, bitwise; takes no bytes for unchanged tensors."""
 
     specs: tuple[weights_pb2.TensorSpec, ...]
-    """As `WeightHeader.tensors` of a delta has them, in the order of the version's own."""
+    """As in `WeightHeader.tensors` of a delta, in the order of the version's tensors."""
     pieces: tuple[bytes | memoryview, ...]
-    """The payload, in order; some are views of the new tensors, good as long as those stay unchanged."""
+    """The payload, in order. Some pieces are views of the new tensors, valid until those change."""
     changed_part: float
-    """Elements that changed, of all."""
+    """Share of the elements that changed, from 0 to 1."""
 
     @property
     def length_bytes(self) -> int:
-        """Bytes that travel."""
+        """Length of the payload."""
         return sum(map(len, self.pieces))
 
 
 def difference(
     specs: Sequence[weights_pb2.TensorSpec], base: Sequence[Elements], new: Sequence[Elements]
 ) -> Difference:
-    """`specs` are those of a full upload, with the checksum of each tensor; `base` and `new` are flat, in
-    the same order. Blocks, on two threads."""
+    """Computes the difference; blocks, on two threads.
+
+    `specs` are those of a full upload, including each tensor's checksum. `base` and `new` are flat, in the
+    same order.
+    """
     described: list[weights_pb2.TensorSpec] = []
     pieces: list[bytes | memoryview] = []
     changed = offset = 0
@@ -61,7 +64,7 @@ def difference(
 
 
 def same(spec: weights_pb2.TensorSpec) -> weights_pb2.TensorSpec:
-    """A tensor that is that of the base."""
+    """The spec of a tensor that equals the base's."""
     return weights_pb2.TensorSpec(
         name=spec.name,
         shape=spec.shape,

@@ -1,4 +1,4 @@
-"""Reading a refused call: its status, the reason from `google.rpc.ErrorInfo`, and what it carries."""
+"""Reads a failed call: its status, the reason from `google.rpc.ErrorInfo`, and other details."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from google.rpc import error_details_pb2, status_pb2
 
 NO_ANSWER = (
     grpc.StatusCode.UNAVAILABLE,
-    # From the other side only, which ends what is under way as it stops: a call that is cancelled here
-    # raises asyncio.CancelledError.
+    # Always from the server, which ends calls in progress as it stops. A call that is cancelled on this
+    # side raises asyncio.CancelledError instead.
     grpc.StatusCode.CANCELLED,
-    # No server answers it: gRPC itself does where a connection breaks in a way that it has no code for,
-    # such as at a record that TLS cannot verify.
+    # No server sends this code. gRPC uses it if a connection breaks in a way that has no code, such as a
+    # TLS record that fails verification.
     grpc.StatusCode.UNKNOWN,
 )
-"""What a call ends with whose server was lost, or stopped, before it answered."""
-# What gRPC itself, on either side, says of a message or of metadata that it does not take.
+"""Status codes of a call whose server was lost or stopped before it answered."""
+# How gRPC itself, on either side, reports a message or metadata that is too large.
 _TOO_LARGE = ("larger than max", "metadata size exceeds")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a call failed with; `reason` is empty where the peer sent no ErrorInfo."""
+    """How a call failed; `reason` is empty if the peer sent no ErrorInfo."""
 
     code: grpc.StatusCode
     message: str
@@ -34,13 +34,13 @@ class Failure:
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether the same call may succeed once the server is there: it is gone, or too slow."""
+        """Whether a retry may succeed once the server is available: it is gone, or too slow."""
         return self.code in NO_ANSWER or self.code == grpc.StatusCode.DEADLINE_EXCEEDED
 
     @property
     def is_full(self) -> bool:
-        """Whether the same call may succeed after a while: a bound is reached for now. The server says when
-        to come back; where gRPC itself refused the call nobody does."""
+        """Whether a retry may succeed later, because a limit is reached for now. The server then says when
+        to retry; gRPC itself does not."""
         if self.code != grpc.StatusCode.RESOURCE_EXHAUSTED:
             return False
         if self.retry_after_seconds is not None:
@@ -49,7 +49,7 @@ class Failure:
 
 
 def read_failure(error: grpc.RpcError) -> Failure:
-    """What an error raised by a call says, down to the details of the table in proto/README.md."""
+    """Reads the error of a call, including its details; see the table in proto/README.md."""
     call = cast("grpc.aio.AioRpcError", error)
     status = status_pb2.Status()
     for key, value in call.trailing_metadata() or ():
@@ -58,7 +58,7 @@ def read_failure(error: grpc.RpcError) -> Failure:
     reason, metadata, retry_after = "", dict[str, str](), None
     for detail in status.details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-        # Unpack says whether the detail is of the message's type.
+        # Unpack returns whether the detail has the message's type.
         if detail.Unpack(info):
             reason, metadata = info.reason, dict(info.metadata)
         elif detail.Unpack(retry):

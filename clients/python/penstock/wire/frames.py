@@ -1,7 +1,9 @@
-"""Frames: checked bytes in a file, one after the other. The server writes them; a trainer may read one.
+"""Frames: checksummed pieces of a file, one after the other. The server writes them; a trainer may read
+them.
 
-A frame is a multiple of 8 bytes: its mark, the length of its payload, a number that its writer has a use
-for (how much of the file was durable), XXH3-64 of those two and the payload, the payload, zeros.
+A frame's length is a multiple of 8 bytes. It consists of a mark, the payload's length, a number chosen by
+the writer, a checksum, the payload, and zeros. The writer uses the number for how much of the file was
+durable. The checksum is XXH3-64 over the length, the number and the payload.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ MAX_PAYLOAD = 1 << 30
 
 
 def frame_length(payload_length: int) -> int:
-    """Bytes that a payload takes in a file."""
+    """Length in the file of a frame with such a payload."""
     return -(-(FRAME.size + payload_length) // ALIGNMENT) * ALIGNMENT
 
 
 def digest(length: int, durable: int, payload: Sequence[bytes | bytearray | memoryview]) -> int:
-    """The checksum of a frame with this payload, in pieces that follow each other."""
+    """The checksum of a frame; `payload` is in consecutive pieces."""
     found = xxhash.xxh3_64(struct.pack("<IQ", length, durable))
     for part in payload:
         found.update(part)
@@ -33,8 +35,10 @@ def digest(length: int, durable: int, payload: Sequence[bytes | bytearray | memo
 
 
 def read_head(data: bytes | memoryview, available: int) -> tuple[int, int, int, int]:
-    """Mark, length of the payload, number and checksum of the frame that begins `data`, of which
-    `available` bytes are there. Raises ValueError."""
+    """Mark, payload length, number and checksum of the frame at the start of `data`.
+
+    `available` is the number of bytes up to the end of the file or block. Raises ValueError.
+    """
     if len(data) < FRAME.size:
         raise ValueError("no room for a frame")
     mark, length, durable, checksum = FRAME.unpack_from(data)
@@ -46,8 +50,10 @@ def read_head(data: bytes | memoryview, available: int) -> tuple[int, int, int, 
 
 
 def read_payload_at(descriptor: int, offset: int, length: int) -> bytes:
-    """The payload of the frame of `length` bytes that lies at `offset` of a file, copied once. Raises
-    ValueError where it is not what was written, and OSError."""
+    """The payload of the frame of `length` bytes at `offset` in a file, copied once.
+
+    Raises ValueError if the bytes differ from what was written, and OSError.
+    """
     head = os.pread(descriptor, FRAME.size, offset)
     _, size, durable, checksum = read_head(head, length)
     payload = os.pread(descriptor, size, offset + FRAME.size)

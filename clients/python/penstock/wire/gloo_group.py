@@ -1,14 +1,15 @@
-"""A gloo group of a trainer and the workers of an engine, and how weights lie in what it broadcasts.
+"""A gloo group of a trainer and an engine's workers, and the layout of the weights that it broadcasts.
 
     trainer   Meeting (listens) -> asks the server to join -> meeting.lead() -> broadcast, broadcast, ...
     worker    join_group() -> broadcast, broadcast, ...
 
-The trainer is rank 0. It listens before it asks anybody to join, so that a worker that finds nobody there
-need not wait. Each wait ends with GroupBroken at the group's deadline, and at once where gloo notices that
-the other side is gone; a group that broke is of no further use.
+The trainer is rank 0. It listens before it asks workers to join, so a worker that cannot connect fails at
+once. Each wait ends with GroupBroken at the group's deadline, or immediately if gloo notices that the peer
+is gone. A broken group cannot be used again.
 
-A version travels as one run of bytes: its tensors in order, each at a multiple of ALIGNMENT. The run is
-cut into buckets, each of which is one broadcast; a tensor may span several, and a bucket hold many.
+A version is sent as one sequence of bytes: its tensors in order, each at a multiple of ALIGNMENT. The
+sequence is cut into buckets, and each bucket is one broadcast. A tensor may span several buckets, and a
+bucket may hold many tensors.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ LEADER = 0
 
 
 class GroupBroken(Exception):
-    """The other side is gone, or did not come in time."""
+    """A peer is gone, or did not arrive in time."""
 
 
 class Meeting:
-    """Where a group meets; made by its leader."""
+    """The rendezvous of a group, created by its leader."""
 
     def __init__(self, address: str, port: int, world_size: int, timeout_seconds: float) -> None:
-        """Listens from here on; port 0 takes a free one. Raises GroupBroken where it cannot."""
+        """Starts to listen; port 0 picks a free port. Raises GroupBroken if it cannot listen."""
         self._address = address
         self._world_size = world_size
         self._timeout_seconds = timeout_seconds
@@ -49,7 +50,7 @@ class Meeting:
         self.port = self._store.port
 
     def lead(self) -> GlooGroup:
-        """Waits for every worker. Raises GroupBroken."""
+        """Waits for all workers to join. Raises GroupBroken."""
         return GlooGroup(
             self._store, LEADER, self._world_size, self._address, self._timeout_seconds
         )
@@ -58,19 +59,19 @@ class Meeting:
 def join_group(
     address: str, port: int, rank: int, world_size: int, timeout_seconds: float
 ) -> GlooGroup:
-    """Joins a meeting that is being held, as a worker. Raises GroupBroken."""
+    """Joins an open meeting as a worker. Raises GroupBroken."""
     try:
-        # The store would try again and again.
+        # Checked first, because the store would keep retrying.
         with socket.create_connection((address, port), timeout_seconds) as found:
             own_address = cast("tuple[str, int]", found.getsockname())[0]
     except OSError as error:
-        raise GroupBroken(f"nobody listens at {address}:{port}: {error}") from error
+        raise GroupBroken(f"no trainer listens at {address}:{port}: {error}") from error
     store = _open_store(address, port, world_size, timeout_seconds, listen=False)
     return GlooGroup(store, rank, world_size, own_address, timeout_seconds)
 
 
 class GlooGroup:
-    """A group that has met."""
+    """A group whose members have all joined."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class GlooGroup:
     ) -> None:
         gloo = cast("_Gloo", ProcessGroupGloo)
         options = gloo._Options()  # pyright: ignore[reportPrivateUsage]
-        # By itself gloo resolves the host's name, which need not lead back to this host.
+        # By default gloo resolves the host's name, which need not lead back to this host.
         options._devices = [gloo.create_device(hostname=own_address)]  # pyright: ignore[reportPrivateUsage]
         options._timeout = timedelta(seconds=timeout_seconds)  # pyright: ignore[reportPrivateUsage]
         self._timeout_seconds = timeout_seconds
@@ -90,16 +91,16 @@ class GlooGroup:
             self._group = gloo(store, rank, world_size, options)
         except RuntimeError as error:
             raise GroupBroken(f"the group did not meet: {_said(error)}") from error
-        # The leader's is what the others met through.
+        # Keeps the store alive: the leader's serves the whole group.
         self._store = store
 
     @property
     def timeout_seconds(self) -> float:
-        """Longest time a single wait takes."""
+        """Maximum duration of a single wait."""
         return self._timeout_seconds
 
     def broadcast(self, buffer: torch.Tensor, seconds: float | None = None) -> None:
-        """Sends the leader's buffer into that of everybody else; returns when this side is done.
+        """Sends the leader's buffer into every other member's; returns when this member is done.
 
         Raises GroupBroken, after `seconds` at the latest.
         """
@@ -109,7 +110,7 @@ class GlooGroup:
         options.rootTensor = 0
         options.timeout = timedelta(seconds=max(limit, 0.001))
         try:
-            # Not its future: a callback of gloo's that fails ends the process.
+            # Does not use its future: a failing callback in gloo ends the process.
             self._group.broadcast([buffer], options).wait()
         except RuntimeError as error:
             raise GroupBroken(f"the group broke: {_said(error)}") from error
@@ -125,7 +126,7 @@ class _Options(Protocol):
 
 
 class _Gloo(Protocol):
-    """ProcessGroupGloo, with what torch's own stubs leave out."""
+    """ProcessGroupGloo, including what torch's own stubs lack."""
 
     def _Options(self) -> _Options: ...  # noqa: N802
 
@@ -137,7 +138,7 @@ class _Gloo(Protocol):
 
 
 def lay_out(lengths: Iterable[int]) -> tuple[list[int], int]:
-    """Where each tensor of these lengths, in bytes, begins; and the length of all."""
+    """The offsets of tensors with these lengths, and the total length; all in bytes."""
     offsets: list[int] = []
     end = 0
     for length in lengths:
@@ -147,13 +148,13 @@ def lay_out(lengths: Iterable[int]) -> tuple[list[int], int]:
 
 
 def buckets(length_bytes: int, bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of each bucket."""
+    """Yields the begin and end of each bucket, in bytes."""
     for begin in range(0, length_bytes, bucket_bytes):
         yield begin, min(begin + bucket_bytes, length_bytes)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own bytes, flat; a copy only where it is not contiguous."""
+    """The tensor's bytes as a flat tensor; a copy only if it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -175,5 +176,5 @@ def _open_store(
 
 
 def _said(error: Exception) -> str:
-    """The first line of what torch says, without where in its sources it says so."""
+    """The first line of torch's message, without the position in torch's sources."""
     return _PLACE.sub("", str(error).partition("\n")[0])

@@ -1,4 +1,4 @@
-"""The machine-readable reasons of `penstock.v1`, as in the error table of proto/README.md."""
+"""Machine-readable error reasons of `penstock.v1`; see the error table in proto/README.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DOMAIN = "penstock.v1"
 
 
 class Reason(StrEnum):
-    """What ErrorInfo and Rejection carry in `reason`."""
+    """Values of `reason` in ErrorInfo and Rejection."""
 
     FIELD_INVALID = "FIELD_INVALID"
     PROMPT_TOO_LONG = "PROMPT_TOO_LONG"

@@ -1,9 +1,9 @@
-"""Groups whose record leaves large segments to the records of the turns that sampled them.
+"""Group records that refer to the records of turns for their large segments.
 
-A finished group is written after its turns, which have all of its tokens. Its record (`GroupReferred`) says
-of a large segment only where in its trajectory it lies; what it says of it the record of a turn says, too,
-so that a wrong turn is recognised. The server puts a group together from them, and so does a trainer that
-reads it where it lies.
+A finished group is written after its turns, which have all of its tokens. Its record (`GroupReferred`)
+stores only the position of a large segment in its trajectory. The segment's other fields are in both
+records, so that a wrong turn is detected. The server reassembles a group from these records, and so does a
+trainer that reads a group from the journal directly.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from penstock.wire.codec import TOKEN
 def put_together(
     referred: journal_pb2.GroupReferred, turns: Iterable[journal_pb2.TurnChanged]
 ) -> journal_pb2.GroupFinished:
-    """The whole group, in place; `turns` has the one of each of its segments, in order; twin messages.
+    """Reassembles the group in place. `turns` has one turn for each referred segment, in order; all
+    messages are twins.
 
-    Raises ValueError where one is not what the group was made of.
+    Raises ValueError if a turn is not the one that the group was made from.
     """
     trajectories = referred.finished.group.trajectories
     for place, turn in zip(referred.segments, turns, strict=True):
@@ -43,7 +44,7 @@ def put_together(
 
 
 def positions(turn: journal_pb2.TurnChanged) -> Iterator[tuple[int, trajectory_pb2.Segment]]:
-    """Segments of a twin turn, each with how many tokens of its trajectory come before it."""
+    """Segments of a twin turn, each with its token position in the trajectory."""
     position = turn.token_count
     for segment in turn.segments:
         yield position, segment
@@ -51,5 +52,5 @@ def positions(turn: journal_pb2.TurnChanged) -> Iterator[tuple[int, trajectory_p
 
 
 def _head(segment: trajectory_pb2.Segment) -> tuple[object, ...]:
-    """What a segment says beside its arrays."""
+    """The fields of a segment other than its arrays."""
     return segment.author, segment.weight_version, segment.turn_index, segment.temperature

@@ -1,17 +1,17 @@
-"""How a client knows whom it speaks to, and proves who it is: the one place where its channels are made.
+"""Authentication between client and server; all channels of a client are made here.
 
-    Security()                                   plaintext, nobody is asked: a server on loopback
+    Security()                                   plaintext without authentication: a server on loopback
     Security(ca=..., token_file=...)             TLS, and a bearer token
     Security(ca=..., certificate=..., key=...)   mutual TLS
 
-The token goes into the metadata of each call, read from its file each time, so that one that is replaced is
-used from the next call on. Order of what is checked, before anything is sent: a token is not sent in
-plaintext but to loopback -> certificate and key come together -> the files can be read.
+The token is part of each call's metadata. It is read from its file each time, so a replaced token is used
+from the next call on. Checks before anything is sent, in order: a token is sent in plaintext only to
+loopback -> certificate and key are given together -> the files can be read.
 
-- A token file that cannot be read, or is empty, fails the first call; later ones go on with the last token
-  read, and the log says so once.
-- A proxy of the environment is not used where a token goes out in plaintext: loopback would end at it.
-- Certificates are read when the channel is made. A client's own are replaced by starting it again.
+- If a token file is empty or cannot be read, the first call fails. Later calls use the last token read, and
+  one warning is logged.
+- A proxy from the environment is not used if a token is sent in plaintext: the token would leave this host.
+- Certificates are read when the channel is made. A client must restart to use a new certificate.
 """
 
 from __future__ import annotations
@@ -34,43 +34,44 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 class CredentialsUnusable(Exception):
-    """What a client was given to prove itself with cannot be used; the message holds no secret."""
+    """A client's credentials cannot be used; the message contains no secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """What a client trusts and what it shows; the default is plaintext without a token."""
+    """What a client trusts and presents; the default is plaintext without a token."""
 
     tls: bool = False
-    """Whether the connection is encrypted; implied by `ca` and `certificate`. Without `ca` the server's
-    certificate is checked against the roots that come with gRPC."""
+    """Whether to encrypt the connection; implied by `ca` and `certificate`. Without `ca`, the server's
+    certificate is verified with gRPC's built-in roots."""
     ca: Path | None = None
-    """PEM file of the authority that signed the server's certificate."""
+    """PEM file of the certificate authority that signed the server's certificate."""
     certificate: Path | None = None
     """PEM file of the client's own certificate, for mutual TLS."""
     key: Path | None = None
-    """PEM file of its private key."""
+    """PEM file of the client's private key."""
     server_name: str = ""
-    """Name that the server's certificate has to be for, where it is not the address's."""
+    """Name to expect in the server's certificate, if it differs from the address."""
     token_file: Path | None = None
     """File with a bearer token."""
     token: str = field(default="", repr=False)
-    """The token itself; ignored where there is a file."""
+    """The token itself; ignored if there is a file."""
 
     @property
     def encrypted(self) -> bool:
-        """Whether the connection is encrypted."""
         return self.tls or self.ca is not None or self.certificate is not None
 
     def with_environment(self) -> Security:
-        """The same with the token of PENSTOCK_TOKEN, where neither a file nor a token was given."""
+        """A copy with the token from PENSTOCK_TOKEN, unless a token or its file is set."""
         if self.token_file is not None or self.token:
             return self
         return replace(self, token=os.environ.get(TOKEN_VARIABLE, "").strip())
 
     def over(self, other: Security) -> Security:
-        """This, and what it leaves open as another has it. A certificate comes with its key, and a token
-        alone is over the other's file."""
+        """A copy in which `other` fills what is not set here.
+
+        A certificate comes with its key. A token that is set here overrides the other's token file.
+        """
         shown = self if self.certificate or self.key else other
         known = self if self.token_file or self.token else other
         return Security(
@@ -84,8 +85,11 @@ class Security:
         )
 
     def check(self, address: str) -> None:
-        """Raises CredentialsUnusable where a channel to `address` could not be made, or must not, and
-        ValueError where it is no address."""
+        """Checks the credentials for a channel to `address`.
+
+        Raises CredentialsUnusable if the channel could not or must not be made, and ValueError if
+        `address` is malformed.
+        """
         check_target(address)
         tokens = open_token_source(self, address)
         _channel_credentials(self)
@@ -94,7 +98,7 @@ class Security:
 
 
 class TokenSource:
-    """The token of each call, from its file where it has one."""
+    """Provides the token for each call; reads it from its file, if there is one."""
 
     def __init__(self, path: Path | None, token: str) -> None:
         self._path = path
@@ -102,7 +106,7 @@ class TokenSource:
         self._lost = False
 
     def metadata(self) -> Pairs:
-        """What a call carries. Raises CredentialsUnusable while no token was ever read."""
+        """The metadata for a call. Raises CredentialsUnusable until a token has been read."""
         if self._path is not None:
             self._read(self._path)
         return (("authorization", f"Bearer {self._last}"),)
@@ -112,12 +116,12 @@ class TokenSource:
             self._last = _checked(path.read_text(encoding="ascii").strip(), str(path))
             self._lost = False
         except (OSError, UnicodeDecodeError, CredentialsUnusable) as error:
-            # Not the error itself: it may quote what it could not read.
+            # The error itself is left out: it may quote the file's content.
             why = error.strerror if isinstance(error, OSError) else "it does not hold a token"
             if not self._last:
                 raise CredentialsUnusable(f"{path}: {why}") from None
             if not self._lost:
-                logger.warning("%s: %s; going on with the token read last", path, why)
+                logger.warning("%s: %s; continuing with the last token read", path, why)
             self._lost = True
 
 
@@ -126,7 +130,7 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """A channel to "host:port". Raises CredentialsUnusable and ValueError.
 
-    `own_connection` gives it a connection that no other channel of the process shares.
+    `own_connection` gives the channel a connection that it shares with no other channel of the process.
     """
     check_target(address)
     security = security or Security()
@@ -143,7 +147,7 @@ def open_channel(
 def open_blocking_channel(
     address: str, security: Security | None = None, *, own_connection: bool = False
 ) -> tuple[grpc.Channel, TokenSource | None]:
-    """The same for blocking calls, each of which has to be given the source's `metadata()`."""
+    """The same for blocking calls. Each call must pass the metadata of the returned source."""
     check_target(address)
     security = security or Security()
     tokens = open_token_source(security, address)
@@ -155,20 +159,20 @@ def open_blocking_channel(
 
 
 def open_token_source(security: Security, address: str) -> TokenSource | None:
-    """The token of calls to `address`; None where none is shown. Raises CredentialsUnusable."""
+    """The token source for calls to `address`; None without a token. Raises CredentialsUnusable."""
     if security.token_file is None and not security.token:
         return None
     if not security.encrypted and not is_loopback(address):
         raise CredentialsUnusable(
-            f"a token is not sent in plaintext to {address}: give the authority of its TLS "
-            "certificate, or use an address of this host's loopback"
+            f"a token is not sent in plaintext to {address}: give the certificate authority of its TLS "
+            "certificate, or use a loopback address"
         )
     return TokenSource(security.token_file, security.token)
 
 
 def _channel_credentials(security: Security) -> grpc.ChannelCredentials | None:
     if (security.certificate is None) != (security.key is None):
-        raise CredentialsUnusable("a client's certificate and its key are given together")
+        raise CredentialsUnusable("a client's certificate and its key must be given together")
     if not security.encrypted:
         return None
     return grpc.ssl_channel_credentials(
@@ -195,7 +199,7 @@ def _read(path: Path | None) -> bytes | None:
 
 
 def _checked(text: str, what: str) -> str:
-    """A token as a header may carry it."""
+    """Checks that a token can be sent in a header."""
     if not text or not all("!" <= character <= "~" for character in text):
         raise CredentialsUnusable(f"{what}: it does not hold a token")
     return text

@@ -1,17 +1,17 @@
-"""One tensor as its difference from a base: lossless, and small where little changed.
+"""Encodes one tensor as its difference from a base: lossless, and small if little changed.
 
-A tensor is an array of unsigned integers of its dtype's width, so that the result has the same bits
-whatever they mean. `encode` compares it with the base and chooses what is smallest; `apply` turns a
-copy of the base into the new tensor:
+A tensor is an array of unsigned integers of its dtype's width, so the result is bitwise equal whatever the
+bits mean. `encode` compares it with the base and chooses the smallest encoding; `apply` turns a copy of the
+base into the new tensor:
 
     encoded = encode(base, new)
     if encoded.coding is not None:          # TENSOR_ENCODING_SPARSE
         target = base.copy()
         apply(target, encoded.coding, b"".join(encoded.parts))   # target equals new
 
-The form is that of `SparseCoding` in weights.proto; `benchmarks/delta.py` has the measurements behind the
-choices. Both directions work through a tensor in blocks, because memory fresh from the kernel costs
-several times what is done with it here. Needs zstandard, which the client does not.
+The format is that of `SparseCoding` in weights.proto; `benchmarks/delta.py` has the measurements behind the
+choices. Both directions process a tensor in blocks. Memory fresh from the kernel costs several times as
+much as the work done in it. Needs zstandard, on which the client does not depend.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ if TYPE_CHECKING:
     Buffer = bytes | bytearray | memoryview
 
 LEVEL = 1
-"""Zstandard's level unless told otherwise. Positions and values hold entropy, hardly repetition: higher
-levels take longer, and code dense gaps into more bytes."""
+"""Default level of Zstandard. Positions and values hold entropy, with little repetition. Higher levels take
+longer, and code dense gaps into more bytes."""
 
 WIDTHS = (2, 4)
-"""Bytes of an element."""
+"""Supported sizes of an element, in bytes."""
 
 ESCAPE = 255
-"""Gap byte that goes on with the next one."""
+"""Gap byte that is continued by the next one."""
 
 BLOCK_ELEMENTS = 1 << 19
-"""Elements compared at a time: few enough for what is made of them to stay in the cache, many enough for
-two threads to rarely meet at the interpreter's lock. A multiple of a bitmap's eight to the byte."""
+"""Elements compared at a time. A block's results fit into the cache, and two threads rarely contend for the
+interpreter's lock. A multiple of eight, so that a block fills whole bytes of a bitmap."""
 
 BLOCK_OCTETS = 1 << 16
 """Bytes of positions decoded at a time."""
 
 GAPS_ONLY_BELOW = 0.1
 BITMAP_ONLY_ABOVE = 0.3
-"""Shares of changed elements; in between both codings are made and the smaller one is taken."""
+"""Shares of changed elements; in between, both codings are made and the smaller one is used."""
 
 _COMPRESSIONS = (weights_pb2.COMPRESSION_UNSPECIFIED, weights_pb2.COMPRESSION_ZSTD)
 
 
 class SparseInvalid(ValueError):
-    """A payload is not what its SparseCoding says, or can be of no tensor of this size."""
+    """A payload contradicts its SparseCoding, or cannot belong to a tensor of this size."""
 
 
 class SparseCoding(Protocol):
-    """How the payload of one tensor codes what changed: a message of that name, or a Coding."""
+    """How the payload codes one tensor's changes: the message of that name, or a Coding."""
 
     @property
     def changed_element_count(self) -> int: ...
@@ -76,7 +76,7 @@ class SparseCoding(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """The fields of a SparseCoding message, whichever class of it they go into."""
+    """The fields of a SparseCoding message, typed or twin."""
 
     changed_element_count: int
     """Elements that changed."""
@@ -90,7 +90,7 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One tensor as it travels."""
+    """One tensor as it is sent."""
 
     encoding: weights_pb2.TensorEncoding.ValueType
     """SAME, SPARSE or RAW."""
@@ -99,18 +99,17 @@ class Encoded:
     changed_element_count: int
     """Elements that differ from the base, whatever the encoding."""
     parts: tuple[bytes | memoryview, ...]
-    """The payload, in order; of RAW a view of the tensor itself, good as long as that stays unchanged."""
+    """The payload, in order. With RAW it is a view of the tensor, valid until the tensor changes."""
 
     @property
     def length_bytes(self) -> int:
-        """Length of the payload."""
         return sum(len(part) for part in self.parts)
 
 
 def encode_all(
     pairs: Sequence[tuple[Elements, Elements]], *, threads: int = 2, level: int = LEVEL
 ) -> list[Encoded]:
-    """`encode` of many tensors, given as (base, new), the largest first; the result is in their order."""
+    """Encodes many (base, new) pairs in parallel, largest first. Results are in the order of `pairs`."""
     order = sorted(range(len(pairs)), key=lambda index: -pairs[index][1].nbytes)
     with ThreadPoolExecutor(threads, "sparse") as pool:
         futures = {index: pool.submit(encode, *pairs[index], level=level) for index in order}
@@ -118,10 +117,10 @@ def encode_all(
 
 
 def encode(base: Elements, new: Elements, *, level: int = LEVEL) -> Encoded:
-    """Chooses the smallest form of `new`, given that the other side holds `base`.
+    """Chooses the smallest encoding of `new`, given that the receiver holds `base`.
 
-    Both are one-dimensional, contiguous, of one dtype (uint16 or uint32) and one length. Takes up to a
-    dozen bytes of memory for each element that changed.
+    Both are one-dimensional and contiguous, with the same dtype (uint16 or uint32) and length. Takes up to
+    a dozen bytes of memory for each changed element.
     """
     if base.dtype != new.dtype or base.shape != new.shape or new.dtype.itemsize not in WIDTHS:
         raise ValueError(f"cannot compare {new.dtype}{new.shape} with {base.dtype}{base.shape}")
@@ -137,19 +136,19 @@ def encode(base: Elements, new: Elements, *, level: int = LEVEL) -> Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What changed in one block of a tensor that has any change."""
+    """The changes in one block of a tensor; there is at least one."""
 
     start: int
     """First element of the block."""
     positions: NDArray[np.uint32]
-    """From the block's start, ascending; at least one."""
+    """Relative to the block's start, ascending."""
     values: Elements
-    """New minus old, zigzag."""
+    """New minus old, in zigzag coding."""
 
 
 def _changes(base: Elements, new: Elements) -> Iterator[_Change]:
     per_word = 8 // new.dtype.itemsize
-    # Whole words, and whole bytes of a bitmap.
+    # A multiple of eight elements: whole 64-bit words, and whole bytes of a bitmap.
     whole = len(new) - len(new) % 8
     for start in range(0, whole, BLOCK_ELEMENTS):
         stop = min(start + BLOCK_ELEMENTS, whole)
@@ -165,7 +164,7 @@ def _changes(base: Elements, new: Elements) -> Iterator[_Change]:
 def _differences(
     base: Elements, new: Elements, per_word: int
 ) -> tuple[NDArray[np.int64], Elements]:
-    """Positions of a block's changed elements, and new minus old; whole words are compared first."""
+    """Positions of a block's changed elements, and new minus old. Compares 64-bit words first."""
     base_words, new_words = base.view(np.uint64), new.view(np.uint64)
     words = np.flatnonzero(base_words != new_words)
     if 2 * len(words) > len(base_words):
@@ -179,7 +178,7 @@ def _differences(
 
 
 def _zigzag(differences: Elements) -> Elements:
-    # In place, on what is the caller's own by then; each operation keeps the dtype.
+    # In place: the caller owns the array. Each operation keeps the dtype.
     signs = differences >> differences.dtype.type(differences.dtype.itemsize * 8 - 1)
     differences <<= 1
     differences ^= np.negative(signs)
@@ -251,10 +250,9 @@ def _planes(changes: Sequence[_Change]) -> bytes:
 def apply(target: Elements, coding: SparseCoding, payload: Buffer) -> None:
     """Turns `target`, a copy of the base, into the new tensor, in place.
 
-    `target` is one-dimensional, contiguous, uint16 or uint32. Raises SparseInvalid where the payload is
-    malformed, with `target` untouched. Beside `target`, memory is needed for what the payload says
-    once decompressed, which is bounded before any of it is allocated: at most one byte for each
-    element's position and the element itself.
+    `target` is one-dimensional, contiguous, uint16 or uint32. Raises SparseInvalid if the payload is
+    malformed; `target` is then unchanged. The decompressed payload takes additional memory. Its size is
+    checked before it is allocated: at most one byte per element for positions, plus the element itself.
     """
     width, count = target.dtype.itemsize, coding.changed_element_count
     if width not in WIDTHS:
@@ -280,7 +278,7 @@ def apply(target: Elements, coding: SparseCoding, payload: Buffer) -> None:
 
 
 def _index_lengths(index_coding: int, count: int, length: int) -> tuple[int, int]:
-    """The fewest and the most bytes that positions can take."""
+    """The minimum and maximum number of bytes that positions can take."""
     if index_coding == weights_pb2.INDEX_CODING_GAPS:
         return count, count + (length - count) // ESCAPE
     if index_coding == weights_pb2.INDEX_CODING_BITMAP:
@@ -289,7 +287,7 @@ def _index_lengths(index_coding: int, count: int, length: int) -> tuple[int, int
 
 
 def _part(name: str, data: memoryview, shortest: int, longest: int, *, packed: bool) -> Octets:
-    """One part of the payload, decompressed; its length is checked before that."""
+    """One part of the payload, decompressed. Its length is checked before decompression."""
     length = _content_size(name, data) if packed else len(data)
     if not shortest <= length <= longest:
         span = str(longest) if shortest == longest else f"{shortest} to {longest}"
@@ -306,7 +304,7 @@ def _part(name: str, data: memoryview, shortest: int, longest: int, *, packed: b
 
 
 def _content_size(name: str, data: memoryview) -> int:
-    # Also keeps out skippable frames, whose size counts no content.
+    # Also rejects skippable frames, whose size counts no content.
     if bytes(data[: len(zstandard.FRAME_HEADER)]) != zstandard.FRAME_HEADER:
         raise SparseInvalid(f"{name}: no Zstandard frame")
     try:
@@ -328,7 +326,7 @@ def _check_gaps(index: Octets, count: int, length: int) -> None:
         raise SparseInvalid(f"gaps of {ends} changed elements where {count} changed")
     if index[-1] == ESCAPE:
         raise SparseInvalid("gaps that end in an escape")
-    # The last position is this sum less one, and every other one is before it.
+    # The last position is this sum minus one, and every other position is smaller.
     if unchanged + count > length:
         raise SparseInvalid(f"a position of {unchanged + count - 1} in a tensor of {length}")
 
@@ -361,7 +359,7 @@ def _bitmap_positions(index: Octets) -> Iterator[NDArray[np.int64]]:
 
 
 def _add(target: Elements, places: Iterator[NDArray[np.int64]], planes: Octets) -> None:
-    """Adds the differences, which lie in byte planes of shape [width, changed], at their places."""
+    """Adds the differences at their positions; they lie in byte planes of shape [width, changed]."""
     done = 0
     for positions in places:
         part = planes[:, done : done + len(positions)]

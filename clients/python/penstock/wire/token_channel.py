@@ -1,8 +1,8 @@
-"""A channel whose every call carries a token.
+"""A channel that adds a token to the metadata of every call.
 
-gRPC has two ways of its own. Call credentials are not to be had in plaintext, which loopback is, and start
-a thread for each call; asyncio's interceptors put a call of their own in the place of each stream's, which
-reads and is cancelled differently. This hands over the real call.
+gRPC itself offers two ways, and neither fits. Call credentials do not work in plaintext, which loopback
+uses, and start a thread for each call. Interceptors replace each stream call with a wrapper that
+behaves differently when read or cancelled. This channel returns the original call.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Deserialize = Callable[[bytes], R]
 
 
 class MetadataSource(Protocol):
-    """What is asked for each call's metadata."""
+    """Provides the metadata for each call."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What the call carries beside its own."""
+        """The metadata to add to the call's own."""
         ...
 
 
 class TokenChannel(grpc.aio.Channel):
-    """The channel within, and metadata with each call."""
+    """Wraps a channel and adds metadata to each call."""
 
     def __init__(self, channel: grpc.aio.Channel, source: MetadataSource) -> None:
         self._channel = channel
@@ -51,22 +51,22 @@ class TokenChannel(grpc.aio.Channel):
         return await self._channel.__aexit__(exc_type, exc_val, exc_tb)
 
     async def close(self, grace: float | None = None) -> None:
-        """Closes the channel within."""
+        """Closes the wrapped channel."""
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """That of the channel within."""
+        """The state of the wrapped channel."""
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Waits for the channel within."""
+        """Waits for a state change of the wrapped channel."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Waits for the channel within."""
+        """Waits until the wrapped channel is ready."""
         await self._channel.channel_ready()
 
-    # `_registered_method` is what generated stubs say.
+    # Generated stubs pass `_registered_method`.
 
     def unary_unary(
         self,
@@ -75,7 +75,7 @@ class TokenChannel(grpc.aio.Channel):
         response_deserializer: Deserialize[R] | None = None,
         _registered_method: bool | None = False,
     ) -> grpc.aio.UnaryUnaryMultiCallable[Q, R]:
-        """A method of one request and one answer."""
+        """A method with one request and one response."""
         inner = self._channel.unary_unary(method, request_serializer, response_deserializer)
         return cast("grpc.aio.UnaryUnaryMultiCallable[Q, R]", _Carrying(inner, self._source))
 
@@ -86,7 +86,7 @@ class TokenChannel(grpc.aio.Channel):
         response_deserializer: Deserialize[R] | None = None,
         _registered_method: bool | None = False,
     ) -> grpc.aio.UnaryStreamMultiCallable[Q, R]:
-        """A method of one request and many answers."""
+        """A method with one request and a stream of responses."""
         inner = self._channel.unary_stream(method, request_serializer, response_deserializer)
         return cast("grpc.aio.UnaryStreamMultiCallable[Q, R]", _Carrying(inner, self._source))
 
@@ -97,7 +97,7 @@ class TokenChannel(grpc.aio.Channel):
         response_deserializer: Deserialize[R] | None = None,
         _registered_method: bool | None = False,
     ) -> grpc.aio.StreamUnaryMultiCallable[Q, R]:
-        """A method of many requests and one answer."""
+        """A method with a stream of requests and one response."""
         inner = self._channel.stream_unary(method, request_serializer, response_deserializer)
         return cast("grpc.aio.StreamUnaryMultiCallable[Q, R]", _Carrying(inner, self._source))
 
@@ -108,13 +108,13 @@ class TokenChannel(grpc.aio.Channel):
         response_deserializer: Deserialize[R] | None = None,
         _registered_method: bool | None = False,
     ) -> grpc.aio.StreamStreamMultiCallable[Q, R]:
-        """A method of many requests and many answers."""
+        """A method with a stream of requests and a stream of responses."""
         inner = self._channel.stream_stream(method, request_serializer, response_deserializer)
         return cast("grpc.aio.StreamStreamMultiCallable[Q, R]", _Carrying(inner, self._source))
 
 
 class _Carrying(Generic[C]):
-    """Begins calls as the method within does, which carry metadata beside their own."""
+    """Starts calls of the wrapped method, with the source's metadata added to their own."""
 
     def __init__(self, begin: Callable[..., C], source: MetadataSource) -> None:
         self._begin, self._source = begin, source

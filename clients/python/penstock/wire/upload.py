@@ -1,15 +1,15 @@
-"""One `UpdateWeights` call, from the side that has the weights.
+"""One `UpdateWeights` call, on the side of the sender.
 
-    header -> READY -> chunks, where the source is inline -> commit -> STAGED, and ACTIVE if immediate
-    header -> READY -> commit, likewise: `Filling`, of shared memory that is filled in between
-    ... -> STAGED -> activate -> ACTIVE: `Staging`, of a version that is switched to later
+    header -> READY -> chunks, if the source is inline -> commit -> STAGED, then ACTIVE if immediate
+    header -> READY -> commit -> the same: `Filling`, shared memory that is filled in between
+    ... -> STAGED -> activate -> ACTIVE: `Staging`, a version that is switched to later
 
-The server says its last answer again every ten seconds. An upload that hears none for SILENT_SECONDS has
-gone astray: a bit that flips in the number of its HTTP/2 stream leaves it open for ever, on a connection
-whose pings are answered. It ends as one whose server is away does.
+The server repeats its last answer every ten seconds. An upload without any answer for SILENT_SECONDS has
+gone astray. A flipped bit in the number of its HTTP/2 stream, for example, leaves it open forever on a
+connection whose pings are answered. Such an upload fails as if the server were unreachable.
 
-Requests are written as bytes here. A chunk then costs one copy of its data instead of four, and
-the header's checksum is that of the very bytes that are sent. Needs xxhash, which the client does not.
+Requests are serialized here by hand. A chunk then costs one copy of its data instead of four, and the
+header's checksum covers exactly the bytes that are sent. Needs xxhash, on which the client does not depend.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from penstock.wire import codec
 
 CHUNK_BYTES = 2 * 1024 * 1024
 SILENT_SECONDS = 60.0
-"""Longest time without an answer."""
+"""Maximum time between two answers."""
 ROOM_BYTES_PER_SECOND = 1e9
-"""By which the first may come later: room for the payload is made before it."""
+"""The first answer may take longer: the server first allocates memory for the payload, at this rate."""
 SILENT_PARTS = 6
 UPDATE_WEIGHTS = "/penstock.v1.RolloutService/UpdateWeights"
 
 Piece = bytes | memoryview
 Request = bytes | weights_pb2.WeightCommit
-"""A serialized UpdateWeightsRequest, or the commit, which lacks the header's checksum yet."""
+"""A serialized UpdateWeightsRequest, or the commit, which still lacks the header's checksum."""
 
 # Tags of the fields that are written here: field number and wire type.
 _HEADER, _CHUNK = b"\x0a", b"\x12"
@@ -57,20 +57,19 @@ async def upload(
 ) -> weights_pb2.UpdateWeightsResponse:
     """Uploads one version; returns the server's last answer, STAGED or ACTIVE.
 
-    `payload` is what goes into chunks, in order; it is read once the server is ready, and
-    `on_sent` is told the length of each chunk. `checksums` has the XXH3-64 of each, where they are known
-    already. Raises AioRpcError, which is UNAVAILABLE also after `silent_seconds` without an answer, and
-    NotStaged.
+    `payload` is sent as chunks, in order; it is read once the server is ready. `on_sent` gets the length of
+    each chunk. `checksums` has the XXH3-64 of each chunk, if they are known already. Raises NotStaged, and
+    AioRpcError; after `silent_seconds` without an answer its code is UNAVAILABLE.
     """
     body = partial(_chunk_requests, payload, on_sent, checksums)
     return await _call(channel, header, body, silent_seconds=silent_seconds)
 
 
 class Filling:
-    """An upload whose shared memory is filled while the server verifies it; on the event loop.
+    """An upload whose shared memory is filled while the server verifies it. Use it on the event loop.
 
-    `commit` ends it; without, `cancel` has to. Whatever becomes of the call before the commit is heard
-    there.
+    The caller must end it with `commit` or `cancel`. An error of the call before that is raised by
+    `commit`.
     """
 
     def __init__(self, channel: grpc.aio.Channel, header: weights_pb2.WeightHeader) -> None:
@@ -82,7 +81,7 @@ class Filling:
         self._last.add_done_callback(self._end)
 
     async def commit(self, tensor_xxh3: Sequence[int]) -> weights_pb2.UpdateWeightsResponse:
-        """All is there; returns the server's last answer, STAGED or ACTIVE.
+        """Tells the server that all tensors are filled; returns its last answer, STAGED or ACTIVE.
 
         Raises AioRpcError and NotStaged.
         """
@@ -91,13 +90,13 @@ class Filling:
         return await self._last
 
     def cancel(self) -> None:
-        """Ends the call, of which nothing is left at the server; safe to repeat."""
+        """Ends the call; the server then drops the version. Safe to repeat."""
         self._last.cancel()
         if self._last.done() and not self._last.cancelled():
-            self._last.exception()  # Nobody waits for it.
+            self._last.exception()  # Marks it as retrieved, so that asyncio does not log it.
 
     def _end(self, _: object) -> None:
-        # grpc's own task waits for the requests to end, also of a call that is over.
+        # grpc's own task waits for the request iterator to end, even after the call is over.
         if not self._checksums.done():
             self._checksums.set_result(None)
 
@@ -108,9 +107,9 @@ class Filling:
 
 
 class Staging:
-    """An upload that is staged, and switched to when its uploader says so; on the event loop.
+    """An upload that is staged first, and switched to on request. Use it on the event loop.
 
-    `activate` ends it; without, `cancel` has to.
+    The caller must end it with `activate` or `cancel`.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Staging:
         header: weights_pb2.WeightHeader,
         payload: Iterable[Piece] = (),
     ) -> None:
-        """Sends the header, whose activation is staged, and what `upload` sends."""
+        """Sends the header, which must ask for staged activation, and then the payload, as `upload`."""
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[bool] = loop.create_future()
         self._staged: asyncio.Future[weights_pb2.UpdateWeightsResponse] = loop.create_future()
@@ -131,35 +130,35 @@ class Staging:
         self._last.add_done_callback(self._end)
 
     async def ready(self) -> bool:
-        """Whether the server takes it; false where it had it before, or refuses it."""
+        """Whether the server is ready for the payload; false if it has the version or refuses it."""
         await asyncio.wait([self._ready, self._last], return_when=asyncio.FIRST_COMPLETED)
         return self._ready.done() and self._ready.result()
 
     async def staged(self) -> weights_pb2.UpdateWeightsResponse:
-        """The server's answer once the version is verified there. Raises AioRpcError and NotStaged."""
+        """Waits for the server's answer that the version is verified. Raises AioRpcError and NotStaged."""
         await asyncio.wait([self._staged, self._last], return_when=asyncio.FIRST_COMPLETED)
         return self._staged.result() if self._staged.done() else await self._last
 
     async def activate(
         self, in_flight: weights_pb2.InFlightPolicy.ValueType
     ) -> weights_pb2.UpdateWeightsResponse:
-        """Has it switched to; returns the server's answer, ACTIVE. Raises AioRpcError and NotStaged."""
+        """Has the version switched to; returns the answer ACTIVE. Raises AioRpcError and NotStaged."""
         if not self._activation.done():
             self._activation.set_result(weights_pb2.WeightActivation(in_flight=in_flight))
         return await self._last
 
     def cancel(self) -> None:
-        """Ends the call; what was staged by it may stay so. Safe to repeat."""
+        """Ends the call; the version may stay staged. Safe to repeat."""
         self._last.cancel()
         if self._last.done() and not self._last.cancelled():
-            self._last.exception()  # Nobody waits for it.
+            self._last.exception()  # Marks it as retrieved, so that asyncio does not log it.
 
     def _hear(self, answer: weights_pb2.UpdateWeightsResponse) -> None:
         if not self._staged.done():
             self._staged.set_result(answer)
 
     def _end(self, _: object) -> None:
-        # grpc's own task waits for the requests to end, also of a call that is over.
+        # grpc's own task waits for the request iterator to end, even after the call is over.
         if not self._activation.done():
             self._activation.set_result(None)
 
@@ -176,9 +175,12 @@ async def _call(
     ready: asyncio.Future[bool] | None = None,
     silent_seconds: float = SILENT_SECONDS,
 ) -> weights_pb2.UpdateWeightsResponse:
-    """One call; `body` has what comes once the server is ready, at last the commit. `on_staged` is told
-    of each answer but READY, `activation` has what to send after it, and `ready` is told what the first
-    answer said."""
+    """Makes one call and returns the last answer.
+
+    `body` yields the requests to send once the server is ready, the commit last. `on_staged` gets each
+    answer other than READY. The result of `activation` is sent after the body. `ready` is set to whether
+    the first answer was READY.
+    """
     ready = ready or asyncio.get_running_loop().create_future()
     method: grpc.aio.StreamStreamMultiCallable[bytes, weights_pb2.UpdateWeightsResponse] = (
         channel.stream_stream(
@@ -196,12 +198,12 @@ async def _call(
                 if on_staged is not None:
                     on_staged(response)
                 if not ready.done():
-                    # It had the version already.
+                    # The server had the version already.
                     ready.set_result(False)
             elif not ready.done():
                 ready.set_result(True)
     finally:
-        # grpc's own task waits for the requests to end, also of a call that is over.
+        # grpc's own task waits for the request iterator to end, even after the call is over.
         if not ready.done():
             ready.set_result(False)
     if last is None:
@@ -216,13 +218,13 @@ async def _answers(
     header: weights_pb2.WeightHeader,
     silent_seconds: float,
 ) -> AsyncIterator[weights_pb2.UpdateWeightsResponse]:
-    """What the server says. Raises AioRpcError, also where it says nothing for too long."""
+    """Yields the server's answers. Raises AioRpcError, also after too long a silence."""
     bound = silent_seconds + header.inline.length_bytes / ROOM_BYTES_PER_SECOND
     answers = aiter(call)
     while True:
         answer = asyncio.ensure_future(anext(answers, None))
         try:
-            # In parts: a loop that stood still for as long has had no time to hear.
+            # Waits in parts: an event loop that was blocked for the whole time could not have heard.
             for _ in range(SILENT_PARTS):
                 await asyncio.wait([answer], timeout=bound / SILENT_PARTS)
                 if answer.done():
@@ -233,7 +235,7 @@ async def _answers(
                     grpc.StatusCode.UNAVAILABLE,
                     grpc.aio.Metadata(),
                     grpc.aio.Metadata(),
-                    f"the server said nothing of version {header.weight_version} for {bound:.0f} s",
+                    f"the server sent no answer for version {header.weight_version} within {bound:.0f} s",
                 )
         finally:
             answer.cancel()
@@ -277,7 +279,7 @@ async def _chunk_requests(
 
 
 def chunk_pieces(payload: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """The payload in chunks of CHUNK_BYTES, each as the pieces it is made of."""
+    """The payload in chunks of CHUNK_BYTES, each as a list of pieces."""
     pieces: list[Piece] = []
     room = CHUNK_BYTES
     for whole in payload:
@@ -296,13 +298,13 @@ def chunk_pieces(payload: Iterable[Piece]) -> Iterator[list[Piece]]:
 def chunk_message(
     offset: int, length: int, pieces: Iterable[Piece], xxh3: int | None = None
 ) -> bytes:
-    """A serialized UpdateWeightsRequest with one chunk; its checksum is computed where it is not given."""
+    """A serialized UpdateWeightsRequest with one chunk; computes the checksum unless it is given."""
     if xxh3 is None:
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)
         xxh3 = digest.intdigest()
-    # A field of value zero is left out, as every writer of proto3 does.
+    # proto3 writers leave out fields of value zero.
     start = _OFFSET + _varint(offset) if offset else b""
     before = start + _DATA + _varint(length)
     after = _XXH3 + xxh3.to_bytes(8, "little")

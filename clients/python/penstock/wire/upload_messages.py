@@ -1,11 +1,11 @@
-"""What `UpdateWeights` receives, read from its bytes with as few copies as can be.
+"""Parses what `UpdateWeights` receives, with as few copies as possible.
 
     read_upload_message(data) -> Header | Chunk | UpdateWeightsRequest (commit, join, round, or nothing)
 
-Almost all that an upload sends are chunks, which protobuf would copy twice. So a chunk is read by hand
-where its bytes are plain: each field at most once, nothing unknown, every length exact. Anything else,
-malformed bytes included, goes through protobuf and means what protobuf says. A header keeps the checksum
-of its bytes as they came, because another language may legally encode it in another order.
+Almost all messages of an upload are chunks, which protobuf would copy twice. So a chunk is parsed by hand
+if its bytes are plain: each field at most once, no unknown field, every length exact. Protobuf parses
+everything else, including malformed bytes, and decides what it means. A header keeps the checksum of its
+bytes as received, because another language may legally encode it in another order.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock.wire import codec
 
 RAW_PACKAGE = "penstock.v1raw"
 
-# Tags of the fields that are read here: field number and wire type.
+# Tags of the fields that are parsed here: field number and wire type.
 _CHUNK, _OFFSET, _DATA, _XXH3 = 0x12, 0x08, 0x12, 0x19
 _XXH3_BYTES = 8
-# A number of at most 63 bits, which an offset or a length has to be, takes no more.
+# Offsets and lengths have at most 63 bits, which fit into nine bytes.
 _LONGEST_VARINT = 9
 
 
@@ -34,18 +34,18 @@ class Header:
     """The header of an upload."""
 
     message: weights_pb2.WeightHeader
-    """Twin of a WeightHeader."""
+    """A twin message."""
     sha256: bytes
-    """Of its bytes as they were sent."""
+    """Hash of the header's bytes as they were sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A WeightChunk."""
+    """The fields of a WeightChunk."""
 
     offset_bytes: int
     data: memoryview
-    """A view of the message it came in."""
+    """A view of the received message."""
     xxh3: int
 
 
@@ -53,7 +53,7 @@ UploadMessage = Header | Chunk | weights_pb2.UpdateWeightsRequest
 
 
 def read_upload_message(data: bytes) -> UploadMessage:
-    """Raises MalformedMessage."""
+    """Parses a serialized UpdateWeightsRequest. Raises MalformedMessage."""
     if (chunk := _plain_chunk(data)) is not None:
         return chunk
     request = codec.decode(weights_pb2.UpdateWeightsRequest, data)
@@ -62,14 +62,14 @@ def read_upload_message(data: bytes) -> UploadMessage:
         chunk = request.chunk
         return Chunk(chunk.offset_bytes, memoryview(chunk.data), chunk.xxh3)
     if kind == "header":
-        # More than one piece is legal, and means all of them one after the other.
+        # A header split into several fields is legal; protobuf merges them in order.
         pieces = _Raw.FromString(data).header
         return Header(request.header, hashlib.sha256(b"".join(pieces)).digest())
     return request
 
 
 class _RawRequest(Protocol):
-    """An UpdateWeightsRequest of which only the header is read, as bytes."""
+    """An UpdateWeightsRequest that exposes only its header, as bytes."""
 
     @property
     def header(self) -> Sequence[bytes]: ...
@@ -100,7 +100,7 @@ _Raw = _raw_class()
 
 
 def _plain_chunk(data: bytes) -> Chunk | None:
-    """The chunk, where its bytes are as any writer would write them; None where protobuf decides."""
+    """The chunk, if its bytes are plain; None leaves the message to protobuf."""
     try:
         if data[0] != _CHUNK:
             return None
@@ -141,11 +141,11 @@ def _fields(data: bytes, at: int) -> Chunk | None:
 
 
 class _Unusual(Exception):
-    """A number that is no plain non-negative one."""
+    """A varint that is not a plain non-negative number."""
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends."""
+    """A number, and the position after it."""
     value = 0
     for place in range(_LONGEST_VARINT):
         byte = data[at + place]
