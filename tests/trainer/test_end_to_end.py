@@ -459,7 +459,7 @@ async def test_a_server_whose_memory_is_full_for_a_while_ends_no_run(
 
         tasks: Any = server.serving.tasks
         budget, tasks._budget = tasks._budget, Full(0)
-        await trainer.says("SubmitTasks: MEMORY_BUDGET: full; asking again")
+        await trainer.says("SubmitTasks: MEMORY_BUDGET: full; submitting again")
         tasks._budget = budget
         code, _, err = await trainer.end()
         assert code == 0, err

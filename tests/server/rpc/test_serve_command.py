@@ -148,7 +148,7 @@ def test_what_cannot_be_served_is_said_in_a_line(
         (["listen=nowhere"], "HOST:PORT"),
         (["leases.seconds=-1"], "leases.seconds"),
         (["leases.seconds=inf"], "leases.seconds"),
-        (["leases.max_attempts=true"], "max_attempts = true, where neither"),
+        (["leases.max_attempts=true"], "max_attempts = true, but it does not take a boolean"),
         (["leases.secnods=1"], "secnods"),
         (["weights.in_flight=sometimes"], "sometimes"),
         (["novalue"], "key=value"),

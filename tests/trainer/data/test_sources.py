@@ -93,7 +93,7 @@ def test_jsonl_takes_prompts_and_messages(tmp_path: Path) -> None:
         ("{", r":1: "),
         ("[1]", "expected an object"),
         ({"text": "x"}, "expected 'messages', or a string in 'prompt'"),
-        ({"prompt": 3}, "a text in 'prompt'"),
+        ({"prompt": 3}, "a string in 'prompt'"),
         ({"messages": []}, "a list of messages"),
         ({"messages": ["x"]}, "a role and a content, got 'x'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
@@ -593,7 +593,7 @@ def test_weights_are_what_they_are_written_as() -> None:
     assert whole_weights([0.7, 0.3]) == (7, 3)
     assert whole_weights([2.0, 4.0, 6.0]) == (1, 2, 3)
     assert whole_weights([1e-3, 1]) == (1, 1000)
-    with pytest.raises(ConfigInvalid, match=f"{LONGEST_CYCLE} at most"):
+    with pytest.raises(ConfigInvalid, match=f"at most {LONGEST_CYCLE}"):
         whole_weights([0.33333333, 0.66666667])
 
 

@@ -378,7 +378,7 @@ def test_a_trainers_file_that_does_not_say_what_to_measure_is_refused(
         (("--config", str(file), *reward), "the prompts of game come from an environment"),
         (("--config", str(file), "--only", "mixed"), "give --reward"),
         (("--config", str(file), *reward, "--args", str(file)), "--args requires a --style"),
-        (("--config", str(file), "--style", "verl"), "give --reward"),
+        (("--config", str(file), "--style", "verl"), "--style verl requires --reward"),
     ]
     for arguments, said in wrong:
         assert main(list(arguments)) == 2
