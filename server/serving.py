@@ -26,7 +26,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from penstock.server.config.settings import Security, ServeConfig, check_exposure
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.core.telemetry import ServerMetrics
@@ -60,8 +60,10 @@ from penstock.server.state import Parts
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns.policy_messages import PolicyMessages
 from penstock.server.turns.records import TurnRecorder
-from penstock.server.turns.runner import Turn, TurnAttempt, TurnRunner
+from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
+from penstock.server.turns.trajectory import Turn
+from penstock.server.turns.turn import TurnAttempt
 from penstock.server.weights.adapter_folder import AdapterFolders
 from penstock.server.weights.adapter_versions import AdapterVersions
 from penstock.server.weights.held import HeldWeights
@@ -156,11 +158,18 @@ class Serving:
         self.switch = WeightSwitch(
             engine, pool=self.pool, prepare_ahead=config.weights.prepare_ahead
         )
+        self.metrics = ServerMetrics()
         self.turns = TurnRunner(
-            engine, self.switch, renderer.decode, TurnRecorder(self._journal, self.store)
+            engine,
+            self.switch,
+            renderer.decode,
+            TurnRecorder(self._journal, self.store),
+            on_tokens=self.metrics.tokens_sampled,
+            on_started=self.callers.turn_started,
+            on_ended=self._turn_ended,
+            on_left=lambda: self.adapters.free_idle(),
         )
         self.messages = PolicyMessages(renderer)
-        self.metrics = ServerMetrics()
         self.adapters, self.weights, self.uploads = self._make_weights(config)
         self.own = OwnTrajectories(
             self.store,
@@ -317,10 +326,6 @@ class Serving:
         if self.pool is not None:
             self._wire_pool(self.pool)
         self.switch.on_health = self._publish_health
-        self.turns.on_tokens = self.metrics.tokens_sampled
-        self.turns.on_ended = self._turn_ended
-        self.turns.on_left = self.adapters.free_idle
-        self.turns.on_started = self.callers.turn_started
         self.callers.turns_in_flight = lambda: self.turns.in_flight
         self.callers.is_open = self._is_open
         self.opening.check_caller = self.callers.check_tokens

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Protocol
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.reason_counts import ReasonCounts
 from penstock.server.journal.records import FilePlace, Journal, Stored
-from penstock.server.turns.group_bytes import EncodedGroup, group_in
+from penstock.server.turns.encoding import EncodedGroup, group_in
 from penstock.v1 import task_service_pb2, trajectory_pb2
 
 MAX_UNREAD_DROPS = 1_000

@@ -36,7 +36,8 @@ from penstock.server.turns.records import (
     trajectory_opened,
     whole_turn,
 )
-from penstock.server.turns.store import ClosedMark, TrajectoryRecord, outcome_digest
+from penstock.server.turns.store import ClosedMark, outcome_digest
+from penstock.server.turns.trajectory import TrajectoryRecord
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
 
 

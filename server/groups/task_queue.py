@@ -34,7 +34,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import Attempt, Group, Holder, Lease, LeaseRules, Settled

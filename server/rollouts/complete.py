@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.common.failpoints import hit
+from penstock.server.core.aio import OwnTasks
 from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
-from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.core.reason_counts import ReasonCounts
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import Attempt, Group, Settled, group_changed
@@ -54,7 +54,7 @@ from penstock.server.journal.records import (
     trajectory_closed,
 )
 from penstock.server.rollouts.unleased import STOOD_STILL_SECONDS, OwnTrajectories
-from penstock.server.turns.group_bytes import (
+from penstock.server.turns.encoding import (
     EncodedGroup,
     decode_group,
     encode_early,
@@ -63,13 +63,10 @@ from penstock.server.turns.group_bytes import (
 )
 from penstock.server.turns.records import trajectory_opened
 from penstock.server.turns.requests import check_depth
-from penstock.server.turns.runner import TurnRunner, TurnSampling
-from penstock.server.turns.store import (
-    PromptKind,
-    TrajectoryRecord,
-    TrajectoryStore,
-    outcome_digest,
-)
+from penstock.server.turns.runner import TurnRunner
+from penstock.server.turns.store import TrajectoryStore, outcome_digest
+from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
+from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import trajectory_pb2
 from penstock.wire.channel import MAX_MESSAGE_BYTES
 from penstock.wire.codec import LOGPROB, TOKEN, twin

@@ -24,12 +24,10 @@ from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns import requests
 from penstock.server.turns.prompts import Prompts, Said
-from penstock.server.turns.runner import Turn, TurnRunner, TurnSampling
-from penstock.server.turns.store import (
-    BYTES_PER_TOKEN,
-    TrajectoryRecord,
-    TrajectoryStore,
-)
+from penstock.server.turns.runner import TurnRunner
+from penstock.server.turns.store import TrajectoryStore
+from penstock.server.turns.trajectory import BYTES_PER_TOKEN, TrajectoryRecord, Turn
+from penstock.server.turns.turn import TurnSampling
 from penstock.server.weights.switch import WeightSwitch
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason

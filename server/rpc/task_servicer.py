@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from google.protobuf import duration_pb2
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.groups.attempts import Holder, group_changed

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from penstock.common.failpoints import hit
 from penstock.common.memory_file import host_id
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid, to_rejection
 from penstock.server.groups import places as group_places
 from penstock.server.groups.admission import Admission
@@ -41,7 +41,7 @@ from penstock.server.journal.records import (
     step_final,
     task_accepted,
 )
-from penstock.server.turns.group_bytes import Delivery
+from penstock.server.turns.encoding import Delivery
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weights.header import read_in_flight

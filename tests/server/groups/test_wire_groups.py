@@ -11,7 +11,7 @@ import grpc
 import pytest
 from google.protobuf import struct_pb2
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import Holder, LeaseRules
 from penstock.server.groups.task_queue import TaskQueue

@@ -18,7 +18,7 @@ from penstock.server.core.errors import DomainError
 from penstock.server.groups.recovery import Recovered
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.records import step_final
-from penstock.server.turns.group_bytes import decode_group
+from penstock.server.turns.encoding import decode_group
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock.server.text.renderer import Message, Parsed, ParsedCall, TokenizerRenderer, Tool
-from penstock.server.turns.history import MatchKind, match
+from penstock.server.turns.matching import MatchKind, match
 from penstock.trainer.batching.batching import read_group
 from penstock.v1 import conversation_pb2, trajectory_pb2
 from penstock.wire import branches, codec

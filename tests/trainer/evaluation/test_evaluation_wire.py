@@ -18,7 +18,7 @@ from penstock.client.calls import Calls
 from penstock.client.scoring import single_turn
 from penstock.client.tasks import Purpose
 from penstock.server.config import settings as server_config
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.engine.protocol import TensorMeta
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import Holder, LeaseRules
