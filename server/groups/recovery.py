@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from penstock.server.groups.attempts import Attempt, Group
+from penstock.server.groups.attempts import Attempt, Group, group_changed, recorded_state
 from penstock.server.journal import records
 from penstock.server.journal.records import (
     Deferred,
@@ -182,9 +182,7 @@ class Recovered:
                 index,
                 attempt.retry_count,
                 attempt.trajectory_id,
-                leased=attempt.leased,
-                final=attempt.final,
-                failed=attempt.failed,
+                state=recorded_state(attempt),
             )
             for index, attempt in enumerate(changed.attempts)
         ]
@@ -289,7 +287,7 @@ class Recovered:
             attempt.trajectory_id
             for group in self.groups.values()
             for attempt in group.attempts
-            if attempt.leased
+            if attempt.state.leased
         }
         for root in leased & self.closed.keys():
             digest = self.closed[root].outcome_digest
@@ -311,7 +309,7 @@ class Recovered:
         return record.trajectory_id
 
     def _run_replaced(self) -> None:
-        attempts = [a for group in self.groups.values() for a in group.attempts if a.leased]
+        attempts = [a for group in self.groups.values() for a in group.attempts if a.state.leased]
         leased = {attempt.trajectory_id for attempt in attempts}
         self.expired.update(dict.fromkeys(leased, False))
         for record in list(self.trajectories.values()):
@@ -392,7 +390,7 @@ def snapshot(state: ServerState) -> Iterator[SnapshotItem]:
     for group in state.groups:
         if group.task is not None:
             yield records.task_accepted(group.task)
-        yield records.group_changed(group)
+        yield group_changed(group)
     for trajectory in state.trajectories:
         yield trajectory_opened(trajectory)
         if trajectory.turn is not None:

@@ -1,11 +1,6 @@
 """Tasks, attempts, leases and retries.
 
-States of an attempt (one of a group's `group_size` attempts):
-
-    waiting --lease--> leased --complete(reward)--------------------> final
-       ^                 |  \\--complete(failure), retries left --> waiting
-       |                 |  \\--complete(failure), none left ------> final (the failure is data)
-       +--lease expires--+
+`attempts` has the states of an attempt.
 
 - A task becomes a group when the staleness gate admits it and an agent asks for work. The group's
   attempts are leased in order of `sample_index`, retries first.
@@ -37,7 +32,15 @@ from itertools import chain
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.groups.admission import Admission
-from penstock.server.groups.attempts import Attempt, Group, Holder, Lease, LeaseRules, Settled
+from penstock.server.groups.attempts import (
+    Attempt,
+    AttemptState,
+    Group,
+    Holder,
+    Lease,
+    LeaseRules,
+    Settled,
+)
 from penstock.server.groups.known_tasks import KnownTasks
 from penstock.server.groups.lease_clock import LeaseClock
 from penstock.v1 import task_service_pb2, trajectory_pb2
@@ -138,12 +141,12 @@ class TaskQueue:
             if group.task is None:
                 self.leases.touch(group.attempts[0])
             for attempt in group.attempts:
-                if attempt.leased:
+                if attempt.state.leased:
                     self._attempts[attempt.trajectory_id] = attempt
                     self.leases.touch(attempt)
                     if group.task is not None:
                         self.leases.orphan(attempt)
-                elif not attempt.final and group.task is not None:
+                elif not attempt.state.final and group.task is not None:
                     self._waiting.append(attempt)
         for group_id in ended:
             self._remember_ended(group_id)
@@ -205,7 +208,8 @@ class TaskQueue:
         group = attempt.group
         assert group.task is not None
         attempt.trajectory_id = f"{group.group_id}-{attempt.sample_index}-{attempt.retry_count}"
-        attempt.leased, attempt.holder = True, holder
+        attempt.to(AttemptState.LEASED)
+        attempt.holder = holder
         holder.held.add(attempt.trajectory_id)
         self._attempts[attempt.trajectory_id] = attempt
         self.leases.touch(attempt)
@@ -219,9 +223,7 @@ class TaskQueue:
             if not _wanted(holder, group.purpose):
                 continue
             if holder.whole_groups:
-                untouched = group.holder is None and not any(
-                    sibling.leased or sibling.final for sibling in group.attempts
-                )
+                untouched = group.holder is None and all(map(_waits, group.attempts))
                 if group.holder is not holder and not untouched:
                     continue
                 if group.task is None or not holder.takes(group.task):
@@ -296,9 +298,10 @@ class TaskQueue:
         if group.size != size:
             raise FieldInvalid("group_size", f"differs from the group's {group.size}", size)
         attempt = group.attempts[sample_index]
-        if attempt.leased or attempt.final:
+        if not _waits(attempt):
             raise FieldInvalid("sample_index", "is taken in this group", sample_index)
-        attempt.trajectory_id, attempt.leased = trajectory_id, True
+        attempt.to(AttemptState.LEASED)
+        attempt.trajectory_id = trajectory_id
         self._attempts[trajectory_id] = attempt
         self.leases.touch(attempt)
 
@@ -325,7 +328,7 @@ class TaskQueue:
     def leased_of(self, group_id: str) -> list[str]:
         """Trajectory ids of a group's leased attempts."""
         group = self._groups.get(group_id)
-        return [] if group is None else [a.trajectory_id for a in group.attempts if a.leased]
+        return [] if group is None else [a.trajectory_id for a in group.attempts if a.state.leased]
 
     def holder_lost(self, holder: Holder) -> None:
         """Handle the end of a lease stream: its leases expire after the grace period unless renewed."""
@@ -361,23 +364,22 @@ class TaskQueue:
         """Close an attempt: it becomes final, or returns to the queue if it failed with retries left."""
         group = attempt.group
         self._let_go(attempt)
-        attempt.holder, attempt.leased, attempt.open_calls = None, False, 0
-        attempt.orphaned = False
+        attempt.holder, attempt.open_calls = None, 0
         attempt.branches.clear()
         retry = (
             failed
             and group.task is not None
             and attempt.retry_count + 1 < self.leases.rules.max_attempts
         )
-        attempt.final = not retry
-        attempt.failed = failed and not retry
         discarded: list[str] = []
         if retry:
             self._make_again(attempt)
+        else:
+            attempt.to(AttemptState.FAILED if failed else AttemptState.SUCCEEDED)
         if group.whole and group.holder is None and any(_waits(a) for a in group.attempts):
             # The holder that judged the siblings together is gone, so they are all sampled again.
             for sibling in group.attempts:
-                if sibling.final:
+                if sibling.state.final:
                     discarded.append(sibling.trajectory_id)
                     self._make_again(sibling)
         completed = None
@@ -391,7 +393,7 @@ class TaskQueue:
             self._remember_ended(group.group_id)
         self._changed.notify()
         return Settled(
-            attempt.final, completed, tuple(discarded), tuple(left_out), tuple(taken_back)
+            attempt.state.final, completed, tuple(discarded), tuple(left_out), tuple(taken_back)
         )
 
     def _end_race(self, group: Group) -> tuple[list[str], list[str]]:
@@ -407,7 +409,7 @@ class TaskQueue:
                 self._waiting.remove(other)
             ids = _ids(other)
             left_out += ids
-            if other.leased:
+            if other.state.leased:
                 taken_back += ids
                 self._let_go(other)
         self.leases.remember_expired(taken_back, retried=False)
@@ -432,7 +434,8 @@ class TaskQueue:
 
     def _make_again(self, attempt: Attempt) -> None:
         attempt.retry_count += 1
-        attempt.trajectory_id, attempt.final = "", False
+        attempt.trajectory_id = ""
+        attempt.to(AttemptState.WAITING)
         self._waiting.appendleft(attempt)
 
     def resubmit(self, task: task_service_pb2.Task) -> None:
@@ -452,7 +455,7 @@ class TaskQueue:
         self._waiting.clear()
         for group in groups:
             for attempt in group.attempts:
-                if attempt.leased:
+                if attempt.state.leased:
                     self.leases.remember_expired(_ids(attempt), retried=False)
                     self._let_go(attempt)
         self._groups.clear()
@@ -474,7 +477,7 @@ def _wanted(holder: Holder, purpose: trajectory_pb2.Purpose.ValueType) -> bool:
 
 
 def _waits(attempt: Attempt) -> bool:
-    return not attempt.final and not attempt.leased
+    return attempt.state is AttemptState.WAITING
 
 
 def _task_bytes(group: Group) -> int:

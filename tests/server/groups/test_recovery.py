@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from penstock.server.core.errors import DomainError
-from penstock.server.groups.attempts import Attempt, Group, group_changed
+from penstock.server.groups.attempts import Attempt, AttemptState, Group, group_changed
 from penstock.server.groups.recovery import Recovered
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.records import (
@@ -836,7 +836,7 @@ async def test_a_record_that_compaction_overtook_says_nothing(tmp_path: Path) ->
     where = Stored(1, 16, 64)
     task = Task(task_id="t", group_size=1)
     group = Group("g", 1, task, trajectory_pb2.PURPOSE_TRAIN, 0)
-    group.attempts = [Attempt(group, 0, 0, "g-0-0", leased=True)]
+    group.attempts = [Attempt(group, 0, 0, "g-0-0", state=AttemptState.LEASED)]
     # The snapshot no longer has the task, for the group is complete; the end of it is queued as well.
     whole = encode_group("g", "t", trajectory_pb2.PURPOSE_TRAIN, (), range(1))
     encoded = group_finished(whole, task, 0, has_policy_tokens=False)

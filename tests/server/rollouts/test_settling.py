@@ -174,7 +174,7 @@ async def test_an_attempt_with_a_branch_that_ran_out_waits_for_its_sibling_over_
         (group,) = harness.serving.queue.groups
         group.attempts[0].deadline -= 3600
         harness.serving.queue.deadline_sooner.notify()
-        await until(lambda: group.attempts[0].final)
+        await until(lambda: group.attempts[0].state.final)
         await harness.serving._journal.append(())
         left = killed(tmp_path / "s")
         call.cancel()
