@@ -94,8 +94,8 @@ class Parts:
 
     def _finished(self) -> Iterator[tuple[Stored, str, int]]:
         for group in self.buffer.groups:
-            assert isinstance(group.payload, InJournal)
-            yield group.payload.stored, group.group_id, group.step
+            assert isinstance(group.storage, InJournal)
+            yield group.storage.stored, group.group_id, group.step
 
 
 def _buffered(group: FinishedGroup, journal: Journal, kept: KeptGroups) -> BufferedGroup:

@@ -171,10 +171,10 @@ class Group:
     def race_over(self) -> bool:
         """Whether enough attempts have a reward, for a task that needs fewer than all of them."""
         wanted = 0 if self.task is None else self.task.finish_count
-        return 0 < wanted < self.size and len(self.finished) >= wanted
+        return 0 < wanted < self.size and len(self.succeeded) >= wanted
 
     @property
-    def finished(self) -> list[Attempt]:
+    def succeeded(self) -> list[Attempt]:
         """Attempts that ended with a reward."""
         return [a for a in self.attempts if a.state is AttemptState.SUCCEEDED]
 

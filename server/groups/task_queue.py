@@ -61,7 +61,11 @@ class TaskQueue:
         *,
         max_pending: int = 100_000,
         max_evaluation_groups: int = 256,
+        has_memory: Callable[[], bool] = lambda: True,
+        buffered_evaluations: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`has_memory` tells whether the memory budget allows another group. `buffered_evaluations` counts
+        the evaluation groups that are buffered and not delivered."""
         self._admission = admission
         self.leases = LeaseClock(rules, clock)
         self._max_pending = max_pending
@@ -74,18 +78,16 @@ class TaskQueue:
         self.known_tasks = KnownTasks()
         self._groups: OrderedDict[str, Group] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
-        """Ids of complete groups, oldest first; bounded."""
+        """Ids of completed groups, oldest first; bounded."""
         self._evaluations: set[str] = set()
-        """Evaluation groups begun and not yet handed over to the buffer."""
+        """Evaluation groups begun, and neither buffered nor dropped."""
         self._waiting: deque[Attempt] = deque()
         self._attempts: dict[str, Attempt] = {}
         self._changed = changed
         self.byte_count = 0
         """Memory that tasks use, including those of groups under way."""
-        self.has_memory: Callable[[], bool] = lambda: True
-        """Whether the memory budget allows another group."""
-        self.buffered_evaluations: Callable[[], int] = lambda: 0
-        """Counts the evaluation groups handed over and not yet delivered."""
+        self._has_memory = has_memory
+        self._buffered_evaluations = buffered_evaluations
 
     @property
     def pending_count(self) -> int:
@@ -102,12 +104,12 @@ class TaskQueue:
 
     @property
     def open_group_count(self) -> int:
-        """Groups begun and not complete."""
+        """Groups begun and not completed."""
         return len(self._groups)
 
     @property
     def groups(self) -> Iterable[Group]:
-        """Groups begun and not complete."""
+        """Groups begun and not completed."""
         return self._groups.values()
 
     @property
@@ -117,7 +119,7 @@ class TaskQueue:
 
     @property
     def ended_groups(self) -> Iterable[str]:
-        """Ids of complete groups, oldest first."""
+        """Ids of completed groups, oldest first."""
         return self._ended
 
     def restore(
@@ -250,11 +252,11 @@ class TaskQueue:
         return None
 
     def _may_begin(self, purpose: trajectory_pb2.Purpose.ValueType, active_version: int) -> bool:
-        if not self.has_memory():
+        if not self._has_memory():
             return False
         if purpose == trajectory_pb2.PURPOSE_TRAIN:
             return self._admission.may_begin(active_version)
-        undelivered = len(self._evaluations) + self.buffered_evaluations()
+        undelivered = len(self._evaluations) + self._buffered_evaluations()
         return undelivered < self.max_evaluation_groups
 
     def _register(self, group: Group) -> None:
@@ -401,9 +403,9 @@ class TaskQueue:
         those among them that were leased."""
         left_out: list[str] = []
         taken_back: list[str] = []
-        finished = group.finished
+        succeeded = group.succeeded
         for other in group.attempts:
-            if other in finished:
+            if other in succeeded:
                 continue
             if other in self._waiting:
                 self._waiting.remove(other)
@@ -413,7 +415,7 @@ class TaskQueue:
                 taken_back += ids
                 self._let_go(other)
         self.leases.remember_expired(taken_back, retried=False)
-        group.attempts = finished
+        group.attempts = succeeded
         return left_out, taken_back
 
     def _let_go(self, attempt: Attempt) -> None:
@@ -427,8 +429,8 @@ class TaskQueue:
         while len(self._ended) > MAX_REMEMBERED_GROUPS:
             self._ended.popitem(last=False)
 
-    def handed_over(self, group_id: str) -> None:
-        """Stop counting a complete group here: it is in the buffer or was dropped."""
+    def release(self, group_id: str) -> None:
+        """Stop counting a completed group here: it is buffered or was dropped."""
         self._evaluations.discard(group_id)
         self._changed.notify()
 
@@ -439,7 +441,7 @@ class TaskQueue:
         self._waiting.appendleft(attempt)
 
     def resubmit(self, task: task_service_pb2.Task) -> None:
-        """Put a known task back at the head of the queue; its group was discarded for age."""
+        """Put a known task back at the head of the queue; its group was dropped for age."""
         self.known_tasks.hold(task.task_id)
         self._pending[_effective(task.purpose)].appendleft(task)
         self.byte_count += task.ByteSize()

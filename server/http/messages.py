@@ -18,7 +18,7 @@ from penstock.server.http import requests
 
 if TYPE_CHECKING:
     from penstock.server.http.reply import Delta, Reply
-    from penstock.server.text.renderer import Message, Tool
+    from penstock.server.text.messages import Message, Tool
 
 SAMPLING = {
     "temperature": "temperature",

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from penstock.server.text.renderer import Message, ToolCall
+from penstock.server.text.messages import Message, ToolCall
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 
 if TYPE_CHECKING:

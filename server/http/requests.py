@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.exceptions import VLLMClientError
 
 from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.text.renderer import Message, Tool, ToolCall
+from penstock.server.text.messages import Message, Tool, ToolCall
 from penstock.server.turns.requests import MAX_MESSAGES, identifier
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.codec import twin

@@ -68,7 +68,7 @@ from penstock.wire.reasons import Reason
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-    from penstock.server.text.renderer import Message, Tool
+    from penstock.server.text.messages import Message, Tool
 
 MAX_REFUSED = 4_096
 """Most refused requests to remember. Their agents retry within seconds."""

@@ -20,7 +20,8 @@ from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import Journal, trajectories_forgotten
 from penstock.server.rollouts.start import Opening, StreamWish
 from penstock.server.rollouts.unleased import OwnTrajectories
-from penstock.server.text.renderer import Message, Renderer
+from penstock.server.text.messages import Message
+from penstock.server.text.renderer import Renderer
 from penstock.server.turns import requests
 from penstock.server.turns.policy_messages import PolicyMessages
 from penstock.server.turns.runner import TurnRunner

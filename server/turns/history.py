@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.server.text.renderer import Message, Tool
+from penstock.server.text.messages import Message, Tool
 
 DIGEST_BYTES = 16
 HELD_MESSAGE_BYTES = 320

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock.server.text.renderer import Message, Tool
+from penstock.server.text.messages import Message, Tool
 from penstock.server.turns.history import HeldMessage, hold, tools_digest
 from penstock.server.turns.trajectory import TrajectoryRecord, Turn
 

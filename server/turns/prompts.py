@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.server.core.errors import FieldInvalid
-from penstock.server.text.renderer import Message, Renderer, Tool
+from penstock.server.text.messages import Message, Tool
+from penstock.server.text.renderer import Renderer
 from penstock.server.turns import requests
 from penstock.server.turns.history import History
 from penstock.server.turns.matching import kept_prefix

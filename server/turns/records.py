@@ -21,7 +21,7 @@ from penstock.server.journal.records import (
     Record,
     Stored,
 )
-from penstock.server.text.renderer import Tool
+from penstock.server.text.messages import Tool
 from penstock.server.turns import encoding
 from penstock.server.turns.history import HeldMessage, History
 from penstock.server.turns.requests import MIN_TEMPERATURE, sampling_message

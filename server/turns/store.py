@@ -37,7 +37,13 @@ def outcome_digest(outcome: trajectory_pb2.Outcome) -> bytes:
 class TrajectoryStore:
     """Records by id, with bounds on open trajectories and on the marks of closed ones."""
 
-    def __init__(self, max_open: int, max_remembered: int = 100_000) -> None:
+    def __init__(
+        self,
+        max_open: int,
+        max_remembered: int = 100_000,
+        on_closed: Callable[[str], None] = lambda trajectory_id: None,
+    ) -> None:
+        """`on_closed` is called with each trajectory that can have no further turn."""
         self._max_open = max_open
         self._max_remembered = max_remembered
         self._records: dict[str, TrajectoryRecord] = {}
@@ -45,8 +51,7 @@ class TrajectoryStore:
         self.open_count = 0
         self.byte_count = 0
         """Bytes that the records take of the memory budget."""
-        self.on_closed: Callable[[str], None] = lambda _: None
-        """Called with each trajectory that can have no further turn."""
+        self._on_closed = on_closed
 
     def check_new(self, trajectory_id: str, *, bounded: bool = True) -> None:
         """Raise TRAJECTORY_EXISTS for a known id, QUEUE_FULL at the bound."""
@@ -146,7 +151,7 @@ class TrajectoryStore:
         `forget`."""
         record.outcome = outcome
         self.open_count -= 1
-        self.on_closed(record.trajectory_id)
+        self._on_closed(record.trajectory_id)
         self.charge(record)
         self._closed[record.trajectory_id] = ClosedMark(
             outcome_digest(outcome), record.group_id, group_completed=False, retried=False
@@ -175,7 +180,7 @@ class TrajectoryStore:
             self.byte_count -= record.charged_bytes
             record.charged_bytes = 0
             self.open_count -= not record.closed
-            self.on_closed(trajectory_id)
+            self._on_closed(trajectory_id)
 
     def records(self) -> list[TrajectoryRecord]:
         return list(self._records.values())

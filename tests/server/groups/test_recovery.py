@@ -466,7 +466,7 @@ async def test_a_group_that_rots_on_the_disk_is_dropped_and_its_task_made_again(
     async with on_disk(tmp_path / "a") as harness:
         await finish_groups(harness, "a", "b")
         (group, _) = list(harness.serving.buffer.groups)
-        where = group.payload.stored
+        where = group.storage.stored
         path = harness.serving._journal._segments.paths[where.segment]
         if how == "other bytes":
             with path.open("r+b") as file:
@@ -768,7 +768,7 @@ async def test_after_any_order_of_events_another_server_holds_the_same(
                 ), error
         for stream in chaos.streams:
             stream.cancel()
-        await first.serving.closing.settled()
+        await first.serving.closing.wait_durable()
         journal = first.serving._journal
         assert isinstance(journal, LogJournal)
         await journal.append(())

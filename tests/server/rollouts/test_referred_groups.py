@@ -129,7 +129,7 @@ async def test_what_it_refers_to_is_kept_and_counted(tmp_path: Path) -> None:
         assert not any(stored.turns for stored in journal._held)
         assert 0 < journal._room.kept == held_bytes(journal) < in_turns
         for group in list(harness.serving.buffer.groups):
-            group.payload.release()
+            group.storage.release()
         assert journal._room.kept == 0
 
 
@@ -140,7 +140,7 @@ async def test_a_group_that_goes_while_it_is_copied_is_counted_once(tmp_path: Pa
         journal._room_needed.set()
         await journal._begin_compaction()
         first, _ = harness.serving.buffer.groups
-        first.payload.release()
+        first.storage.release()
         assert journal._compacting is not None
         await journal._compacting
         assert journal._room.kept == held_bytes(journal) > 0
@@ -148,7 +148,7 @@ async def test_a_group_that_goes_while_it_is_copied_is_counted_once(tmp_path: Pa
 
 async def held_groups(harness: Harness) -> list[Any]:
     """Those that are finished."""
-    groups = [await group.payload.read() for group in harness.serving.buffer.groups]
+    groups = [await group.storage.read() for group in harness.serving.buffer.groups]
     return [encoding.decode_group(group) for group in groups]
 
 
@@ -286,8 +286,8 @@ async def test_a_turn_that_is_damaged_is_noticed_by_both(tmp_path: Path) -> None
     async with on_disk(tmp_path) as harness:
         await finish_groups(harness, "a")
         (group,) = harness.serving.buffer.groups
-        assert isinstance(group.payload, InJournal)
-        turn = group.payload.stored.turns[-1]
+        assert isinstance(group.storage, InJournal)
+        turn = group.storage.stored.turns[-1]
         path = journal_of(harness)._segments.paths[turn.segment]
         with path.open("r+b") as file:
             file.seek(turn.offset + turn.length // 2)

@@ -92,7 +92,7 @@ async def compact(harness: Harness) -> None:
 async def delivered(harness: Harness) -> list[tuple[str, float]]:
     """Of the one group in the buffer: why each sibling failed, or its reward."""
     (group,) = harness.serving.buffer.groups
-    found = decode_group(await group.payload.read())
+    found = decode_group(await group.storage.read())
     return [(t.outcome.failure.reason, t.outcome.reward) for t in found.trajectories]
 
 
@@ -195,7 +195,7 @@ async def test_no_id_that_an_agent_takes_is_that_of_an_attempt_that_was_never_op
             await harness.generate(run, group_id="x", group_size=2, sample_index=0)
             await harness.generate(f"x-1-unopened-{run}")
             harness.pass_lease_time()
-            await until(lambda: harness.serving.buffer.waiting_count == 1)
+            await until(lambda: harness.serving.buffer.buffered_count == 1)
             exchange.call.cancel()
         assert not failed.done()
         failed.cancel()
@@ -407,7 +407,7 @@ async def test_groups_that_were_selected_as_the_stream_was_lost_come_on_the_next
             await harness.upload(version, trainer_epoch=1)
         await submit(harness, "new", group_size=1)
         await work(harness, await call.read())
-        await until(lambda: harness.serving.buffer.waiting_count == 2)
+        await until(lambda: harness.serving.buffer.buffered_count == 2)
         disk = Disk(harness, "group_dropped")
         exchange.send(demand=Demand(group_count=2))
         await disk.reached.wait()
@@ -475,7 +475,7 @@ async def test_a_group_that_cannot_be_read_leaves_its_place_to_another(
         await submit(harness, "task", group_size=1)
         call, (given,) = await lease(harness, 1)
         await work(harness, given)
-        await until(lambda: harness.serving.buffer.waiting_count == 1)
+        await until(lambda: harness.serving.buffer.buffered_count == 1)
         harness.serving.buffer.kept.clear()
         journal: Any = harness.serving._journal
         read = journal.read

@@ -8,7 +8,7 @@ import pytest
 from opentelemetry import trace
 
 from penstock.server.engine.protocol import Finish
-from penstock.server.text.renderer import Message, Tool, ToolCall
+from penstock.server.text.messages import Message, Tool, ToolCall
 from penstock.server.turns.history import History
 from penstock.server.turns.matching import Match, MatchKind, kept_prefix, match
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord, Turn
