@@ -250,7 +250,7 @@ class Serving:
         )
         buffer = GroupBuffer(
             changed,
-            lambda group: queue.known_tasks.leave(group.task_id),
+            lambda group: queue.pending.known.leave(group.task_id),
             limits.memory_bytes // KEPT_PART,
         )
         store = self.store

@@ -113,7 +113,7 @@ class Admission:
             self._gate.admit(group_id, active_version)
 
     def complete(self, group_id: str, oldest_version: int | None) -> None:
-        """Records that every sibling is complete. `oldest_version` is None without policy
+        """Records that a group is completed. `oldest_version` is None without policy
         tokens."""
         group = self._groups[group_id]
         group.completed, group.oldest = True, oldest_version
@@ -122,7 +122,7 @@ class Admission:
         self._changed.notify()
 
     def release(self, group_id: str) -> None:
-        """Removes a group that will not be trained, delivered or not. Ignores unknown ids."""
+        """Frees the slot of a group that will not be trained, delivered or not. Ignores unknown ids."""
         self._groups.pop(group_id, None)
         if self._gate is not None:
             self._gate.release(group_id)
@@ -138,7 +138,7 @@ class Admission:
         self._changed.notify()
 
     def select(self, credit: int) -> Selection:
-        """Returns completed groups to take now for a demand of `credit` groups.
+        """Returns completed groups to deliver now for a demand of `credit` groups.
 
         Call it after every change, even with a credit of zero: the gate uses these calls to measure
         how long the trainer waits.

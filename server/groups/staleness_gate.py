@@ -212,10 +212,6 @@ class StalenessGate:
         """Groups delivered at the version the trainer holds, at most `groups_per_step`."""
         return min(len(self._batch), self.contract.groups_per_step)
 
-    def buffered_lags(self) -> list[int]:
-        """Lag that the oldest token of each completed group would have if delivered now; for metrics."""
-        return [lag(self._trainer_version, group.oldest) for group in self._completed.values()]
-
     def advance(self, trainer_version: int, now: float) -> None:
         """Note that the trainer now holds `trainer_version`. Repeating a version changes nothing.
 

@@ -1,6 +1,4 @@
-"""Tasks, attempts, leases and retries.
-
-`attempts` has the states of an attempt.
+"""Tasks, attempts, leases and retries. `attempts` has the states of an attempt.
 
 - A task becomes a group when the staleness gate admits it and an agent asks for work. The group's
   attempts are leased in order of `sample_index`, retries first.
@@ -9,12 +7,13 @@
   `max_attempts` times becomes a failure, as if its agent had reported one.
 - A caller's own group (opened by Generate without a lease) takes a slot at the gate with its first sibling.
   It is never leased. Siblings that no call touches for the length of a lease become failures.
-- When the last attempt is final, the group is complete and its id is not used again.
+- When the last attempt is settled, the group is completed and its id is not used again. `buffer` has what
+  follows.
 - A task with a `finish_count` is a race: that many attempts with a reward complete its group. Waiting
   attempts are then never leased, and leased ones are taken back (LEASE_EXPIRED, without a retry). Neither
   these nor the failed ones are part of the group. If too many fail for that, the group completes like any
   other, failures included.
-- Evaluation groups bypass the gate. The bound on them is the number begun and not delivered; beyond it
+- Evaluation groups bypass the gate. The bound on them is the number begun and not delivered. Beyond it
   their tasks wait. A lease request that takes any task gets evaluation tasks first. Training may have more
   groups admitted than all agents together work on, and an evaluation queued behind them would wait forever.
   How much evaluation takes from training is up to the submitter.
@@ -26,8 +25,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable
 
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
@@ -41,8 +39,8 @@ from penstock.server.groups.attempts import (
     LeaseRules,
     Settled,
 )
-from penstock.server.groups.known_tasks import KnownTasks
 from penstock.server.groups.lease_clock import LeaseClock
+from penstock.server.groups.pending_tasks import PendingTasks
 from penstock.v1 import task_service_pb2, trajectory_pb2
 from penstock.wire.reasons import Reason
 
@@ -68,14 +66,8 @@ class TaskQueue:
         the evaluation groups that are buffered and not delivered."""
         self._admission = admission
         self.leases = LeaseClock(rules, clock)
-        self._max_pending = max_pending
         self.max_evaluation_groups = max_evaluation_groups
-        # In the order in which groups are begun: evaluation first.
-        self._pending: dict[trajectory_pb2.Purpose.ValueType, deque[task_service_pb2.Task]] = {
-            trajectory_pb2.PURPOSE_EVAL: deque(),
-            trajectory_pb2.PURPOSE_TRAIN: deque(),
-        }
-        self.known_tasks = KnownTasks()
+        self.pending = PendingTasks(changed, max_pending)
         self._groups: OrderedDict[str, Group] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         """Ids of completed groups, oldest first; bounded."""
@@ -84,23 +76,15 @@ class TaskQueue:
         self._waiting: deque[Attempt] = deque()
         self._attempts: dict[str, Attempt] = {}
         self._changed = changed
-        self.byte_count = 0
-        """Memory that tasks use, including those of groups under way."""
+        self._begun_bytes = 0
+        """Memory of the tasks of groups under way."""
         self._has_memory = has_memory
         self._buffered_evaluations = buffered_evaluations
 
     @property
-    def pending_count(self) -> int:
-        """Tasks not yet begun."""
-        return sum(len(tasks) for tasks in self._pending.values())
-
-    def pending_count_of(self, tasks: Iterable[task_service_pb2.Task]) -> int:
-        """Tasks not yet begun that have the purposes of `tasks`, or all if `tasks` is empty.
-
-        A submitter that keeps training tasks waiting has no use for waiting evaluation tasks.
-        """
-        purposes = {_effective(task.purpose) for task in tasks} or self._pending.keys()
-        return sum(len(self._pending[purpose]) for purpose in purposes)
+    def byte_count(self) -> int:
+        """Memory that tasks use, including those of groups under way."""
+        return self.pending.byte_count + self._begun_bytes
 
     @property
     def open_group_count(self) -> int:
@@ -111,11 +95,6 @@ class TaskQueue:
     def groups(self) -> Iterable[Group]:
         """Groups begun and not completed."""
         return self._groups.values()
-
-    @property
-    def pending_tasks(self) -> Iterator[task_service_pb2.Task]:
-        """Tasks not yet begun, evaluation first, each purpose in its own order."""
-        return chain.from_iterable(self._pending.values())
 
     @property
     def ended_groups(self) -> Iterable[str]:
@@ -130,12 +109,10 @@ class TaskQueue:
     ) -> None:
         """Restore what the journal holds. Every lease stream was lost with the restart, so holders of
         leases have to renew them by calls."""
-        for task in pending:
-            self._pending[_effective(task.purpose)].append(task)
-            self.byte_count += task.ByteSize()
+        self.pending.restore(pending)
         for group in groups:
             self._groups[group.group_id] = group
-            self.byte_count += _task_bytes(group)
+            self._begun_bytes += _task_bytes(group)
             if group.purpose == trajectory_pb2.PURPOSE_TRAIN:
                 self._admission.admit(group.group_id, group.admitted_version)
             else:
@@ -152,45 +129,6 @@ class TaskQueue:
                     self._waiting.append(attempt)
         for group_id in ended:
             self._remember_ended(group_id)
-
-    def check_room(self, count: int) -> None:
-        """Raise QUEUE_FULL if one request has more tasks than could ever wait."""
-        if count > self._max_pending:
-            raise DomainError(
-                Reason.QUEUE_FULL,
-                f"{count} tasks are more than the {self._max_pending} that may wait",
-                {"pending_count": self.pending_count, "limit": self._max_pending},
-                retry_after_seconds=5.0,
-            )
-
-    def submit(
-        self, tasks: Iterable[task_service_pb2.Task]
-    ) -> tuple[list[task_service_pb2.Task], int]:
-        """Add all tasks or none. Returns the new ones and the number of those known already.
-
-        Raises QUEUE_FULL if they do not fit.
-        """
-        fresh: dict[str, task_service_pb2.Task] = {}
-        duplicates = 0
-        for task in tasks:
-            if task.task_id in self.known_tasks or task.task_id in fresh:
-                duplicates += 1
-            else:
-                fresh[task.task_id] = task
-        if self.pending_count + len(fresh) > self._max_pending:
-            raise DomainError(
-                Reason.QUEUE_FULL,
-                f"{self.pending_count} tasks are waiting, {len(fresh)} more do not fit",
-                {"pending_count": self.pending_count, "limit": self._max_pending},
-                retry_after_seconds=5.0,
-            )
-        for task in fresh.values():
-            self.known_tasks.hold(task.task_id)
-            self._pending[_effective(task.purpose)].append(task)
-            self.byte_count += task.ByteSize()
-        if fresh:
-            self._changed.notify()
-        return list(fresh.values()), duplicates
 
     def lease(self, holder: Holder, active_version: int) -> Lease | None:
         """Lease the next attempt to a holder. Returns None if there is none for it now."""
@@ -236,14 +174,13 @@ class TaskQueue:
         return None
 
     def _begin_group(self, holder: Holder, active_version: int) -> Group | None:
-        for purpose, tasks in self._pending.items():
-            if not tasks or not _wanted(holder, purpose):
-                continue
-            if not holder.takes(tasks[0]):
+        for purpose, first in self.pending.first():
+            if not _wanted(holder, purpose) or not holder.takes(first):
                 continue
             if not self._may_begin(purpose, active_version):
                 continue
-            task = tasks.popleft()
+            task = self.pending.pop(purpose)
+            self._begun_bytes += task.ByteSize()
             group = Group(
                 uuid.uuid4().hex[:16], max(1, task.group_size), task, purpose, active_version
             )
@@ -391,7 +328,7 @@ class TaskQueue:
             if group.race_over:
                 left_out, taken_back = self._end_race(group)
             completed = self._groups.pop(group.group_id)
-            self.byte_count -= _task_bytes(group)
+            self._begun_bytes -= _task_bytes(group)
             self._remember_ended(group.group_id)
         self._changed.notify()
         return Settled(
@@ -440,20 +377,11 @@ class TaskQueue:
         attempt.to(AttemptState.WAITING)
         self._waiting.appendleft(attempt)
 
-    def resubmit(self, task: task_service_pb2.Task) -> None:
-        """Put a known task back at the head of the queue; its group was dropped for age."""
-        self.known_tasks.hold(task.task_id)
-        self._pending[_effective(task.purpose)].appendleft(task)
-        self.byte_count += task.ByteSize()
-        self._changed.notify()
-
     def drop_all(self) -> tuple[int, list[Group]]:
         """Forget every task and open group. Returns the number of waiting tasks and the groups."""
-        dropped, groups = self.pending_count, list(self._groups.values())
-        for tasks in self._pending.values():
-            tasks.clear()
-        self.known_tasks.clear()
-        self.byte_count = 0
+        groups = list(self._groups.values())
+        dropped = self.pending.drop_all()
+        self._begun_bytes = 0
         self._waiting.clear()
         for group in groups:
             for attempt in group.attempts:
@@ -466,12 +394,6 @@ class TaskQueue:
         self._evaluations.clear()
         self._changed.notify()
         return dropped, groups
-
-
-def _effective(purpose: trajectory_pb2.Purpose.ValueType) -> trajectory_pb2.Purpose.ValueType:
-    if purpose == trajectory_pb2.PURPOSE_UNSPECIFIED:
-        return trajectory_pb2.PURPOSE_TRAIN
-    return purpose
 
 
 def _wanted(holder: Holder, purpose: trajectory_pb2.Purpose.ValueType) -> bool:

@@ -4,7 +4,7 @@ A group is assembled when its last attempt is settled, and recorded with that cl
 append is durable it is buffered, unless its run was replaced meanwhile. `groups.buffer` has its whole life.
 
 A group too large for one message is dropped. The server keeps only its count and an event for the
-trainer. Only many long siblings can make such a group, because `outcome` bounds what an agent adds to a
+trainer. Only many long siblings can make such a group, because `complete` bounds what an agent adds to a
 trajectory.
 """
 
@@ -162,7 +162,7 @@ class CompletedGroups:
             )
             logger.error("%s: dropped", message)
             self._admission.release(completed.group_id)
-            self._queue.known_tasks.leave(completed.task_id)
+            self._queue.pending.known.leave(completed.task_id)
             self._buffer.drop_unbuffered(
                 DroppedGroup(completed.group_id, completed.task_id, GROUP_TOO_LARGE, message)
             )

@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.server.core.aio import OwnTasks
-from penstock.server.core.errors import DomainError
+from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.core.reason_counts import ReasonCounts
 from penstock.server.groups.attempts import Attempt, Group, Settled, group_changed
@@ -37,12 +38,12 @@ from penstock.server.journal.records import (
     trajectory_closed,
 )
 from penstock.server.rollouts.buffering import CompletedGroups
-from penstock.server.rollouts.outcome import check_outcome
 from penstock.server.rollouts.unleased import STOOD_STILL_SECONDS, OwnTrajectories
 from penstock.server.turns.encoding import (
     encode_early,
 )
 from penstock.server.turns.records import trajectory_opened
+from penstock.server.turns.requests import check_depth
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore, outcome_digest
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
@@ -59,6 +60,7 @@ Failure = twin(trajectory_pb2.Failure)
 BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
 # Per trajectory in the journal, in addition to its tokens and its outcome.
 RECORD_BYTES = 4096
+MAX_OUTCOME_BYTES = 1 << 20
 _Expired = tuple[Attempt, list[str], Settled]
 
 
@@ -363,3 +365,40 @@ def _outcomes(
             )
         )
     return records
+
+
+def check_outcome(outcome: trajectory_pb2.Outcome) -> None:
+    """Checks an outcome that an agent reported.
+
+    Raises FIELD_INVALID if it has no result or a number is not finite, and MESSAGE_TOO_LARGE if it
+    would leave too little of a message to its group.
+    """
+    if (size := outcome.ByteSize()) > MAX_OUTCOME_BYTES:
+        raise DomainError(
+            Reason.MESSAGE_TOO_LARGE,
+            f"the outcome has {size} bytes, {outcome.metadata.ByteSize()} of them metadata; "
+            f"at most {MAX_OUTCOME_BYTES} are allowed",
+            {
+                "byte_count": size,
+                "metadata_byte_count": outcome.metadata.ByteSize(),
+                "limit": MAX_OUTCOME_BYTES,
+            },
+        )
+    check_depth("outcome.metadata", outcome.metadata)
+    kind = outcome.WhichOneof("result")
+    if kind is None:
+        raise FieldInvalid("outcome.result", "must be a reward or a failure")
+    if kind == "reward" and not math.isfinite(outcome.reward):
+        raise FieldInvalid("outcome.reward", "must be finite", outcome.reward)
+    if kind == "failure" and not outcome.failure.reason:
+        raise FieldInvalid("outcome.failure.reason", "must name a reason")
+    if kind == "failure" and len(reason := outcome.failure.reason) > MAX_ID_LENGTH:
+        raise FieldInvalid(
+            "outcome.failure.reason", f"must have at most {MAX_ID_LENGTH} characters", reason
+        )
+    for name, value in outcome.metrics.items():
+        if not math.isfinite(value):
+            raise FieldInvalid(f"outcome.metrics[{name}]", "must be finite", value)
+    for index, value in enumerate(outcome.turn_rewards):
+        if not math.isfinite(value):
+            raise FieldInvalid(f"outcome.turn_rewards[{index}]", "must be finite", value)

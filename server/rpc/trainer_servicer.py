@@ -248,7 +248,7 @@ class TrainerServicer:
             (g.group_id, g.admitted_version, g.oldest_version) for g in again if g.training
         )
         # Durable before the trainer sees it, so that no older trainer gets in after a restart either. The
-        # append comes in the same moment in which the groups are buffered again, so no snapshot falls in between.
+        # append comes in the same moment in which the groups wait again, so no snapshot falls in between.
         await self._journal.append(
             [session_began(self._run_id, self._epoch, self._start_id, hello.resume_step)]
         )
@@ -395,7 +395,7 @@ class TrainerServicer:
         """Consume credit and completed groups; produce deliveries."""
         while session is self._session:
             selection = self._admission.select(session.credit)
-            # The gate has counted the selected groups as delivered. Move them to their new place before the first
+            # The gate has forgotten the selected groups. Move them to their new place before the first
             # await, which may fail.
             records = [
                 record for group_id in selection.late for record in self._drop_late(group_id)
@@ -470,7 +470,7 @@ class TrainerServicer:
             self.drops[error.reason] += 1
             records = [group_dropped(group.group_id, error.reason)]
             if group.task is not None:
-                self._queue.resubmit(group.task)
+                self._queue.pending.resubmit(group.task)
                 records.append(task_accepted(group.task, first=True))
             # Before the first await, because the notice may go to another stream.
             self._note(error.reason, error.message, group.group_id, group.task_id)
@@ -509,7 +509,7 @@ class TrainerServicer:
         self.drops[reason] += 1
         records = [group_dropped(group_id, reason)]
         if requeued and group.task is not None:
-            self._queue.resubmit(group.task)
+            self._queue.pending.resubmit(group.task)
             records.append(task_accepted(group.task, first=True))
         message = (
             f"group {group_id} has tokens of version {group.oldest_version}; "

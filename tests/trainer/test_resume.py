@@ -543,7 +543,7 @@ async def test_a_broken_checkpoint_is_passed_over_loudly_and_no_prompt_with_it(
         # sampled again, after those that wait already.
         check_once(stand, under_way={4, 5, 6, 7})
         # Whether they wait, are under way or done.
-        known = set(stand.server.serving.queue.known_tasks)
+        known = set(stand.server.serving.queue.pending.known)
         assert {f"run/{index}~4" for index in (4, 5, 6, 7)} <= known
         check_weights(stand)
     folders = sorted(path.name for path in checkpoint_of(stand, 4).parent.iterdir())

@@ -190,10 +190,10 @@ async def test_a_task_that_is_final_is_known_to_the_next_server(tmp_path: Path) 
         exchange.send(receipt={"delivery_ids": ids[2:], "step": 2})
         exchange.half_close()
         assert await exchange.call.read() is grpc.aio.EOF
-        assert list(first.serving.queue.known_tasks)[:2] == ["final", "refused"]
+        assert list(first.serving.queue.pending.known)[:2] == ["final", "refused"]
         after = killed(tmp_path / "a")
     async with on_disk(after) as second:
-        assert list(second.serving.queue.known_tasks)[:2] == ["final", "refused"]
+        assert list(second.serving.queue.pending.known)[:2] == ["final", "refused"]
         answer = await submit(second, "final", "refused", "used", "waits", "new")
         assert (answer.accepted_count, answer.duplicate_count) == (1, 4)
 
@@ -569,7 +569,7 @@ async def test_who_asks_again_what_is_known_needs_no_room(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await submit(harness, "known", "new")
         assert read_failure(caught.value).reason == "DISK_FULL"
-        assert harness.serving.queue.pending_count == 1
+        assert harness.serving.queue.pending.count == 1
 
 
 async def test_a_full_journal_refuses_what_is_new_and_takes_what_makes_room(

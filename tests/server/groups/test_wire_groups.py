@@ -301,7 +301,7 @@ def test_an_evaluation_group_counts_until_it_is_released() -> None:
     changed = Broadcast()
     admission = Admission(changed, lambda: 0.0, 8)
     queue = TaskQueue(changed, admission, LeaseRules(), lambda: 0.0, max_evaluation_groups=1)
-    queue.submit(Task(task_id=f"e{i}", group_size=1, purpose=EVAL) for i in range(2))
+    queue.pending.submit(Task(task_id=f"e{i}", group_size=1, purpose=EVAL) for i in range(2))
     holder = Holder("a", 4, EVAL)
     lease = queue.lease(holder, 0)
     assert lease is not None

@@ -308,7 +308,7 @@ async def test_a_turn_that_is_damaged_is_noticed_by_both(tmp_path: Path) -> None
         exchange.send(demand={"group_count": 1})
         notice = await exchange.receive("notice")
         assert notice.reason == "JOURNAL_CORRUPT" and notice.task_id == "a"
-        assert harness.serving.queue.pending_count == 1
+        assert harness.serving.queue.pending.count == 1
 
 
 async def test_a_compaction_that_fails_leaves_groups_to_be_written_whole(

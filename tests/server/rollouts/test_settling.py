@@ -650,7 +650,7 @@ async def test_what_agents_and_trainers_nest_can_be_read_wherever_it_is_held(
         call.cancel()
     async with on_disk(left) as harness:
         queue = harness.serving.queue
-        assert queue.pending_count + queue.open_group_count == 1
+        assert queue.pending.count + queue.open_group_count == 1
         assert len(list(harness.serving.buffer.groups)) == 1
 
 
