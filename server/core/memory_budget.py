@@ -2,12 +2,12 @@
 
     open trajectories    their tokens and log-probabilities; while a turn is in flight, also those it may
                          still write; outcomes, until the group is complete
-    finished groups      without a journal on disk, until they can no longer be requested
+    completed groups     without a journal on disk, until they can no longer be requested
     tasks                until their group is complete
     answers              until their callers have read them
     requests             over HTTP, until they are complete and parsed
     own, closed          unleased trajectories, until the memory is needed for something else
-    kept                 finished groups that are also in the journal, until their first delivery: up to a
+    kept                 completed groups that are also in the journal, until their first delivery: up to a
                          sixteenth of the budget, and only memory that nothing else needs
 
 Order: a call states how much it is about to add. It is then either refused with MEMORY_BUDGET,

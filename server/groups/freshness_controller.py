@@ -1,6 +1,6 @@
 """Controls how many groups may be outstanding: enough to keep the trainer busy, and no more.
 
-Lag is a cost, not a budget to spend. Every finished group that waits in the buffer while the
+Lag is a cost, not a budget to spend. Every completed group that waits in the buffer while the
 trainer works ages by a version per step. So the number of outstanding groups should be the smallest
 one that still has a batch finished whenever the trainer asks. That number depends on how long
 groups take compared to a step. This is not known in advance, and it changes as the policy learns to

@@ -367,7 +367,7 @@ class TaskQueue:
             self._ended.popitem(last=False)
 
     def release(self, group_id: str) -> None:
-        """Stop counting a completed group here: it is buffered or was dropped."""
+        """Stop counting a completed group here: the buffer counts it, or it was dropped."""
         self._evaluations.discard(group_id)
         self._changed.notify()
 

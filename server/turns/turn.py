@@ -2,11 +2,12 @@
 
 States of a turn:
 
-    new -----> starting -> waiting <-> sampling <-> moving -> (back to waiting)
-                  ^           |            |           |
-                  |           +------------+-----------+-----> recording -> finished
-                  |                                                            |
-                  +---------------- another attempt --------------------------+
+    new -> starting -> waiting -> sampling -> recording -> finished
+
+    sampling -> waiting                 the engine's request was lost
+    sampling -> moving -> waiting       another version is active
+    waiting, moving -> recording        the attempt ended without the engine, or while it moved
+    finished -> starting                another attempt
 
 - *starting*: the attempt has begun, but its task has not run yet.
 - *waiting*: weights are being switched, or the engine has not yet taken the request. An abort here
