@@ -88,7 +88,7 @@ class Simulation:
         """Version that the trainer holds."""
         self.credit = 0
         self.batch: list[Group] = []
-        """Groups taken and not yet trained."""
+        """Delivered and not trained."""
         self.finished: dict[str, Group] = {}
         self.admitted_count = self.trained_count = self.discarded_count = 0
         """Total numbers of groups."""
@@ -205,7 +205,7 @@ class Simulation:
         group.open_count -= 1
         if not group.open_count:
             self.finished[group.group_id] = group
-            self.gate.finish(group.group_id, min(group.tokens, default=None), self.clock.now)
+            self.gate.complete(group.group_id, min(group.tokens, default=None), self.clock.now)
             self._deliver()
         self._lease()
 
@@ -213,14 +213,14 @@ class Simulation:
 
     def _deliver(self) -> None:
         selection = self.gate.select(self.credit, self.clock.now)
-        self.credit -= len(selection.taken)
+        self.credit -= len(selection.delivered)
         for group_id in selection.late:
             late = self.finished.pop(group_id)
             self.discarded_count += 1
             self.tally.discarded += 1
             if self.setup.contract.late_policy is LatePolicy.REQUEUE:
                 self._requeued.append(late.task)
-        self.batch += [self.finished.pop(group_id) for group_id in selection.taken]
+        self.batch += [self.finished.pop(group_id) for group_id in selection.delivered]
         whole = len(self.batch) == self.setup.contract.groups_per_step
         if whole and self._gathering_since is not None:
             self._waited = self.clock.now - self._gathering_since

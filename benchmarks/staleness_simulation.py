@@ -111,7 +111,7 @@ class Tally:
 
     @property
     def ripe_lag(self) -> float:
-        """Mean lag of trained tokens if each group had been taken when it finished."""
+        """Mean lag of trained tokens, had each group been delivered when it finished."""
         return self.ripe_lag_sum / self.trained_tokens
 
     @property
@@ -214,7 +214,7 @@ class Simulation:
             self._finish(group_id)
         elif event is _Event.FAIL:
             del self.running[group_id]
-            self.gate.vacate(group_id)
+            self.gate.release(group_id)
             self.tally.failed += 1
             self._serve()
         elif epoch != self._epoch:
@@ -256,7 +256,7 @@ class Simulation:
         group = self.running.pop(group_id)
         group.tokens = self._stamp(group)
         self.finished[group_id] = group
-        self.gate.finish(group_id, group.oldest_version, self.now)
+        self.gate.complete(group_id, group.oldest_version, self.now)
         self._serve()
 
     def _stamp(self, group: Group) -> dict[int, float]:
@@ -276,14 +276,14 @@ class Simulation:
 
     def _deliver(self) -> None:
         selection = self.gate.select(self.credit, self.now)
-        self.credit -= len(selection.taken)
+        self.credit -= len(selection.delivered)
         for group_id in selection.late:
             del self.finished[group_id]
             self.tally.discarded += 1
-        self.batch += [self.finished.pop(group_id) for group_id in selection.taken]
+        self.batch += [self.finished.pop(group_id) for group_id in selection.delivered]
         if self._observer:
             self._observer.selected(self, selection)
-        if selection.taken and self._gathering_since is not None:
+        if selection.delivered and self._gathering_since is not None:
             self._ask()
 
     # The trainer's part.
@@ -308,9 +308,9 @@ class Simulation:
             self._deliver()
 
     def _step(self) -> None:
-        taken, self.batch = self.batch, []
-        batch = taken[: self.contract.groups_per_step]
-        self.batch = taken[self.contract.groups_per_step :]
+        delivered, self.batch = self.batch, []
+        batch = delivered[: self.contract.groups_per_step]
+        self.batch = delivered[self.contract.groups_per_step :]
         self._count(batch)
         self.version += 1
         self._steps_made += 1

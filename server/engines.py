@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from penstock.server.config.settings import ConfigError, Pool, ServeConfig
-from penstock.server.core.own_tasks import OwnTasks
+from penstock.server.core.aio import OwnTasks
 
 if TYPE_CHECKING:
     from penstock.server.engine.protocol import Engine

@@ -28,7 +28,7 @@ def observe_load(
             "groups.buffered",
             "{group}",
             "finished groups not yet delivered",
-            lambda: buffer.waiting_count,
+            lambda: buffer.buffered_count,
         ),
         ("groups.redelivered", "{group}", "groups delivered again", lambda: buffer.redeliveries),
         (

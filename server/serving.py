@@ -26,7 +26,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from penstock.server.config.settings import Security, ServeConfig, check_exposure
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.core.telemetry import ServerMetrics
@@ -45,6 +45,7 @@ from penstock.server.journal.records import (
     weights_activated,
 )
 from penstock.server.pool.engine import PoolEngine
+from penstock.server.rollouts.buffering import CompletedGroups
 from penstock.server.rollouts.complete import Closing
 from penstock.server.rollouts.start import Opening, StreamRules
 from penstock.server.rollouts.unleased import OwnTrajectories
@@ -59,9 +60,12 @@ from penstock.server.security.gate import Gate
 from penstock.server.state import Parts
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns.policy_messages import PolicyMessages
+from penstock.server.turns.prompts import Prompts
 from penstock.server.turns.records import TurnRecorder
-from penstock.server.turns.runner import Turn, TurnAttempt, TurnRunner
+from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
+from penstock.server.turns.trajectory import Turn
+from penstock.server.turns.turn import TurnAttempt
 from penstock.server.weights.adapter_folder import AdapterFolders
 from penstock.server.weights.adapter_versions import AdapterVersions
 from penstock.server.weights.held import HeldWeights
@@ -147,36 +151,40 @@ class Serving:
         description = engine.description
         changed = Broadcast()
         limits = config.limits
-        self.store = TrajectoryStore(limits.open_trajectories)
+        self.pool = engine if isinstance(engine, PoolEngine) else None
+        self.store = (
+            TrajectoryStore(limits.open_trajectories)
+            if self.pool is None
+            else TrajectoryStore(limits.open_trajectories, on_closed=self.pool.placing.closed)
+        )
         self.admission = Admission(
             changed, clock, limits.groups_without_trainer, freshness=config.freshness
         )
-        self.queue, self.buffer, self.budget = self._make_queues(changed, clock, config)
-        self.pool = engine if isinstance(engine, PoolEngine) else None
+        self.queue, self.buffer, self.own, self.budget = self._make_queues(changed, clock, config)
         self.switch = WeightSwitch(
             engine, pool=self.pool, prepare_ahead=config.weights.prepare_ahead
         )
+        self.metrics = ServerMetrics()
         self.turns = TurnRunner(
-            engine, self.switch, renderer.decode, TurnRecorder(self._journal, self.store)
+            engine,
+            self.switch,
+            renderer.decode,
+            TurnRecorder(self._journal, self.store),
+            on_tokens=self.metrics.tokens_sampled,
+            on_started=self.callers.turn_started,
+            on_ended=self._turn_ended,
+            on_left=lambda: self.adapters.free_idle(),
         )
         self.messages = PolicyMessages(renderer)
-        self.metrics = ServerMetrics()
         self.adapters, self.weights, self.uploads = self._make_weights(config)
-        self.own = OwnTrajectories(
-            self.store,
-            self._journal,
-            self.queue.leases,
-            changed,
-            clock,
-            config.leases.own_seconds,
-        )
-        self.budget.last = self.own
         self._journal.on_full = self.own.give_way
+        self.completed = CompletedGroups(
+            self.store, self.queue, self.buffer, self.admission, self._journal, self.budget
+        )
         self.closing = Closing(
             self.store,
             self.queue,
-            self.buffer,
-            self.admission,
+            self.completed,
             self.turns,
             self._journal,
             self.budget,
@@ -194,7 +202,7 @@ class Serving:
             self.uploads.fence,
             self.turns,
             self._journal,
-            self.closing.drop_in_hand,
+            self.completed.drop_unbuffered,
         )
         self.tasks = TaskServicer(
             changed,
@@ -226,8 +234,9 @@ class Serving:
 
     def _make_queues(
         self, changed: Broadcast, clock: Callable[[], float], config: ServeConfig
-    ) -> tuple[TaskQueue, GroupBuffer, MemoryBudget]:
-        """Queue of tasks to sample and buffer of groups to train, within one memory budget."""
+    ) -> tuple[TaskQueue, GroupBuffer, OwnTrajectories, MemoryBudget]:
+        """Queue of tasks to sample, buffer of groups to train and trajectories without a lease, within one
+        memory budget."""
         limits, leases = config.limits, config.leases
         queue = TaskQueue(
             changed,
@@ -236,36 +245,48 @@ class Serving:
             clock,
             max_pending=limits.pending_tasks,
             max_evaluation_groups=limits.evaluation_groups,
+            has_memory=lambda: budget.may_begin(),
+            buffered_evaluations=lambda: buffer.buffered_evaluation_count,
         )
-        buffer = GroupBuffer(changed, limits.memory_bytes // KEPT_PART)
-        budget = MemoryBudget(limits.memory_bytes)
-        budget.kept = buffer.kept
+        buffer = GroupBuffer(
+            changed,
+            lambda group: queue.pending.known.leave(group.task_id),
+            limits.memory_bytes // KEPT_PART,
+        )
         store = self.store
-        budget.parts = (
+        own = OwnTrajectories(
+            store, self._journal, queue.leases, changed, clock, leases.own_seconds
+        )
+        parts = (
             lambda: store.byte_count,
             lambda: queue.byte_count,
             lambda: buffer.byte_count,
             lambda: COPIES * self.callers.unread_bytes,
         )
+        budget = MemoryBudget(limits.memory_bytes, parts, buffer.kept, own)
         self.callers.check_memory = budget.check
-        queue.has_memory = budget.may_begin
-        buffer.on_gone = lambda group: queue.known_tasks.leave(group.task_id)
-        return queue, buffer, budget
+        return queue, buffer, own, budget
 
     def _make_rollouts(
         self, renderer: Renderer, config: ServeConfig
     ) -> tuple[Opening, RolloutServicer]:
+        def check_room(byte_count: int) -> None:
+            self.callers.check_tokens()
+            self.budget.check(byte_count)
+            self._journal.check_room(byte_count)
+
+        description = self._engine.description
         opening = Opening(
-            self._engine,
-            renderer,
+            description,
+            StreamRules(config.streaming.flush_seconds, config.streaming.interval),
+            Prompts(renderer, description.vocab_size),
             self.store,
             self.queue,
             self.turns,
             self.switch,
-            StreamRules(config.streaming.flush_seconds, config.streaming.interval),
             self._journal,
-            self.budget,
             self.own,
+            check_room,
         )
         rollouts = RolloutServicer(
             opening,
@@ -276,7 +297,7 @@ class Serving:
             self.turns,
             self._journal,
             self.own,
-            self.closing.find_finished,
+            self.completed.find_trajectory,
         )
         return opening, rollouts
 
@@ -310,20 +331,14 @@ class Serving:
         pool.weights.open_version = self.weights.open_version
         pool.weights.may_bring_up = lambda: not self.switch.awaiting_trainer
         self.weights.on_accepted = pool.stage
-        self.store.on_closed = pool.placing.closed
         observe_pool(self.metrics, pool)
 
     def _wire_callbacks(self) -> None:
         if self.pool is not None:
             self._wire_pool(self.pool)
         self.switch.on_health = self._publish_health
-        self.turns.on_tokens = self.metrics.tokens_sampled
-        self.turns.on_ended = self._turn_ended
-        self.turns.on_left = self.adapters.free_idle
-        self.turns.on_started = self.callers.turn_started
         self.callers.turns_in_flight = lambda: self.turns.in_flight
         self.callers.is_open = self._is_open
-        self.opening.check_caller = self.callers.check_tokens
         self.callers.on_call = self.rollouts.called
         self.callers.on_group_call = self.rollouts.group_called
         self.weights.on_staged = self.metrics.weights_staged
@@ -372,7 +387,8 @@ class Serving:
         await self.messages.restore(self.store.records())
         self._starts = found.starts + 1
         awaiting = self._await_trainer or found.weight_version > 0
-        self.admission.trainer_awaited = awaiting
+        if awaiting:
+            self.admission.await_trainer()
         await self.switch.await_trainer(awaiting)
 
         # A separate variable, so that the closure does not keep the rest of `found`, which may be large.
@@ -427,7 +443,7 @@ class Serving:
         if self._http is not None:
             await self._http.start(cast("Any", self._endpoints()))
         self._background += [
-            asyncio.create_task(self.closing.give_back_expired(), name="lease clock"),
+            asyncio.create_task(self.closing.expire_leases(), name="lease clock"),
             asyncio.create_task(self.own.expire(), name="clock of callers' own trajectories"),
         ]
 
@@ -524,7 +540,7 @@ class Serving:
         if self._http is not None:
             await self._http.stop()
         await self._server.stop(grace=2.0)
-        await self.closing.settled()
+        await self.closing.wait_durable()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

@@ -43,7 +43,7 @@ class Parts:
             found.ended,
         )
         held = (group.task_id for group in found.finished.values() if group.task_id)
-        self.queue.known_tasks.restore(found.known, chain(found.tasks, held))
+        self.queue.pending.known.restore(found.known, chain(found.tasks, held))
         for trajectory_id, retried in found.expired.items():
             self.queue.leases.remember_expired([trajectory_id], retried=retried)
         self.store.restore(found.trajectories.values(), found.closed.items())
@@ -76,9 +76,9 @@ class Parts:
                 trainer_epoch,
                 start_id,
                 weight_version,
-                self.queue.known_tasks,
+                self.queue.pending.known,
                 self.queue.ended_groups,
-                self.queue.pending_tasks,
+                self.queue.pending.all,
                 self.queue.groups,
                 self._finished(),
                 [record for record in self.store.records() if not record.single_turn],
@@ -94,8 +94,8 @@ class Parts:
 
     def _finished(self) -> Iterator[tuple[Stored, str, int]]:
         for group in self.buffer.groups:
-            assert isinstance(group.payload, InJournal)
-            yield group.payload.stored, group.group_id, group.step
+            assert isinstance(group.storage, InJournal)
+            yield group.storage.stored, group.group_id, group.step
 
 
 def _buffered(group: FinishedGroup, journal: Journal, kept: KeptGroups) -> BufferedGroup:

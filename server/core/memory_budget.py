@@ -2,12 +2,12 @@
 
     open trajectories    their tokens and log-probabilities; while a turn is in flight, also those it may
                          still write; outcomes, until the group is complete
-    finished groups      without a journal on disk, until they can no longer be requested
+    completed groups     without a journal on disk, until they can no longer be requested
     tasks                until their group is complete
     answers              until their callers have read them
     requests             over HTTP, until they are complete and parsed
     own, closed          unleased trajectories, until the memory is needed for something else
-    kept                 finished groups that are also in the journal, until their first delivery: up to a
+    kept                 completed groups that are also in the journal, until their first delivery: up to a
                          sixteenth of the budget, and only memory that nothing else needs
 
 Order: a call states how much it is about to add. It is then either refused with MEMORY_BUDGET,
@@ -62,19 +62,26 @@ def default_bytes() -> int:
 class MemoryBudget:
     """A bound on the memory of several parts together."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(
+        self, limit_bytes: int, parts: Sequence[Callable[[], int]], kept: Kept, last: GivesWay
+    ) -> None:
+        """Make a budget.
+
+        Args:
+            limit_bytes: The bound.
+            parts: Functions that return how many bytes each part takes.
+            kept: The cache that is cleared if any part needs memory.
+            last: The part that is freed as far as the other parts need its memory.
+        """
         self.limit_bytes = limit_bytes
-        self.parts: Sequence[Callable[[], int]] = ()
-        """Functions that return how many bytes each part takes."""
-        self.kept: Kept | None = None
-        """The cache that is cleared if any part needs memory."""
-        self.last: GivesWay | None = None
-        """The part that is freed as far as the other parts need its memory."""
+        self.parts = parts
+        self._kept = kept
+        self._last = last
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all parts and of the cache."""
-        return self._needed + (0 if self.kept is None else self.kept.byte_count)
+        return self._needed + self._kept.byte_count
 
     @property
     def _needed(self) -> int:
@@ -87,11 +94,11 @@ class MemoryBudget:
     def check(self, byte_count: int) -> None:
         """Make room for `byte_count` bytes; raises MEMORY_BUDGET if they do not fit."""
         used = self._needed
-        if self.kept is not None and not self.may_keep(byte_count):
-            self.kept.clear()
+        if not self.may_keep(byte_count):
+            self._kept.clear()
         missing = used + byte_count - self.limit_bytes
-        if self.last is not None and 0 < missing <= self.last.byte_count:
-            self.last.give_way(missing)
+        if 0 < missing <= self._last.byte_count:
+            self._last.give_way(missing)
             return
         if missing > 0:
             raise DomainError(
@@ -103,5 +110,4 @@ class MemoryBudget:
 
     def may_begin(self) -> bool:
         """Whether another group may begin."""
-        gives_way = 0 if self.last is None else self.last.byte_count
-        return self._needed - gives_way < BEGIN_BELOW * self.limit_bytes
+        return self._needed - self._last.byte_count < BEGIN_BELOW * self.limit_bytes

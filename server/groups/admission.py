@@ -14,19 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.groups.staleness_gate import Selection, StalenessContract, StalenessGate
 
 
 @dataclass(slots=True)
 class _Admitted:
     version: int
-    finished: bool = False
+    completed: bool = False
     oldest: int | None = None
 
 
 class Admission:
-    """Decides which training groups may begin, and which finished ones may be taken now."""
+    """Decides which training groups may begin, and which completed ones may be delivered now."""
 
     def __init__(
         self,
@@ -39,11 +39,19 @@ class Admission:
         self._clock = clock
         self._bound = max_groups_without_trainer
         self._freshness = freshness
-        self.trainer_awaited = False
-        """Whether a run is under way whose trainer has not declared its contract yet."""
+        self._trainer_awaited = False
         self._gate: StalenessGate | None = None
         self._groups: dict[str, _Admitted] = {}
         self._changed = changed
+
+    def await_trainer(self) -> None:
+        """Let no task begin before a trainer has declared its contract: its run is under way."""
+        self._trainer_awaited = True
+
+    @property
+    def trainer_awaited(self) -> bool:
+        """Whether a run is under way whose trainer has not declared its contract yet."""
+        return self._trainer_awaited and self._gate is None
 
     @property
     def contract(self) -> StalenessContract | None:
@@ -57,7 +65,7 @@ class Admission:
 
     @property
     def outstanding(self) -> int:
-        """Groups admitted and not yet taken."""
+        """Groups admitted and not yet delivered."""
         return len(self._groups)
 
     @property
@@ -72,7 +80,7 @@ class Admission:
         else:
             gate = StalenessGate(contract, trainer_version, freshness=self._freshness)
             for group_id, group in self._groups.items():
-                if group.finished:
+                if group.completed:
                     gate.restore(group_id, group.oldest)
                 else:
                     gate.adopt(group_id, group.version)
@@ -94,7 +102,7 @@ class Admission:
     def may_begin(self, active_version: int) -> bool:
         """Whether another task may begin. Like `may_admit`, but false until an expected trainer is
         back."""
-        if self._gate is None and self.trainer_awaited:
+        if self.trainer_awaited:
             return False
         return self.may_admit(active_version)
 
@@ -104,24 +112,24 @@ class Admission:
         if self._gate is not None:
             self._gate.admit(group_id, active_version)
 
-    def finish(self, group_id: str, oldest_version: int | None) -> None:
-        """Records that every sibling is complete. `oldest_version` is None without policy
+    def complete(self, group_id: str, oldest_version: int | None) -> None:
+        """Records that a group is completed. `oldest_version` is None without policy
         tokens."""
         group = self._groups[group_id]
-        group.finished, group.oldest = True, oldest_version
+        group.completed, group.oldest = True, oldest_version
         if self._gate is not None:
-            self._gate.finish(group_id, oldest_version, self._clock())
+            self._gate.complete(group_id, oldest_version, self._clock())
         self._changed.notify()
 
-    def vacate(self, group_id: str) -> None:
-        """Removes a group that will not be trained, taken or not. Ignores unknown ids."""
+    def release(self, group_id: str) -> None:
+        """Frees the slot of a group that will not be trained, delivered or not. Ignores unknown ids."""
         self._groups.pop(group_id, None)
         if self._gate is not None:
-            self._gate.vacate(group_id)
+            self._gate.release(group_id)
         self._changed.notify()
 
     def restore(self, groups: Iterable[tuple[str, int, int | None]]) -> None:
-        """Brings back groups that must be taken again: (id, version it began under, oldest
+        """Brings back groups that must be delivered again: (id, version it began under, oldest
         version)."""
         for group_id, version, oldest in groups:
             self._groups[group_id] = _Admitted(version, True, oldest)
@@ -130,7 +138,7 @@ class Admission:
         self._changed.notify()
 
     def select(self, credit: int) -> Selection:
-        """Returns finished groups to take now for a demand of `credit` groups.
+        """Returns completed groups to deliver now for a demand of `credit` groups.
 
         Call it after every change, even with a credit of zero: the gate uses these calls to measure
         how long the trainer waits.
@@ -138,8 +146,8 @@ class Admission:
         if self._gate is None:
             return Selection((), ())
         selection = self._gate.select(credit, self._clock())
-        for group_id in (*selection.taken, *selection.late):
+        for group_id in (*selection.delivered, *selection.late):
             del self._groups[group_id]
-        if selection.taken or selection.late:
+        if selection.delivered or selection.late:
             self._changed.notify()
         return selection

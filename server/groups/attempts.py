@@ -1,12 +1,30 @@
 """State of the task queue: rules, attempts, groups and leases.
 
+States of an attempt (one of a group's `group_size` attempts):
+
+    waiting --lease--> leased <--> orphaned
+       ^                 |            |
+       |                 +-----+------+
+       |                       |
+       +-- retries left -------+--> succeeded   closed with a reward
+       |                       +--> failed      closed with a failure or expired, no retry left
+       |                                |
+       +--------------------------------+  the siblings are sampled again
+
+An attempt is orphaned when its lease stream is lost, until the next call or renewal. The failure of an
+attempt without retries is data: it becomes part of the group. Final attempts wait again if a group that
+was leased as a whole lost its holder.
+A sibling of a caller's own group that was never opened also goes from waiting to failed.
+
 This module only holds state. `task_queue` changes it, and `lease_clock` decides when leases expire.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from penstock.server.journal.records import JournalRecord, Record
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
@@ -70,6 +88,44 @@ class Holder:
         return not (too_large or is_race)
 
 
+class AttemptState(Enum):
+    """Where an attempt is; see the module's docstring."""
+
+    WAITING = "waiting"
+    """For a lease, or in a caller's own group for its trajectory to be opened."""
+    LEASED = "leased"
+    ORPHANED = "orphaned"
+    """Leased, but the lease stream was lost and no call has reached the attempt since."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+    @property
+    def leased(self) -> bool:
+        """Whether a lease runs, with or without its stream."""
+        return self in (AttemptState.LEASED, AttemptState.ORPHANED)
+
+    @property
+    def final(self) -> bool:
+        """Whether the attempt has its result."""
+        return self in (AttemptState.SUCCEEDED, AttemptState.FAILED)
+
+    def to(self, state: AttemptState) -> AttemptState:
+        """The next state. Raises ValueError if no attempt moves from this state to that one."""
+        if state not in TRANSITIONS[self]:
+            raise ValueError(f"an attempt cannot go from {self.value} to {state.value}")
+        return state
+
+
+_SETTLED = frozenset({AttemptState.WAITING, AttemptState.SUCCEEDED, AttemptState.FAILED})
+TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
+    AttemptState.WAITING: frozenset({AttemptState.LEASED, AttemptState.FAILED}),
+    AttemptState.LEASED: frozenset({AttemptState.ORPHANED}) | _SETTLED,
+    AttemptState.ORPHANED: frozenset({AttemptState.LEASED}) | _SETTLED,
+    AttemptState.SUCCEEDED: frozenset({AttemptState.WAITING}),
+    AttemptState.FAILED: frozenset({AttemptState.WAITING}),
+}
+
+
 @dataclass(slots=True, eq=False)
 class Attempt:
     """One sample of a group, across its retries."""
@@ -83,12 +139,12 @@ class Attempt:
     open_calls: int = 0
     branches: set[str] = field(default_factory=set[str])
     """Trajectories that branch from it, directly or indirectly."""
-    orphaned: bool = False
-    """Whether its lease stream was lost and no call has reached it since."""
-    leased: bool = False
-    final: bool = False
-    failed: bool = False
-    """Whether it is final and failed."""
+    state: AttemptState = AttemptState.WAITING
+    """Changed by `to` only."""
+
+    def to(self, state: AttemptState) -> None:
+        """Move to another state. Raises ValueError if that is not possible from this one."""
+        self.state = self.state.to(state)
 
 
 @dataclass(slots=True, eq=False)
@@ -109,18 +165,18 @@ class Group:
     @property
     def complete(self) -> bool:
         """Whether every attempt is final or the race is over."""
-        return self.race_over or all(attempt.final for attempt in self.attempts)
+        return self.race_over or all(attempt.state.final for attempt in self.attempts)
 
     @property
     def race_over(self) -> bool:
         """Whether enough attempts have a reward, for a task that needs fewer than all of them."""
         wanted = 0 if self.task is None else self.task.finish_count
-        return 0 < wanted < self.size and len(self.finished) >= wanted
+        return 0 < wanted < self.size and len(self.succeeded) >= wanted
 
     @property
-    def finished(self) -> list[Attempt]:
+    def succeeded(self) -> list[Attempt]:
         """Attempts that ended with a reward."""
-        return [attempt for attempt in self.attempts if attempt.final and not attempt.failed]
+        return [a for a in self.attempts if a.state is AttemptState.SUCCEEDED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +220,18 @@ def group_changed(group: Group) -> Record:
                 _JournalAttempt(
                     trajectory_id=attempt.trajectory_id,
                     retry_count=attempt.retry_count,
-                    leased=attempt.leased,
-                    final=attempt.final,
-                    failed=attempt.failed,
+                    leased=attempt.state.leased,
+                    final=attempt.state.final,
+                    failed=attempt.state is AttemptState.FAILED,
                 )
                 for attempt in group.attempts
             ],
         )
     )
+
+
+def recorded_state(attempt: journal_pb2.JournalAttempt) -> AttemptState:
+    """The state that a record describes. Whether a lease stream was lost is not recorded."""
+    if attempt.final:
+        return AttemptState.FAILED if attempt.failed else AttemptState.SUCCEEDED
+    return AttemptState.LEASED if attempt.leased else AttemptState.WAITING

@@ -1,46 +1,62 @@
-"""Finished groups: order, delivery, redelivery, receipts.
+"""Completed groups: order, delivery, redelivery, receipts.
 
-States of a group:
+The life of a completed group, in the words that the whole server uses:
 
-    waiting --take--> delivered --receipt(step)--> used --finalize(step)--> gone
-       ^                  |  \\--receipt(rejected)------------------------> gone
+    settled     an attempt has its result, or returns to the queue (`task_queue`)
+    completed   its last attempt is settled; the group's record is being written (`rollouts.buffering`)
+    buffered    its record is durable, and the trainer may ask for it
+    delivered   it was sent to the trainer
+    receipted   a step of the trainer used it
+    forgotten   a durable checkpoint contains that step
+
+    buffered --deliver--> delivered --receipt(step)--> receipted --finalize(step)--> forgotten
+       ^                  |  \\--receipt(rejected)------------------------> forgotten
        |                  |                         |
        +------------------+-------------------------+   resume: a trainer went back before that step
 
-Groups are delivered at least once. A group is gone only when a durable checkpoint contains its
-step, or when the trainer rejected it. An evaluation group is gone with its receipt, because it
-trains no weights, and a trainer that goes back evaluates again.
+A group is *dropped* if it is forgotten without being trained: because it is too large for any message or
+too old, cannot be read back, was refused, or its run was replaced. Drops are counted by reason.
 
-The staleness gate limits the number of training groups. It counts a group from its admission until
-it is taken. The task queue limits evaluation groups.
+Groups are delivered at least once. A group is forgotten only when a durable checkpoint contains its
+step, or when it is dropped. An evaluation group is forgotten with its receipt, because it trains no
+weights, and a trainer that goes back evaluates again.
+
+The staleness gate limits the number of training groups, and the task queue that of evaluation groups.
+Each has a slot there from its beginning, which is *released* when the group is delivered or dropped. A
+delivered training group keeps its slot until the trainer's next version.
 
 A group in a journal on disk is also kept in memory until its first delivery, if there is room. Most
 groups are requested as soon as they finish. If the memory is needed for something else, the group is
 read from the journal instead. Redelivered groups are read from the journal too.
-
-A group too large for any message is dropped. It is counted, and reported to the trainer as an
-event.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Protocol
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.reason_counts import ReasonCounts
 from penstock.server.journal.records import FilePlace, Journal, Stored
-from penstock.server.turns.group_bytes import EncodedGroup, group_in
-from penstock.v1 import task_service_pb2, trajectory_pb2
+from penstock.server.turns.encoding import EncodedGroup, group_in
+from penstock.v1 import task_service_pb2, trainer_service_pb2, trajectory_pb2
+from penstock.wire.codec import twin
+
+_ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
+_GroupDeliveries = twin(trainer_service_pb2.GroupDeliveries)
+_GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
 
 MAX_UNREAD_DROPS = 1_000
+MOST_PLACED = 32
+"""Most groups that one message names by their place. Each takes about 50 bytes, plus 50 for each turn
+that holds its tokens."""
 
 
-class Payload(Protocol):
-    """Storage of a finished group."""
+class Storage(Protocol):
+    """Where a completed group is kept."""
 
     @property
     def memory_bytes(self) -> int:
@@ -136,7 +152,7 @@ class BufferedGroup:
     group_id: str
     task_id: str
     purpose: trajectory_pb2.Purpose.ValueType
-    payload: Payload
+    storage: Storage
     trajectory_ids: tuple[str, ...]
     task: task_service_pb2.Task | None
     admitted_version: int
@@ -162,7 +178,7 @@ class BufferedGroup:
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A finished group that cannot be delivered."""
+    """A group that was dropped before it was buffered."""
 
     group_id: str
     task_id: str
@@ -171,16 +187,22 @@ class DroppedGroup:
 
 
 class GroupBuffer:
-    """Groups from the moment they finish until the trainer can no longer ask for them."""
+    """Groups from the moment they are durable until the trainer can no longer ask for them."""
 
-    def __init__(self, changed: Broadcast, kept_bytes: int = 0) -> None:
-        """`kept_bytes` limits the journal's groups that are also kept in memory."""
+    def __init__(
+        self,
+        changed: Broadcast,
+        on_forgotten: Callable[[BufferedGroup], None],
+        kept_bytes: int = 0,
+    ) -> None:
+        """`on_forgotten` is called with each group that the trainer can no longer ask for. `kept_bytes`
+        limits the journal's groups that are also kept in memory."""
         self.kept = KeptGroups(kept_bytes)
-        self._waiting: OrderedDict[str, BufferedGroup] = OrderedDict()
+        self._buffered: OrderedDict[str, BufferedGroup] = OrderedDict()
         self._evaluations: OrderedDict[str, None] = OrderedDict()
-        """Ids of waiting evaluation groups."""
+        """Ids of buffered evaluation groups."""
         self._delivered: dict[int, BufferedGroup] = {}
-        self._used: dict[str, BufferedGroup] = {}
+        self._receipted: dict[str, BufferedGroup] = {}
         self._last_delivery_id = 0
         self._dropped: deque[DroppedGroup] = deque(maxlen=MAX_UNREAD_DROPS)
         self.drops = ReasonCounts()
@@ -188,51 +210,50 @@ class GroupBuffer:
         self.redeliveries = 0
         self.byte_count = 0
         """Memory budget used by groups, without those that are kept in addition to the journal."""
-        self.on_gone: Callable[[BufferedGroup], None] = lambda _: None
-        """Called with each group that the trainer can no longer ask for."""
+        self._on_forgotten = on_forgotten
         self._changed = changed
 
     @property
-    def waiting_count(self) -> int:
-        """Groups finished and not delivered."""
-        return len(self._waiting)
+    def buffered_count(self) -> int:
+        """Groups buffered and not delivered."""
+        return len(self._buffered)
 
     @property
-    def waiting_evaluation_count(self) -> int:
-        """Evaluation groups finished and not delivered."""
+    def buffered_evaluation_count(self) -> int:
+        """Evaluation groups buffered and not delivered."""
         return len(self._evaluations)
 
     @property
     def held_count(self) -> int:
         """Number of groups in all states."""
-        return len(self._waiting) + len(self._delivered) + len(self._used)
+        return len(self._buffered) + len(self._delivered) + len(self._receipted)
 
     @property
     def groups(self) -> Iterator[BufferedGroup]:
         """Groups in all states."""
-        return chain(self._waiting.values(), self._delivered.values(), self._used.values())
+        return chain(self._buffered.values(), self._delivered.values(), self._receipted.values())
 
     def restore(self, groups: Iterable[BufferedGroup], last_delivery_id: int) -> None:
-        """Takes over the groups of a previous server. Those with a step are used; the others wait.
+        """Takes over the groups of a previous server. Those with a step are receipted.
 
         `last_delivery_id` must be at least as high as any id that it assigned.
         """
         self._last_delivery_id = last_delivery_id
         for group in groups:
             if group.step:
-                self._used[group.group_id] = group
+                self._receipted[group.group_id] = group
             else:
-                self._wait(group)
+                self._buffer(group)
         self._changed.notify()
 
     def add(self, group: BufferedGroup) -> None:
-        """Adds a finished group."""
-        self.byte_count += group.payload.memory_bytes
-        self._wait(group)
+        """Adds a completed group, which is durable."""
+        self.byte_count += group.storage.memory_bytes
+        self._buffer(group)
         self._changed.notify()
 
-    def drop(self, dropped: DroppedGroup) -> None:
-        """Records a finished group that cannot be delivered."""
+    def drop_unbuffered(self, dropped: DroppedGroup) -> None:
+        """Records a completed group that is dropped instead of being added."""
         self.drops[dropped.reason] += 1
         self._dropped.append(dropped)
         self._changed.notify()
@@ -245,17 +266,17 @@ class GroupBuffer:
 
     def find(self, group_id: str) -> BufferedGroup | None:
         """Returns a group in any state, or None."""
-        found = self._waiting.get(group_id) or self._used.get(group_id)
+        found = self._buffered.get(group_id) or self._receipted.get(group_id)
         delivered = (g for g in self._delivered.values() if g.group_id == group_id)
         return found or next(delivered, None)
 
-    def waiting_evaluations(self, count: int) -> list[str]:
-        """Ids of the first `count` waiting evaluation groups."""
+    def buffered_evaluations(self, count: int) -> list[str]:
+        """Ids of the first `count` buffered evaluation groups."""
         return list(islice(self._evaluations, count))
 
-    def take(self, group_ids: Iterable[str]) -> list[BufferedGroup]:
+    def deliver(self, group_ids: Iterable[str]) -> list[BufferedGroup]:
         """Marks groups as delivered, in the order of the data. Each gets its own delivery id."""
-        groups = sorted((self._leave(group_id) for group_id in group_ids), key=lambda g: g.index)
+        groups = sorted((self._unbuffer(group_id) for group_id in group_ids), key=lambda g: g.index)
         for group in groups:
             self._last_delivery_id += 1
             group.delivery_id = self._last_delivery_id
@@ -267,85 +288,103 @@ class GroupBuffer:
             self._changed.notify()
         return groups
 
-    def discard(self, group_id: str) -> BufferedGroup:
-        """Removes a waiting group because it is too old."""
-        group = self._leave(group_id)
-        self._gone(group)
+    def drop(self, group_id: str) -> BufferedGroup:
+        """Removes a buffered group that is too old, or a delivered one that cannot be read again."""
+        group = self.find(group_id)
+        assert group is not None
+        if self._delivered.pop(group.delivery_id, None) is None:
+            self._unbuffer(group_id)
+        self._forget(group)
         return group
 
-    def _leave(self, group_id: str) -> BufferedGroup:
+    def _unbuffer(self, group_id: str) -> BufferedGroup:
         self._evaluations.pop(group_id, None)
-        return self._waiting.pop(group_id)
+        return self._buffered.pop(group_id)
 
-    def _gone(self, group: BufferedGroup) -> None:
-        self.byte_count -= group.payload.memory_bytes
-        group.payload.release()
-        self.on_gone(group)
+    def _forget(self, group: BufferedGroup) -> None:
+        self.byte_count -= group.storage.memory_bytes
+        group.storage.release()
+        self._on_forgotten(group)
         # Another group may be waiting for this room.
         self._changed.notify()
 
-    def lose(self, group: BufferedGroup) -> None:
-        """Removes a taken group that cannot be read again."""
-        del self._delivered[group.delivery_id]
-        self._gone(group)
-
-    def _wait(self, group: BufferedGroup) -> None:
-        self._waiting[group.group_id] = group
+    def _buffer(self, group: BufferedGroup) -> None:
+        self._buffered[group.group_id] = group
         if not group.training:
             self._evaluations[group.group_id] = None
 
     def receipt(self, delivery_ids: Iterable[int], step: int) -> list[BufferedGroup]:
-        """Settles deliveries that `step` trained, or that were rejected if `step` is zero.
+        """Notes that `step` used these deliveries, or that they were rejected if `step` is zero.
 
-        Evaluation groups are gone afterwards. Unknown deliveries are ignored: those whose group was
-        delivered again, and those that are final.
+        Rejected groups and evaluation groups are forgotten. Unknown deliveries are ignored: those whose
+        group was delivered again, and those that are final.
         """
-        settled: list[BufferedGroup] = []
+        receipted: list[BufferedGroup] = []
         for delivery_id in delivery_ids:
             group = self._delivered.pop(delivery_id, None)
             if group is None:
                 continue
-            settled.append(group)
+            receipted.append(group)
             if step and group.training:
                 group.step = step
-                self._used[group.group_id] = group
+                self._receipted[group.group_id] = group
             else:
-                self._gone(group)
-        return settled
+                self._forget(group)
+        return receipted
 
     def finalize(self, step: int) -> list[BufferedGroup]:
-        """Forgets groups used up to `step`, because a durable checkpoint contains them."""
-        final = [group for group in self._used.values() if group.step <= step]
+        """Forgets groups receipted up to `step`, because a durable checkpoint contains them."""
+        final = [group for group in self._receipted.values() if group.step <= step]
         for group in final:
-            del self._used[group.group_id]
-            self._gone(group)
+            del self._receipted[group.group_id]
+            self._forget(group)
         return final
 
     def resume(self, step: int) -> list[BufferedGroup]:
-        """Makes groups wait again that the trainer's state after `step` does not contain. Returns
+        """Buffers groups again that the trainer's state after `step` does not contain. Returns
         them.
 
-        These were delivered without a receipt, or used by a later step.
+        These were delivered without a receipt, or receipted by a later step.
         """
         again = list(self._delivered.values())
-        again += [group for group in self._used.values() if group.step > step]
+        again += [group for group in self._receipted.values() if group.step > step]
         for group in sorted(again, key=lambda g: g.delivery_id):
             self._delivered.pop(group.delivery_id, None)
-            self._used.pop(group.group_id, None)
+            self._receipted.pop(group.group_id, None)
             group.step = 0
-            self._wait(group)
+            self._buffer(group)
         self._changed.notify()
         return again
 
     def drop_all(self) -> list[BufferedGroup]:
-        """Forgets every group, including used ones. Returns those that were not used."""
-        lost = [*self._waiting.values(), *self._delivered.values()]
-        for group in (*lost, *self._used.values()):
-            self._gone(group)
-        self._waiting.clear()
+        """Drops every group. Returns those that no step used."""
+        lost = [*self._buffered.values(), *self._delivered.values()]
+        for group in (*lost, *self._receipted.values()):
+            self._forget(group)
+        self._buffered.clear()
         self._evaluations.clear()
         self._delivered.clear()
-        self._used.clear()
+        self._receipted.clear()
         # The next trainer would take them for drops among its tasks.
         self._dropped.clear()
         return lost
+
+
+def placed_delivery(group: BufferedGroup, place: FilePlace) -> trainer_service_pb2.GroupDelivery:
+    """Makes a delivery that names the place of a group; a trainer on the same host reads it there."""
+    delivery = _GroupDelivery(
+        delivery_id=group.delivery_id, redelivery_count=group.delivery_count - 1
+    )
+    stored = delivery.stored
+    for told, where in ((stored, place), *((stored.turns.add(), turn) for turn in place.turns)):
+        told.file, told.offset_bytes, told.length_bytes = where.file, where.offset, where.length
+    return delivery
+
+
+def placed_message(
+    deliveries: Sequence[trainer_service_pb2.GroupDelivery],
+) -> trainer_service_pb2.ExchangeResponse:
+    """Combines deliveries into one message."""
+    if len(deliveries) == 1:
+        return _ExchangeResponse(delivery=deliveries[0])
+    return _ExchangeResponse(deliveries=_GroupDeliveries(deliveries=deliveries))

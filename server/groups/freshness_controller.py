@@ -1,6 +1,6 @@
 """Controls how many groups may be outstanding: enough to keep the trainer busy, and no more.
 
-Lag is a cost, not a budget to spend. Every finished group that waits in the buffer while the
+Lag is a cost, not a budget to spend. Every completed group that waits in the buffer while the
 trainer works ages by a version per step. So the number of outstanding groups should be the smallest
 one that still has a batch finished whenever the trainer asks. That number depends on how long
 groups take compared to a step. This is not known in advance, and it changes as the policy learns to
@@ -62,6 +62,54 @@ class StepObservation:
     """The largest number of groups that were requested and not finished."""
     filled: bool
     """Whether the target is what prevented the admission of further groups."""
+
+
+class StepMeter:
+    """Measures the steps of the trainer, between its versions."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._unmet = 0
+        """Groups that the trainer has demanded and the batch still lacks."""
+        self._starving_since: float | None = None
+        self._starved_seconds = 0.0
+        self._lacking = 0
+        """Maximum number of groups that the batch lacked while the trainer starved."""
+        self.surplus = 0
+        """Groups left over when the demand was last met."""
+        self.filled = False
+        """Whether the target has prevented an admission."""
+
+    def demand(self, unmet: int, completed: int, now: float) -> None:
+        """Note how many groups the batch still lacks, and how many are completed."""
+        if self._starving_since is not None:
+            self._starved_seconds += max(0.0, now - self._starving_since)
+        self._unmet = unmet
+        # Under WAIT a trainer may wait for an old group while enough others are completed. It does
+        # not starve then, because more groups would not help.
+        lacking = unmet - completed
+        self._lacking = max(self._lacking, lacking)
+        self._starving_since = now if lacking > 0 else None
+
+    def supply(self, completed: int, now: float) -> None:
+        """Note how many groups are completed, for the same demand."""
+        self.demand(self._unmet, completed, now)
+
+    def close_step(self, completed: int, now: float) -> StepObservation | None:
+        """Begin another step. Returns the one that ends, if its beginning was seen."""
+        self.demand(0, completed, now)
+        observed = None
+        if self._began is not None:
+            seconds = max(0.0, now - self._began)
+            observed = StepObservation(
+                seconds, self._starved_seconds, self.surplus, self._lacking, filled=self.filled
+            )
+        self._began = now
+        self._starved_seconds = 0.0
+        self._lacking = 0
+        self.surplus = 0
+        self.filled = False
+        return observed
 
 
 class FreshnessController:

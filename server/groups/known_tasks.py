@@ -4,10 +4,10 @@ States of a task id:
 
     new --hold--> held --leave--> past --100,000 others left since--> forgotten
                    ^               |
-                   +-----hold------+   its group was discarded, and it waits again
+                   +-----hold------+   its group was dropped, and it waits again
 
 A task is *held* while it waits, while its group is under way, and while the trainer may still
-request its finished group. The queue and the staleness gate bound their number. A task is *past* if
+request its completed group. The queue and the staleness gate bound their number. A task is *past* if
 a durable checkpoint contains its group, or if the group counts as dropped. A trainer does not
 submit such a task again, because its checkpoint records how far its data is consumed. Only a
 repeated call that was sent earlier may still arrive. So the newest past ids are remembered, like

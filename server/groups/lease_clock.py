@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError
-from penstock.server.groups.attempts import Attempt, Group, LeaseRules
+from penstock.server.groups.attempts import Attempt, AttemptState, Group, LeaseRules
 from penstock.wire.reasons import Reason
 
 MAX_REMEMBERED = 100_000
@@ -55,19 +55,24 @@ class LeaseClock:
 
     def renew(self, attempt: Attempt) -> None:
         """Restart a lease after a sign of life, even if its stream is lost."""
-        attempt.orphaned = False
+        self._reached(attempt)
         self.touch(attempt)
 
     def call_began(self, attempt: Attempt) -> None:
         """Stop the lease while a call on the trajectory is open."""
         attempt.open_calls += 1
-        attempt.orphaned = False
+        self._reached(attempt)
+
+    def _reached(self, attempt: Attempt) -> None:
+        """Note a sign of life of an agent, which makes up for its lost stream."""
+        if attempt.state is AttemptState.ORPHANED:
+            attempt.to(AttemptState.LEASED)
 
     def call_ended(self, attempt: Attempt) -> None:
         """Let the lease run again after a call; only for the grace period if its stream was
         lost."""
         attempt.open_calls = max(0, attempt.open_calls - 1)
-        if attempt.orphaned:
+        if attempt.state is AttemptState.ORPHANED:
             # A call that ended together with the stream is no sign of life.
             attempt.deadline = self._clock() + self.rules.grace_seconds
             self._arm(attempt.deadline)
@@ -77,7 +82,8 @@ class LeaseClock:
     def orphan(self, attempt: Attempt) -> None:
         """Cut the lease to the grace period, because its stream is lost."""
         attempt.deadline = min(attempt.deadline, self._clock() + self.rules.grace_seconds)
-        attempt.holder, attempt.orphaned = None, True
+        attempt.holder = None
+        attempt.to(AttemptState.ORPHANED)
         self._arm(attempt.deadline)
 
     def _arm(self, deadline: float) -> None:
@@ -137,7 +143,7 @@ class LeaseClock:
 def _running(group: Group) -> list[Attempt]:
     """Return the attempts of a group whose deadlines are running."""
     if group.task is not None:
-        return [a for a in group.attempts if a.leased and not a.final and not a.open_calls]
+        return [a for a in group.attempts if a.state.leased and not a.open_calls]
     if any(attempt.open_calls for attempt in group.attempts):
         return []
-    return [attempt for attempt in group.attempts if not attempt.final]
+    return [attempt for attempt in group.attempts if not attempt.state.final]

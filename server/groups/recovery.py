@@ -10,7 +10,7 @@ At a start: records -> `Recovered` -> queue, store, buffer, admission. After it:
     a waiting task             waits
     a group under way          continues; the holders of its leases must call within the grace period
     an open trajectory         is open up to its last record; a turn that was cut off is ABORTED
-    a finished group           waits, is delivered again, or is kept until its step is final
+    a completed group          waits, is delivered again, or is kept until its step is final
     an outcome                 gets the same answer when it is repeated
 """
 
@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from penstock.server.groups.attempts import Attempt, Group, group_changed
+from penstock.server.groups.attempts import Attempt, Group, group_changed, recorded_state
 from penstock.server.journal import records
 from penstock.server.journal.records import (
     Deferred,
@@ -36,13 +36,14 @@ from penstock.server.turns.records import (
     trajectory_opened,
     whole_turn,
 )
-from penstock.server.turns.store import ClosedMark, TrajectoryRecord, outcome_digest
+from penstock.server.turns.store import ClosedMark, outcome_digest
+from penstock.server.turns.trajectory import TrajectoryRecord
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
 
 
 @dataclass(slots=True, eq=False)
 class FinishedGroup:
-    """A complete group that the journal still holds."""
+    """A completed group that the journal still holds; its records say *finished*."""
 
     group_id: str
     task_id: str
@@ -128,13 +129,13 @@ class Recovered:
         elif kind == "group_referred":
             self._referred(record.group_referred, stored)
         elif kind == "group_dropped":
-            self._gone(record.group_dropped.group_id)
+            self._forget(record.group_dropped.group_id)
         elif kind == "groups_receipted":
             self._receipted(record.groups_receipted)
         elif kind == "step_final":
             step = record.step_final.step
             for group in [g for g in self.finished.values() if 0 < g.step <= step]:
-                self._gone(group.group_id)
+                self._forget(group.group_id)
         elif kind == "run_replaced":
             self._run_replaced()
         else:
@@ -181,9 +182,7 @@ class Recovered:
                 index,
                 attempt.retry_count,
                 attempt.trajectory_id,
-                leased=attempt.leased,
-                final=attempt.final,
-                failed=attempt.failed,
+                state=recorded_state(attempt),
             )
             for index, attempt in enumerate(changed.attempts)
         ]
@@ -229,7 +228,7 @@ class Recovered:
     ) -> None:
         group = finished.group
         group_id = group.group_id
-        self._leave(group_id, group.task_id)
+        self._end(group_id, group.task_id)
         # Copied, so that the record with all its tokens is not kept in memory.
         task = type(finished.task).FromString(finished.task.SerializeToString())
         ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
@@ -247,14 +246,14 @@ class Recovered:
             task if finished.HasField("task") else None,
         )
 
-    def _leave(self, group_id: str, task_id: str) -> None:
-        """Record that a group is no longer under way."""
+    def _end(self, group_id: str, task_id: str) -> None:
+        """Note that a group is no longer under way."""
         self.pending.pop(task_id, None)
         self.tasks.pop(task_id, None)
         self.groups.pop(group_id, None)
         self.ended[group_id] = None
 
-    def _gone(self, group_id: str) -> None:
+    def _forget(self, group_id: str) -> None:
         group = self.groups.get(group_id)
         finished = self.finished.pop(group_id, None)
         task_id = (
@@ -269,12 +268,12 @@ class Recovered:
         if group is not None:
             for record in [r for r in self.trajectories.values() if r.group_id == group_id]:
                 del self.trajectories[record.trajectory_id]
-        self._leave(group_id, task_id)
+        self._end(group_id, task_id)
 
     def _receipted(self, receipted: journal_pb2.GroupsReceipted) -> None:
         for group_id in receipted.group_ids:
             if not receipted.step:
-                self._gone(group_id)
+                self._forget(group_id)
             elif (group := self.finished.get(group_id)) is not None:
                 group.step = receipted.step
 
@@ -288,7 +287,7 @@ class Recovered:
             attempt.trajectory_id
             for group in self.groups.values()
             for attempt in group.attempts
-            if attempt.leased
+            if attempt.state.leased
         }
         for root in leased & self.closed.keys():
             digest = self.closed[root].outcome_digest
@@ -310,7 +309,7 @@ class Recovered:
         return record.trajectory_id
 
     def _run_replaced(self) -> None:
-        attempts = [a for group in self.groups.values() for a in group.attempts if a.leased]
+        attempts = [a for group in self.groups.values() for a in group.attempts if a.state.leased]
         leased = {attempt.trajectory_id for attempt in attempts}
         self.expired.update(dict.fromkeys(leased, False))
         for record in list(self.trajectories.values()):

@@ -2,43 +2,43 @@
 
 Contract: **no token is trained with a lag above `max_lag` (L)**. Let the trainer hold version `v`
 while it gathers the batch that makes `v+1`. The lag of a token is `v` at the moment its group is
-taken, minus the version that sampled it (`penstock.wire.staleness.lag`). `B` groups make a step.
+delivered, minus the version that sampled it (`penstock.wire.staleness.lag`). `B` groups make a step.
 
 States of a group, and the calls that move it:
 
-                     admit              finish               select
-    (unknown) -----------------> running ------> finished ------------> taken
-        ^                           |               |  ^                  |
-        |          vacate           |     vacate    |  |     restore      |
-        +---------------------------+---------------+  +------------------+
+                     admit             complete              select
+    (unknown) -----------------> running -----> completed ------------> delivered
+        ^                           |               |  ^                   |
+        |          release          |     release   |  |      restore      |
+        +---------------------------+---------------+  +-------------------+
 
-Running and finished groups are *outstanding*. A taken group is remembered while the trainer holds the
-version it was taken at, because it fills one of that version's B slots. Under every policy, outstanding
-and taken groups (of which at most B count) together number at most `target`. The freshness controller
+Running and completed groups are *outstanding*. A delivered group is remembered while the trainer holds the
+version it was delivered at, because it fills one of that version's B slots. Under every policy, outstanding
+and delivered groups (of which at most B count) together number at most `target`. The freshness controller
 moves `target` between `fewest_outstanding` and (L+1)*B.
 
 Order of events, per step: `advance(v)` when the trainer holds `v`; `select(credit)` whenever the
-demand, the finished groups or the trainer's version changed; then `admit` while `may_admit`.
+demand, the completed groups or the trainer's version changed; then `admit` while `may_admit`.
 Weights are switched a little after the trainer steps, so the active version may lag `v`. After the
 trainer restarts from an older checkpoint, the active version may also be ahead of `v`.
 
 Late policies
 -------------
-MASK: finished groups are taken oldest first and never discarded. Tokens older than L carry no
+MASK: completed groups are delivered oldest first and never dropped. Tokens older than L carry no
   gradient: the trainer masks them, by the same `lag`.
-REQUEUE, DROP: as MASK, but `select` discards finished groups with a token older than L and lists
+REQUEUE, DROP: as MASK, but `select` drops completed groups with a token older than L and lists
   them in `Selection.late`.
 WAIT: a schedule. A group admitted while version `s` is active gets the deadline `s+L`. Once it is
-  finished, its oldest token is known, and the deadline becomes that token's version + L. That is the
-  same or, if its first token had to wait, later. Let `t` be the groups already taken at `v`, and `due(k)`
-  the outstanding groups with a deadline `<= v+k`. The invariant, for every k in 0..L:
+  completed, its oldest token is known, and the deadline becomes that token's version + L. That is the
+  same or, if its first token had to wait, later. Let `t` be the groups already delivered at `v`, and
+  `due(k)` the outstanding groups with a deadline `<= v+k`. The invariant, for every k in 0..L:
 
       due(k) + t <= B*(k+1)
 
   *Admission* maintains it. Before the batch (t = 0) the bound on `due(k)` is B*(k+1), after it (t = B) B*k.
   *Selection* takes the earliest deadlines first, and either all of the credit that fits in the batch or
   nothing. It takes a group only if every group with an earlier deadline keeps a slot: for each k
-  with v+k before its deadline, `due(k) + t + 1 <= B*(k+1)`. At most B groups are taken per version.
+  with v+k before its deadline, `due(k) + t + 1 <= B*(k+1)`. At most B groups are delivered per version.
   Further credit is kept for the next version, because those groups would be trained there.
 
 Proof that WAIT keeps the contract. Taking a group leaves `due(k) + t` unchanged for each k at or
@@ -47,9 +47,9 @@ groups, `due(k) <= B*k`. When `v` becomes `v+1` and t = 0, that is the invariant
 k = L no deadline lies beyond `(v+1)+L-1` yet. At k = 0 it states that once the batch is full, nothing
 is due. So no group outlives its deadline, which is no later than its oldest token's version + L.
 
-Nothing deadlocks. When all outstanding groups are finished, the earliest passes its check, because
+Nothing deadlocks. When all outstanding groups are completed, the earliest passes its check, because
 nothing is due before it. Apart from the moment of a switch, admission is refused only while at
-least as many groups are outstanding as the batch still needs. The limits on what may be taken (at
+least as many groups are outstanding as the batch still needs. The limits on what may be delivered (at
 most so many groups with a deadline after `v+k`) are nested, so the greedy choice is a largest one.
 A batch that is delivered in pieces is therefore complete no later than a whole one.
 
@@ -58,16 +58,16 @@ per version, and none before the weights are switched.
 
 Failures
 --------
-- A group fails or expires: `vacate` frees its slot at once.
-- The trainer refuses a taken group: `vacate` frees its slot in the batch, so that the trainer can
+- A group fails or expires: `release` frees its slot at once.
+- The trainer refuses a delivered group: `release` frees its slot in the batch, so that the trainer can
   demand another at the same version. Under WAIT and at `max_lag = 0`, a trainer that filters its
   batch must refuse what it filtered. Otherwise it waits for a slot that is never freed.
 - The trainer restarts from an older checkpoint: `advance` to the lower version, then `restore` each
   group that must be delivered again. Running groups may continue under the older weights, so their
   deadlines become earlier. More groups may then be due than fit; the same happens if a trainer steps
-  on less than a batch. WAIT still discards nothing: overdue groups are delivered first, and the trainer
+  on less than a batch. WAIT still drops nothing: overdue groups are delivered first, and the trainer
   masks the tokens in them that are too old.
-- The server restarts, or a trainer connects with another contract: a new gate. `restore` each finished
+- The server restarts, or a trainer connects with another contract: a new gate. `restore` each completed
   group that was not trained, and `adopt` each group that still runs. These may break the invariant
   too, with the same consequence.
 """
@@ -79,7 +79,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock.server.groups.freshness_controller import FreshnessController, StepObservation
+from penstock.server.groups.freshness_controller import FreshnessController, StepMeter
 from penstock.wire.staleness import lag
 
 
@@ -91,12 +91,12 @@ class LatePolicy(Enum):
     WAIT = "wait"
     """Schedule groups so that no token becomes too old."""
     REQUEUE = "requeue"
-    """Discard the group and sample its task again."""
+    """Drop the group and sample its task again."""
     DROP = "drop"
-    """Discard the group."""
+    """Drop the group."""
 
     @property
-    def discards(self) -> bool:
+    def drops(self) -> bool:
         return self in (LatePolicy.REQUEUE, LatePolicy.DROP)
 
 
@@ -118,7 +118,7 @@ class StalenessContract:
 
     @property
     def max_outstanding(self) -> int:
-        """Maximum number of groups admitted and not yet taken."""
+        """Maximum number of groups admitted and not yet delivered."""
         return (self.max_lag + 1) * self.groups_per_step
 
     @property
@@ -136,15 +136,15 @@ class StalenessContract:
 class Selection:
     """Result of `StalenessGate.select`: group ids, oldest first."""
 
-    taken: tuple[str, ...] = ()
+    delivered: tuple[str, ...] = ()
     """Groups to deliver now."""
     late: tuple[str, ...] = ()
-    """Groups discarded for age under REQUEUE and DROP; the gate has forgotten them."""
+    """Groups dropped for age under REQUEUE and DROP; the gate has forgotten them."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Finished:
-    """A finished group. `oldest`, then `order`, is the sort key."""
+class _Completed:
+    """A completed group. `oldest`, then `order`, is the sort key."""
 
     oldest: int
     order: int
@@ -173,23 +173,15 @@ class StalenessGate:
         )
         self._running: dict[str, int] = {}
         """Running groups, with the oldest version that may sample in each."""
-        self._finished: dict[str, _Finished] = {}
+        self._completed: dict[str, _Completed] = {}
         self._due: Counter[int] = Counter()
         """Number of outstanding groups by deadline."""
         self._batch: OrderedDict[str, None] = OrderedDict()
-        """Ids of groups taken at the version the trainer holds. May be more than a step has: some will be
-        refused, or were trained before the server restarted and are delivered again."""
+        """Ids of groups delivered at the version the trainer holds. May be more than a step has: some will
+        be refused, or were trained before the server restarted and are delivered again."""
         self._most_remembered = max(1024, 4 * contract.max_outstanding)
         self._order = 0
-        self._step_began: float | None = None
-        self._unmet = 0
-        """Groups that the trainer has demanded and the batch still lacks."""
-        self._starving_since: float | None = None
-        self._starved_seconds = 0.0
-        self._lacking = 0
-        """Maximum number of groups that the batch lacked while the trainer starved."""
-        self._surplus = 0
-        self._filled = False
+        self._meter = StepMeter()
 
     @property
     def trainer_version(self) -> int:
@@ -197,32 +189,28 @@ class StalenessGate:
 
     @property
     def target(self) -> int:
-        """Groups that may be outstanding now, including those taken at this version."""
+        """Groups that may be outstanding now, including those delivered at this version."""
         return self._controller.target if self._controller else self.contract.max_outstanding
 
     @property
     def outstanding(self) -> int:
-        """Groups admitted and not yet taken or vacated; `restore` and `adopt` may exceed `target`."""
-        return len(self._running) + len(self._finished)
+        """Groups admitted and not yet delivered or released; `restore` and `adopt` may exceed `target`."""
+        return len(self._running) + len(self._completed)
 
     @property
     def running(self) -> int:
-        """Groups admitted and not yet finished."""
+        """Groups admitted and not yet completed."""
         return len(self._running)
 
     @property
-    def finished(self) -> int:
-        """Groups finished and not yet taken."""
-        return len(self._finished)
+    def completed(self) -> int:
+        """Groups completed and not yet delivered."""
+        return len(self._completed)
 
     @property
-    def taken(self) -> int:
-        """Groups taken at the version the trainer holds, at most `groups_per_step`."""
+    def delivered(self) -> int:
+        """Groups delivered at the version the trainer holds, at most `groups_per_step`."""
         return min(len(self._batch), self.contract.groups_per_step)
-
-    def buffered_lags(self) -> list[int]:
-        """Lag that the oldest token of each finished group would have if taken now; for metrics."""
-        return [lag(self._trainer_version, group.oldest) for group in self._finished.values()]
 
     def advance(self, trainer_version: int, now: float) -> None:
         """Note that the trainer now holds `trainer_version`. Repeating a version changes nothing.
@@ -236,7 +224,9 @@ class StalenessGate:
         restarted = trainer_version < self._trainer_version
         self._trainer_version = trainer_version
         self._batch.clear()
-        self._close_step(now, learn=not restarted)
+        observed = self._meter.close_step(len(self._completed), now)
+        if observed is not None and self._controller and not restarted:
+            self._controller.observe(observed)
         if restarted:
             # The engine may continue with successors of this version, in the running groups too.
             for group_id, oldest in self._running.items():
@@ -261,7 +251,7 @@ class StalenessGate:
     def admit(self, group_id: str, active_version: int) -> None:
         """Start a group. Raises ValueError for a known id, or if `may_admit` is false.
 
-        An id may return after it was vacated, discarded or taken at an earlier version.
+        An id may return after it was released, dropped or delivered at an earlier version.
         """
         self._refuse_known(group_id)
         if not self.may_admit(active_version):
@@ -270,7 +260,7 @@ class StalenessGate:
                 f"trainer at {self._trainer_version}, {self.outstanding} outstanding"
             )
         self.adopt(group_id, active_version)
-        self._filled = self._filled or not self._has_place()
+        self._meter.filled = self._meter.filled or not self._has_place()
 
     def adopt(self, group_id: str, admission_version: int) -> None:
         """Take over a group that was running before this gate was made, without an admission check.
@@ -283,7 +273,7 @@ class StalenessGate:
         self._running[group_id] = first
         self._due[first + self.contract.max_lag] += 1
 
-    def finish(self, group_id: str, oldest_version: int | None, now: float) -> None:
+    def complete(self, group_id: str, oldest_version: int | None, now: float) -> None:
         """Mark a group's siblings as complete. `oldest_version` is the version of its oldest policy token.
 
         None means that the group has no policy token, as in a group of failures. It then cannot be late,
@@ -295,27 +285,27 @@ class StalenessGate:
         oldest = first if oldest_version is None else oldest_version
         self._move_deadline(first, oldest)
         self._buffer(group_id, oldest)
-        self._watch_starvation(self._unmet, now)
+        self._meter.supply(len(self._completed), now)
 
-    def vacate(self, group_id: str) -> None:
+    def release(self, group_id: str) -> None:
         """Free the slot of a group in any state, because it failed, expired or was refused.
 
-        An unknown id changes nothing, because a failure and a discard may both report a group.
+        An unknown id changes nothing, because a failure and a drop may both report a group.
         """
         if (first := self._running.pop(group_id, None)) is not None:
             self._forget_deadline(first)
-        elif (group := self._finished.pop(group_id, None)) is not None:
+        elif (group := self._completed.pop(group_id, None)) is not None:
             self._forget_deadline(group.oldest)
         else:
             self._batch.pop(group_id, None)
 
     def restore(self, group_id: str, oldest_version: int | None) -> None:
-        """Return a delivered group to the finished ones for another delivery, without an admission check.
+        """Return a delivered group to the completed ones for another delivery, without an admission check.
 
         Call it after `advance`. It may bring `outstanding` above `target`; admission then waits
-        until the groups are taken. Raises ValueError for an outstanding group.
+        until the groups are delivered. Raises ValueError for an outstanding group.
         """
-        if group_id in self._running or group_id in self._finished:
+        if group_id in self._running or group_id in self._completed:
             raise ValueError(f"group {group_id!r} is outstanding already")
         self._batch.pop(group_id, None)
         oldest = self._trainer_version if oldest_version is None else oldest_version
@@ -323,40 +313,40 @@ class StalenessGate:
         self._buffer(group_id, oldest)
 
     def select(self, credit: int, now: float) -> Selection:
-        """Take the groups to deliver now, for an unmet demand of `credit` groups.
+        """Deliver groups now, for an unmet demand of `credit` groups.
 
-        Call it after every change of credit, finished groups or trainer version. Call it with a credit of
+        Call it after every change of credit, completed groups or trainer version. Call it with a credit of
         zero too, because it also measures how long the trainer starves.
         """
         if credit < 0:
             raise ValueError(f"credit must be at least 0, got {credit}")
-        late = self._discard_late() if credit > 0 else ()
-        queue = sorted(self._finished, key=self._age) if credit > 0 else []
+        late = self._drop_late() if credit > 0 else ()
+        queue = sorted(self._completed, key=self._age) if credit > 0 else []
         if self.contract.late_policy is LatePolicy.WAIT:
-            taken = self._whole_batch(queue, credit)
+            delivered = self._whole_batch(queue, credit)
         else:
-            taken = tuple(queue[:credit])
-        for group_id in taken:
-            self._forget_deadline(self._finished.pop(group_id).oldest)
+            delivered = tuple(queue[:credit])
+        for group_id in delivered:
+            self._forget_deadline(self._completed.pop(group_id).oldest)
             self._batch[group_id] = None
         while len(self._batch) > self._most_remembered:
             # If the weights of a run never change, the ids of its groups would accumulate.
             self._batch.popitem(last=False)
-        unmet = min(credit - len(taken), self.contract.groups_per_step - self.taken)
-        self._watch_starvation(unmet, now)
-        if taken and unmet <= 0:
-            self._surplus = len(self._finished)
-        return Selection(taken, late)
+        unmet = min(credit - len(delivered), self.contract.groups_per_step - self.delivered)
+        self._meter.demand(unmet, len(self._completed), now)
+        if delivered and unmet <= 0:
+            self._meter.surplus = len(self._completed)
+        return Selection(delivered, late)
 
     def _whole_batch(self, queue: Iterable[str], credit: int) -> tuple[str, ...]:
         """Ids by earliest deadline, as many as credit and batch allow, or none."""
-        wanted = min(credit, self.contract.groups_per_step - self.taken)
-        if wanted <= 0 or len(self._finished) < wanted:
+        wanted = min(credit, self.contract.groups_per_step - self.delivered)
+        if wanted <= 0 or len(self._completed) < wanted:
             return ()
         loads = self._loads()
         chosen: list[str] = []
         for group_id in queue:
-            slack = self._finished[group_id].oldest + self.contract.max_lag - self._trainer_version
+            slack = self._completed[group_id].oldest + self.contract.max_lag - self._trainer_version
             before = range(min(max(slack, 0), len(loads)))
             if any(loads[k] + 1 > self._capacity(k) for k in before):
                 break  # Groups with later deadlines must leave room for more, so they cannot fit either.
@@ -376,16 +366,16 @@ class StalenessGate:
         horizon = range(self._trainer_version, self._trainer_version + self.contract.max_lag + 1)
         overdue = sum(n for deadline, n in self._due.items() if deadline < horizon.start)
         loads: list[int] = []
-        load = overdue + self.taken
+        load = overdue + self.delivered
         for deadline in horizon:
             load += self._due[deadline]
             loads.append(load)
         return loads
 
     def _has_place(self) -> bool:
-        # A taken group keeps its slot until the trainer has the next version. Freeing it at once
+        # A delivered group keeps its slot until the trainer has the next version. Freeing it at once
         # would let groups fall L+1 versions behind.
-        return self.outstanding + self.taken < self.target
+        return self.outstanding + self.delivered < self.target
 
     def _capacity(self, k: int) -> int:
         return self.contract.groups_per_step * (k + 1)
@@ -394,29 +384,29 @@ class StalenessGate:
         # If the engine is ahead of a restarted trainer, it may still switch to the trainer's next version.
         return min(active_version, self._trainer_version)
 
-    def _discard_late(self) -> tuple[str, ...]:
-        if not self.contract.late_policy.discards:
+    def _drop_late(self) -> tuple[str, ...]:
+        if not self.contract.late_policy.drops:
             return ()
         late = [
             group_id
-            for group_id, group in self._finished.items()
+            for group_id, group in self._completed.items()
             if lag(self._trainer_version, group.oldest) > self.contract.max_lag
         ]
         late.sort(key=self._age)
         for group_id in late:
-            self.vacate(group_id)
+            self.release(group_id)
         return tuple(late)
 
     def _age(self, group_id: str) -> tuple[int, int]:
-        group = self._finished[group_id]
+        group = self._completed[group_id]
         return group.oldest, group.order
 
     def _buffer(self, group_id: str, oldest: int) -> None:
-        self._finished[group_id] = _Finished(oldest, self._order)
+        self._completed[group_id] = _Completed(oldest, self._order)
         self._order += 1
 
     def _refuse_known(self, group_id: str) -> None:
-        if group_id in self._running or group_id in self._finished or group_id in self._batch:
+        if group_id in self._running or group_id in self._completed or group_id in self._batch:
             raise ValueError(f"group {group_id!r} is admitted already")
 
     def _move_deadline(self, oldest: int, to: int) -> None:
@@ -428,32 +418,3 @@ class StalenessGate:
         self._due[deadline] -= 1
         if not self._due[deadline]:
             del self._due[deadline]
-
-    def _watch_starvation(self, unmet: int, now: float) -> None:
-        if self._starving_since is not None:
-            self._starved_seconds += max(0.0, now - self._starving_since)
-        self._unmet = unmet
-        # Under WAIT a trainer may wait for an old group while enough others are finished. It does
-        # not starve then, because more groups would not help.
-        lacking = unmet - len(self._finished)
-        self._lacking = max(self._lacking, lacking)
-        self._starving_since = now if lacking > 0 else None
-
-    def _close_step(self, now: float, *, learn: bool) -> None:
-        self._watch_starvation(0, now)
-        if learn and self._controller and self._step_began is not None:
-            seconds = max(0.0, now - self._step_began)
-            self._controller.observe(
-                StepObservation(
-                    seconds,
-                    self._starved_seconds,
-                    self._surplus,
-                    self._lacking,
-                    filled=self._filled,
-                )
-            )
-        self._step_began = now
-        self._starved_seconds = 0.0
-        self._lacking = 0
-        self._surplus = 0
-        self._filled = False

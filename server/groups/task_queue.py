@@ -1,11 +1,4 @@
-"""Tasks, attempts, leases and retries.
-
-States of an attempt (one of a group's `group_size` attempts):
-
-    waiting --lease--> leased --complete(reward)--------------------> final
-       ^                 |  \\--complete(failure), retries left --> waiting
-       |                 |  \\--complete(failure), none left ------> final (the failure is data)
-       +--lease expires--+
+"""Tasks, attempts, leases and retries. `attempts` has the states of an attempt.
 
 - A task becomes a group when the staleness gate admits it and an agent asks for work. The group's
   attempts are leased in order of `sample_index`, retries first.
@@ -14,12 +7,13 @@ States of an attempt (one of a group's `group_size` attempts):
   `max_attempts` times becomes a failure, as if its agent had reported one.
 - A caller's own group (opened by Generate without a lease) takes a slot at the gate with its first sibling.
   It is never leased. Siblings that no call touches for the length of a lease become failures.
-- When the last attempt is final, the group is complete and its id is not used again.
+- When the last attempt is settled, the group is completed and its id is not used again. `buffer` has what
+  follows.
 - A task with a `finish_count` is a race: that many attempts with a reward complete its group. Waiting
   attempts are then never leased, and leased ones are taken back (LEASE_EXPIRED, without a retry). Neither
   these nor the failed ones are part of the group. If too many fail for that, the group completes like any
   other, failures included.
-- Evaluation groups bypass the gate. The bound on them is the number begun and not delivered; beyond it
+- Evaluation groups bypass the gate. The bound on them is the number begun and not delivered. Beyond it
   their tasks wait. A lease request that takes any task gets evaluation tasks first. Training may have more
   groups admitted than all agents together work on, and an evaluation queued behind them would wait forever.
   How much evaluation takes from training is up to the submitter.
@@ -31,15 +25,22 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.groups.admission import Admission
-from penstock.server.groups.attempts import Attempt, Group, Holder, Lease, LeaseRules, Settled
-from penstock.server.groups.known_tasks import KnownTasks
+from penstock.server.groups.attempts import (
+    Attempt,
+    AttemptState,
+    Group,
+    Holder,
+    Lease,
+    LeaseRules,
+    Settled,
+)
 from penstock.server.groups.lease_clock import LeaseClock
+from penstock.server.groups.pending_tasks import PendingTasks
 from penstock.v1 import task_service_pb2, trajectory_pb2
 from penstock.wire.reasons import Reason
 
@@ -58,63 +59,46 @@ class TaskQueue:
         *,
         max_pending: int = 100_000,
         max_evaluation_groups: int = 256,
+        has_memory: Callable[[], bool] = lambda: True,
+        buffered_evaluations: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`has_memory` tells whether the memory budget allows another group. `buffered_evaluations` counts
+        the evaluation groups that are buffered and not delivered."""
         self._admission = admission
         self.leases = LeaseClock(rules, clock)
-        self._max_pending = max_pending
         self.max_evaluation_groups = max_evaluation_groups
-        # In the order in which groups are begun: evaluation first.
-        self._pending: dict[trajectory_pb2.Purpose.ValueType, deque[task_service_pb2.Task]] = {
-            trajectory_pb2.PURPOSE_EVAL: deque(),
-            trajectory_pb2.PURPOSE_TRAIN: deque(),
-        }
-        self.known_tasks = KnownTasks()
+        self.pending = PendingTasks(changed, max_pending)
         self._groups: OrderedDict[str, Group] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
-        """Ids of complete groups, oldest first; bounded."""
+        """Ids of completed groups, oldest first; bounded."""
         self._evaluations: set[str] = set()
-        """Evaluation groups begun and not yet handed over to the buffer."""
+        """Evaluation groups begun, and neither buffered nor dropped."""
         self._waiting: deque[Attempt] = deque()
         self._attempts: dict[str, Attempt] = {}
         self._changed = changed
-        self.byte_count = 0
-        """Memory that tasks use, including those of groups under way."""
-        self.has_memory: Callable[[], bool] = lambda: True
-        """Whether the memory budget allows another group."""
-        self.buffered_evaluations: Callable[[], int] = lambda: 0
-        """Counts the evaluation groups handed over and not yet delivered."""
+        self._begun_bytes = 0
+        """Memory of the tasks of groups under way."""
+        self._has_memory = has_memory
+        self._buffered_evaluations = buffered_evaluations
 
     @property
-    def pending_count(self) -> int:
-        """Tasks not yet begun."""
-        return sum(len(tasks) for tasks in self._pending.values())
-
-    def pending_count_of(self, tasks: Iterable[task_service_pb2.Task]) -> int:
-        """Tasks not yet begun that have the purposes of `tasks`, or all if `tasks` is empty.
-
-        A submitter that keeps training tasks waiting has no use for waiting evaluation tasks.
-        """
-        purposes = {_effective(task.purpose) for task in tasks} or self._pending.keys()
-        return sum(len(self._pending[purpose]) for purpose in purposes)
+    def byte_count(self) -> int:
+        """Memory that tasks use, including those of groups under way."""
+        return self.pending.byte_count + self._begun_bytes
 
     @property
     def open_group_count(self) -> int:
-        """Groups begun and not complete."""
+        """Groups begun and not completed."""
         return len(self._groups)
 
     @property
     def groups(self) -> Iterable[Group]:
-        """Groups begun and not complete."""
+        """Groups begun and not completed."""
         return self._groups.values()
 
     @property
-    def pending_tasks(self) -> Iterator[task_service_pb2.Task]:
-        """Tasks not yet begun, evaluation first, each purpose in its own order."""
-        return chain.from_iterable(self._pending.values())
-
-    @property
     def ended_groups(self) -> Iterable[str]:
-        """Ids of complete groups, oldest first."""
+        """Ids of completed groups, oldest first."""
         return self._ended
 
     def restore(
@@ -125,12 +109,10 @@ class TaskQueue:
     ) -> None:
         """Restore what the journal holds. Every lease stream was lost with the restart, so holders of
         leases have to renew them by calls."""
-        for task in pending:
-            self._pending[_effective(task.purpose)].append(task)
-            self.byte_count += task.ByteSize()
+        self.pending.restore(pending)
         for group in groups:
             self._groups[group.group_id] = group
-            self.byte_count += _task_bytes(group)
+            self._begun_bytes += _task_bytes(group)
             if group.purpose == trajectory_pb2.PURPOSE_TRAIN:
                 self._admission.admit(group.group_id, group.admitted_version)
             else:
@@ -138,54 +120,15 @@ class TaskQueue:
             if group.task is None:
                 self.leases.touch(group.attempts[0])
             for attempt in group.attempts:
-                if attempt.leased:
+                if attempt.state.leased:
                     self._attempts[attempt.trajectory_id] = attempt
                     self.leases.touch(attempt)
                     if group.task is not None:
                         self.leases.orphan(attempt)
-                elif not attempt.final and group.task is not None:
+                elif not attempt.state.final and group.task is not None:
                     self._waiting.append(attempt)
         for group_id in ended:
             self._remember_ended(group_id)
-
-    def check_room(self, count: int) -> None:
-        """Raise QUEUE_FULL if one request has more tasks than could ever wait."""
-        if count > self._max_pending:
-            raise DomainError(
-                Reason.QUEUE_FULL,
-                f"{count} tasks are more than the {self._max_pending} that may wait",
-                {"pending_count": self.pending_count, "limit": self._max_pending},
-                retry_after_seconds=5.0,
-            )
-
-    def submit(
-        self, tasks: Iterable[task_service_pb2.Task]
-    ) -> tuple[list[task_service_pb2.Task], int]:
-        """Add all tasks or none. Returns the new ones and the number of those known already.
-
-        Raises QUEUE_FULL if they do not fit.
-        """
-        fresh: dict[str, task_service_pb2.Task] = {}
-        duplicates = 0
-        for task in tasks:
-            if task.task_id in self.known_tasks or task.task_id in fresh:
-                duplicates += 1
-            else:
-                fresh[task.task_id] = task
-        if self.pending_count + len(fresh) > self._max_pending:
-            raise DomainError(
-                Reason.QUEUE_FULL,
-                f"{self.pending_count} tasks are waiting, {len(fresh)} more do not fit",
-                {"pending_count": self.pending_count, "limit": self._max_pending},
-                retry_after_seconds=5.0,
-            )
-        for task in fresh.values():
-            self.known_tasks.hold(task.task_id)
-            self._pending[_effective(task.purpose)].append(task)
-            self.byte_count += task.ByteSize()
-        if fresh:
-            self._changed.notify()
-        return list(fresh.values()), duplicates
 
     def lease(self, holder: Holder, active_version: int) -> Lease | None:
         """Lease the next attempt to a holder. Returns None if there is none for it now."""
@@ -205,7 +148,8 @@ class TaskQueue:
         group = attempt.group
         assert group.task is not None
         attempt.trajectory_id = f"{group.group_id}-{attempt.sample_index}-{attempt.retry_count}"
-        attempt.leased, attempt.holder = True, holder
+        attempt.to(AttemptState.LEASED)
+        attempt.holder = holder
         holder.held.add(attempt.trajectory_id)
         self._attempts[attempt.trajectory_id] = attempt
         self.leases.touch(attempt)
@@ -219,9 +163,7 @@ class TaskQueue:
             if not _wanted(holder, group.purpose):
                 continue
             if holder.whole_groups:
-                untouched = group.holder is None and not any(
-                    sibling.leased or sibling.final for sibling in group.attempts
-                )
+                untouched = group.holder is None and all(map(_waits, group.attempts))
                 if group.holder is not holder and not untouched:
                     continue
                 if group.task is None or not holder.takes(group.task):
@@ -232,14 +174,13 @@ class TaskQueue:
         return None
 
     def _begin_group(self, holder: Holder, active_version: int) -> Group | None:
-        for purpose, tasks in self._pending.items():
-            if not tasks or not _wanted(holder, purpose):
-                continue
-            if not holder.takes(tasks[0]):
+        for purpose, first in self.pending.first():
+            if not _wanted(holder, purpose) or not holder.takes(first):
                 continue
             if not self._may_begin(purpose, active_version):
                 continue
-            task = tasks.popleft()
+            task = self.pending.pop(purpose)
+            self._begun_bytes += task.ByteSize()
             group = Group(
                 uuid.uuid4().hex[:16], max(1, task.group_size), task, purpose, active_version
             )
@@ -248,11 +189,11 @@ class TaskQueue:
         return None
 
     def _may_begin(self, purpose: trajectory_pb2.Purpose.ValueType, active_version: int) -> bool:
-        if not self.has_memory():
+        if not self._has_memory():
             return False
         if purpose == trajectory_pb2.PURPOSE_TRAIN:
             return self._admission.may_begin(active_version)
-        undelivered = len(self._evaluations) + self.buffered_evaluations()
+        undelivered = len(self._evaluations) + self._buffered_evaluations()
         return undelivered < self.max_evaluation_groups
 
     def _register(self, group: Group) -> None:
@@ -296,9 +237,10 @@ class TaskQueue:
         if group.size != size:
             raise FieldInvalid("group_size", f"differs from the group's {group.size}", size)
         attempt = group.attempts[sample_index]
-        if attempt.leased or attempt.final:
+        if not _waits(attempt):
             raise FieldInvalid("sample_index", "is taken in this group", sample_index)
-        attempt.trajectory_id, attempt.leased = trajectory_id, True
+        attempt.to(AttemptState.LEASED)
+        attempt.trajectory_id = trajectory_id
         self._attempts[trajectory_id] = attempt
         self.leases.touch(attempt)
 
@@ -325,7 +267,7 @@ class TaskQueue:
     def leased_of(self, group_id: str) -> list[str]:
         """Trajectory ids of a group's leased attempts."""
         group = self._groups.get(group_id)
-        return [] if group is None else [a.trajectory_id for a in group.attempts if a.leased]
+        return [] if group is None else [a.trajectory_id for a in group.attempts if a.state.leased]
 
     def holder_lost(self, holder: Holder) -> None:
         """Handle the end of a lease stream: its leases expire after the grace period unless renewed."""
@@ -361,23 +303,22 @@ class TaskQueue:
         """Close an attempt: it becomes final, or returns to the queue if it failed with retries left."""
         group = attempt.group
         self._let_go(attempt)
-        attempt.holder, attempt.leased, attempt.open_calls = None, False, 0
-        attempt.orphaned = False
+        attempt.holder, attempt.open_calls = None, 0
         attempt.branches.clear()
         retry = (
             failed
             and group.task is not None
             and attempt.retry_count + 1 < self.leases.rules.max_attempts
         )
-        attempt.final = not retry
-        attempt.failed = failed and not retry
         discarded: list[str] = []
         if retry:
             self._make_again(attempt)
+        else:
+            attempt.to(AttemptState.FAILED if failed else AttemptState.SUCCEEDED)
         if group.whole and group.holder is None and any(_waits(a) for a in group.attempts):
             # The holder that judged the siblings together is gone, so they are all sampled again.
             for sibling in group.attempts:
-                if sibling.final:
+                if sibling.state.final:
                     discarded.append(sibling.trajectory_id)
                     self._make_again(sibling)
         completed = None
@@ -387,11 +328,11 @@ class TaskQueue:
             if group.race_over:
                 left_out, taken_back = self._end_race(group)
             completed = self._groups.pop(group.group_id)
-            self.byte_count -= _task_bytes(group)
+            self._begun_bytes -= _task_bytes(group)
             self._remember_ended(group.group_id)
         self._changed.notify()
         return Settled(
-            attempt.final, completed, tuple(discarded), tuple(left_out), tuple(taken_back)
+            attempt.state.final, completed, tuple(discarded), tuple(left_out), tuple(taken_back)
         )
 
     def _end_race(self, group: Group) -> tuple[list[str], list[str]]:
@@ -399,19 +340,19 @@ class TaskQueue:
         those among them that were leased."""
         left_out: list[str] = []
         taken_back: list[str] = []
-        finished = group.finished
+        succeeded = group.succeeded
         for other in group.attempts:
-            if other in finished:
+            if other in succeeded:
                 continue
             if other in self._waiting:
                 self._waiting.remove(other)
             ids = _ids(other)
             left_out += ids
-            if other.leased:
+            if other.state.leased:
                 taken_back += ids
                 self._let_go(other)
         self.leases.remember_expired(taken_back, retried=False)
-        group.attempts = finished
+        group.attempts = succeeded
         return left_out, taken_back
 
     def _let_go(self, attempt: Attempt) -> None:
@@ -425,34 +366,26 @@ class TaskQueue:
         while len(self._ended) > MAX_REMEMBERED_GROUPS:
             self._ended.popitem(last=False)
 
-    def handed_over(self, group_id: str) -> None:
-        """Stop counting a complete group here: it is in the buffer or was dropped."""
+    def release(self, group_id: str) -> None:
+        """Stop counting a completed group here: the buffer counts it, or it was dropped."""
         self._evaluations.discard(group_id)
         self._changed.notify()
 
     def _make_again(self, attempt: Attempt) -> None:
         attempt.retry_count += 1
-        attempt.trajectory_id, attempt.final = "", False
+        attempt.trajectory_id = ""
+        attempt.to(AttemptState.WAITING)
         self._waiting.appendleft(attempt)
-
-    def resubmit(self, task: task_service_pb2.Task) -> None:
-        """Put a known task back at the head of the queue; its group was discarded for age."""
-        self.known_tasks.hold(task.task_id)
-        self._pending[_effective(task.purpose)].appendleft(task)
-        self.byte_count += task.ByteSize()
-        self._changed.notify()
 
     def drop_all(self) -> tuple[int, list[Group]]:
         """Forget every task and open group. Returns the number of waiting tasks and the groups."""
-        dropped, groups = self.pending_count, list(self._groups.values())
-        for tasks in self._pending.values():
-            tasks.clear()
-        self.known_tasks.clear()
-        self.byte_count = 0
+        groups = list(self._groups.values())
+        dropped = self.pending.drop_all()
+        self._begun_bytes = 0
         self._waiting.clear()
         for group in groups:
             for attempt in group.attempts:
-                if attempt.leased:
+                if attempt.state.leased:
                     self.leases.remember_expired(_ids(attempt), retried=False)
                     self._let_go(attempt)
         self._groups.clear()
@@ -463,18 +396,12 @@ class TaskQueue:
         return dropped, groups
 
 
-def _effective(purpose: trajectory_pb2.Purpose.ValueType) -> trajectory_pb2.Purpose.ValueType:
-    if purpose == trajectory_pb2.PURPOSE_UNSPECIFIED:
-        return trajectory_pb2.PURPOSE_TRAIN
-    return purpose
-
-
 def _wanted(holder: Holder, purpose: trajectory_pb2.Purpose.ValueType) -> bool:
     return holder.purpose in (trajectory_pb2.PURPOSE_UNSPECIFIED, purpose)
 
 
 def _waits(attempt: Attempt) -> bool:
-    return not attempt.final and not attempt.leased
+    return attempt.state is AttemptState.WAITING
 
 
 def _task_bytes(group: Group) -> int:

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from penstock.server.http.requests import Previous
-    from penstock.server.text.renderer import Message, Renderer, Tool
+    from penstock.server.text.messages import Message, Tool
+    from penstock.server.text.renderer import Renderer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

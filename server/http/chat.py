@@ -31,7 +31,7 @@ from penstock.server.vllm.api import (
 
 if TYPE_CHECKING:
     from penstock.server.http.reply import Delta, Reply
-    from penstock.server.text.renderer import Message, Tool
+    from penstock.server.text.messages import Message, Tool
 
 SAMPLING = {
     "temperature": "temperature",

@@ -16,7 +16,7 @@ from penstock.server.vllm.api import AnthropicMessagesRequest, AnthropicServingM
 
 if TYPE_CHECKING:
     from penstock.server.http.reply import Delta, Reply
-    from penstock.server.text.renderer import Message, Tool
+    from penstock.server.text.messages import Message, Tool
 
 SAMPLING = {
     "temperature": "temperature",

@@ -17,13 +17,14 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from penstock.server.text.renderer import Message, ToolCall
+from penstock.server.text.messages import Message, ToolCall
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 
 if TYPE_CHECKING:
     from penstock.server.http.turns import AgentTurns, Answer
     from penstock.server.text.streaming import TurnStream
-    from penstock.server.turns.runner import Turn, TurnSampling
+    from penstock.server.turns.trajectory import Turn
+    from penstock.server.turns.turn import TurnSampling
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.text.renderer import Message, Tool, ToolCall
+from penstock.server.text.messages import Message, Tool, ToolCall
 from penstock.server.turns.requests import MAX_MESSAGES, identifier
 from penstock.server.vllm.api import VLLMClientError
 from penstock.v1 import rollout_service_pb2

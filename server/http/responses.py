@@ -17,7 +17,7 @@ from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.http import chat as http_chat
 from penstock.server.http import errors as http_errors
 from penstock.server.http import requests
-from penstock.server.text.renderer import Message
+from penstock.server.text.messages import Message
 from penstock.server.vllm.api import (
     FunctionCall,
     InputTokensDetails,
@@ -38,7 +38,7 @@ from penstock.server.vllm.api import (
 
 if TYPE_CHECKING:
     from penstock.server.http.reply import Delta, Reply
-    from penstock.server.text.renderer import Tool
+    from penstock.server.text.messages import Tool
 
 PREVIOUS = "previous_response_id"
 ID_PREFIX = "resp_"

@@ -55,10 +55,12 @@ from penstock.server.http.requests import Previous
 from penstock.server.rollouts.start import Opening, StreamWish
 from penstock.server.rpc.rollout_servicer import RolloutServicer
 from penstock.server.security.callers import Callers
-from penstock.server.turns.history import Match, MatchKind, hold, match, match_after, tools_digest
+from penstock.server.turns.history import hold, tools_digest
+from penstock.server.turns.matching import Match, MatchKind, match, match_after
 from penstock.server.turns.prompts import Said
-from penstock.server.turns.runner import Turn, TurnRunner
-from penstock.server.turns.store import Answered, TrajectoryRecord, TrajectoryStore
+from penstock.server.turns.runner import TurnRunner
+from penstock.server.turns.store import TrajectoryStore
+from penstock.server.turns.trajectory import Answered, TrajectoryRecord, Turn
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason
@@ -66,7 +68,7 @@ from penstock.wire.reasons import Reason
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-    from penstock.server.text.renderer import Message, Tool
+    from penstock.server.text.messages import Message, Tool
 
 MAX_REFUSED = 4_096
 """Most refused requests to remember. Their agents retry within seconds."""

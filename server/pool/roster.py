@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.server.core.own_tasks import OwnTasks
+from penstock.server.core.aio import OwnTasks
 from penstock.server.engine.protocol import EngineDescription
 from penstock.server.pool.member import Member, State, describe, difference
 from penstock.server.pool.pace import usual_pace

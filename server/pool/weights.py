@@ -36,8 +36,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import NoReturn
 
 from penstock.common.memory_file import host_id
+from penstock.server.core.aio import OwnTasks
 from penstock.server.core.errors import DomainError
-from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import StagedWeights
 from penstock.server.pool.differences import Differing
 from penstock.server.pool.member import Member, State

@@ -2,7 +2,7 @@
 sibling.
 
 Order of events of a close: checked -> closed in memory -> its attempt settled -> (last sibling:
-group assembled) -> one append begun -> append durable -> group offered to the trainer -> answered.
+group completed) -> one append begun -> append durable -> group buffered -> answered.
 A repeated close with the same outcome gets the same answer; a different outcome is refused. Expired
 leases close the same way, with one append for all that are due in a group.
 
@@ -11,10 +11,6 @@ compaction or the next close always finds a group in exactly one place. After a 
 finds either the whole close or nothing that was answered. Turns still in flight, such as those of a
 lost race or those without a listener, are aborted concurrently. Their trajectories are already
 forgotten, or keep what the policy had written by then.
-
-A group too large for one message is dropped. The server keeps only its count and an event for the
-trainer. Only many long siblings can make such a group, because this module bounds what an agent
-adds to a trajectory.
 """
 
 from __future__ import annotations
@@ -28,50 +24,31 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.common.failpoints import hit
+from penstock.server.core.aio import OwnTasks
 from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
-from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.core.reason_counts import ReasonCounts
-from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import Attempt, Group, Settled, group_changed
-from penstock.server.groups.buffer import (
-    BufferedGroup,
-    DroppedGroup,
-    GroupBuffer,
-    InJournal,
-    InMemory,
-)
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import (
-    Appended,
     Journal,
     Record,
-    Stored,
-    group_dropped,
     leases_expired,
     trajectories_forgotten,
     trajectory_closed,
 )
+from penstock.server.rollouts.buffering import CompletedGroups
 from penstock.server.rollouts.unleased import STOOD_STILL_SECONDS, OwnTrajectories
-from penstock.server.turns.group_bytes import (
-    EncodedGroup,
-    decode_group,
+from penstock.server.turns.encoding import (
     encode_early,
-    encode_group,
-    group_finished,
 )
 from penstock.server.turns.records import trajectory_opened
 from penstock.server.turns.requests import check_depth
-from penstock.server.turns.runner import TurnRunner, TurnSampling
-from penstock.server.turns.store import (
-    PromptKind,
-    TrajectoryRecord,
-    TrajectoryStore,
-    outcome_digest,
-)
+from penstock.server.turns.runner import TurnRunner
+from penstock.server.turns.store import TrajectoryStore, outcome_digest
+from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
+from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import trajectory_pb2
-from penstock.wire.channel import MAX_MESSAGE_BYTES
 from penstock.wire.codec import LOGPROB, TOKEN, twin
 from penstock.wire.reasons import Reason
 
@@ -84,10 +61,6 @@ BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
 # Per trajectory in the journal, in addition to its tokens and its outcome.
 RECORD_BYTES = 4096
 MAX_OUTCOME_BYTES = 1 << 20
-# A delivery consists of the group, two integers, and the tags and lengths of the two messages
-# around them.
-MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 64
-GROUP_TOO_LARGE = "GROUP_TOO_LARGE"
 _Expired = tuple[Attempt, list[str], Settled]
 
 
@@ -108,8 +81,7 @@ class Closing:
         self,
         store: TrajectoryStore,
         queue: TaskQueue,
-        buffer: GroupBuffer,
-        admission: Admission,
+        completed: CompletedGroups,
         turns: TurnRunner,
         journal: Journal,
         budget: MemoryBudget,
@@ -118,8 +90,7 @@ class Closing:
     ) -> None:
         self._store = store
         self._queue = queue
-        self._buffer = buffer
-        self._admission = admission
+        self._completed = completed
         self._turns = turns
         self._journal = journal
         self._budget = budget
@@ -130,9 +101,6 @@ class Closing:
         self.left_out = 0
         """Trajectories left out of their completed groups."""
         self._tasks = OwnTasks()
-        self._in_hand: set[str] = set()
-        """Complete groups on their way into the buffer."""
-        queue.buffered_evaluations = lambda: buffer.waiting_evaluation_count
 
     async def complete(self, trajectory_id: str, outcome: trajectory_pb2.Outcome) -> Closed:
         """Closes a trajectory with its outcome.
@@ -242,7 +210,7 @@ class Closing:
     ) -> Coroutine[Any, Any, None]:
         """Begins to journal settled attempts of a group, in the order in which they were settled.
 
-        The returned coroutine waits for the append, and offers the group if the last attempt
+        The returned coroutine waits for the append, and buffers the group if the last attempt
         completed it.
         """
         for one in settled:
@@ -253,60 +221,7 @@ class Closing:
         completed = settled[-1].completed
         if completed is None:
             return _written(self._journal.begin_append([*records, group_changed(group)]))
-        encoded, buffered = self._assemble(completed)
-        self._in_hand.add(buffered.group_id)
-        hit("closing.before_append")
-        if buffered.byte_count > MAX_GROUP_BYTES:
-            dropped = group_dropped(buffered.group_id, GROUP_TOO_LARGE)
-            return self._drop_too_large(buffered, self._journal.begin_append([*records, dropped]))
-        appended: list[Appended] = [*records]
-        if self._journal.on_disk:
-            appended.append(
-                group_finished(
-                    encoded,
-                    buffered.task,
-                    buffered.admitted_version,
-                    has_policy_tokens=buffered.oldest_version is not None,
-                )
-            )
-        appending = self._journal.begin_append(appended, hold_last=True)
-        return self._offer(buffered, encoded, appending)
-
-    async def _offer(
-        self, buffered: BufferedGroup, encoded: EncodedGroup, appending: Awaitable[list[Stored]]
-    ) -> None:
-        """Offers a group once it is durable, unless its run was replaced in the meantime."""
-        stored = await appending
-        hit("closing.before_offer")
-        if self._leaves_hand(buffered):
-            if stored:
-                buffered.payload = InJournal(self._journal, stored[-1], self._buffer.kept)
-                if self._budget.may_keep(encoded.byte_count):
-                    self._buffer.kept.keep(stored[-1], encoded)
-            if buffered.training:
-                self._admission.finish(buffered.group_id, buffered.oldest_version)
-            self._buffer.add(buffered)
-        elif stored:
-            self._journal.release(stored[-1])
-            # This record comes after the group's, even after a compaction: held records are copied.
-            self._journal.begin_append([group_dropped(buffered.group_id, "RUN_REPLACED")])
-        self._queue.handed_over(buffered.group_id)
-
-    def _leaves_hand(self, buffered: BufferedGroup) -> bool:
-        """Returns whether a group that is now durable is still wanted, and removes it from those in
-        hand."""
-        wanted = buffered.group_id in self._in_hand
-        self._in_hand.discard(buffered.group_id)
-        return wanted
-
-    def drop_in_hand(self) -> list[str]:
-        """Drops complete groups on their way into the buffer, because their run was replaced.
-
-        Returns their ids.
-        """
-        dropped = list(self._in_hand)
-        self._in_hand.clear()
-        return dropped
+        return self._completed.complete(completed, records)
 
     def _leave_out(self, settled: Settled) -> list[Record]:
         """Ends the attempts that a group was completed without."""
@@ -321,61 +236,6 @@ class Closing:
         if record.turn is not None and record.turn.in_flight:
             self._turns.abort_soon(record.turn)
 
-    def _assemble(self, group: Group) -> tuple[EncodedGroup, BufferedGroup]:
-        records: list[TrajectoryRecord] = []
-        versions: list[int] = []
-        for attempt in group.attempts:
-            record = self._store.find(attempt.trajectory_id)
-            if record is None:
-                # Never opened: a sibling in a group the caller formed itself ran out of time.
-                continue
-            for member in record.with_branches():
-                records.append(member)
-                versions += member.policy_versions()
-                self._store.forget(member.trajectory_id)
-        task_id = group.task.task_id if group.task is not None else ""
-        span = range(min(versions, default=0), max(versions, default=0) + 1)
-        encoded = encode_group(group.group_id, task_id, group.purpose, records, span)
-        buffered = BufferedGroup(
-            group.group_id,
-            task_id,
-            group.purpose,
-            InMemory(encoded),
-            tuple(record.trajectory_id for record in records),
-            group.task,
-            group.admitted_version,
-            min(versions, default=None),
-            encoded.byte_count,
-        )
-        return encoded, buffered
-
-    async def _drop_too_large(
-        self, buffered: BufferedGroup, appending: Awaitable[list[Stored]]
-    ) -> None:
-        await appending
-        if self._leaves_hand(buffered):
-            message = (
-                f"group {buffered.group_id} of task {buffered.task_id!r} has "
-                f"{buffered.byte_count} bytes; a message holds {MAX_GROUP_BYTES} of a group"
-            )
-            logger.error("%s: dropped", message)
-            self._admission.vacate(buffered.group_id)
-            self._queue.known_tasks.leave(buffered.task_id)
-            self._buffer.drop(
-                DroppedGroup(buffered.group_id, buffered.task_id, GROUP_TOO_LARGE, message)
-            )
-        self._queue.handed_over(buffered.group_id)
-
-    async def find_finished(self, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
-        """Returns a closed trajectory of a finished group, as long as the buffer holds the
-        group."""
-        mark = self._store.closed_mark(trajectory_id)
-        held = self._buffer.find(mark.group_id) if mark is not None and mark.group_id else None
-        if held is None or trajectory_id not in held.trajectory_ids:
-            return None
-        group = decode_group(await held.payload.read())
-        return next(t for t in group.trajectories if t.trajectory_id == trajectory_id)
-
     def _forget_attempts(self, trajectory_ids: Iterable[str]) -> list[str]:
         """Forgets trajectories and all their branches, and aborts their turns. Returns their
         ids."""
@@ -388,11 +248,11 @@ class Closing:
             self._store.forget(member.trajectory_id)
         return [member.trajectory_id for member in members]
 
-    async def settled(self) -> None:
+    async def wait_durable(self) -> None:
         """Waits until every close is durable."""
         await self._tasks.wait()
 
-    async def give_back_expired(self) -> None:
+    async def expire_leases(self) -> None:
         """Expires leases at their deadlines, for as long as the server runs.
 
         The attempt of an expired lease returns to the queue, or fails if no retry is left.

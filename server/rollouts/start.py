@@ -15,21 +15,17 @@ from opentelemetry.context import Context
 
 from penstock.common import telemetry
 from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.core.memory_budget import MemoryBudget
-from penstock.server.engine.protocol import WHOLE, Engine
+from penstock.server.engine.protocol import WHOLE, EngineDescription
 from penstock.server.groups.attempts import Attempt, group_changed
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import Journal
 from penstock.server.rollouts.unleased import OwnTrajectories
-from penstock.server.text.renderer import Renderer
 from penstock.server.turns import requests
 from penstock.server.turns.prompts import Prompts, Said
-from penstock.server.turns.runner import Turn, TurnRunner, TurnSampling
-from penstock.server.turns.store import (
-    BYTES_PER_TOKEN,
-    TrajectoryRecord,
-    TrajectoryStore,
-)
+from penstock.server.turns.runner import TurnRunner
+from penstock.server.turns.store import TrajectoryStore
+from penstock.server.turns.trajectory import BYTES_PER_TOKEN, TrajectoryRecord, Turn
+from penstock.server.turns.turn import TurnSampling
 from penstock.server.weights.switch import WeightSwitch
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.reasons import Reason
@@ -69,30 +65,32 @@ class Opening:
 
     def __init__(
         self,
-        engine: Engine,
-        renderer: Renderer,
+        description: EngineDescription,
+        streaming: StreamRules,
+        prompts: Prompts,
         store: TrajectoryStore,
         queue: TaskQueue,
         turns: TurnRunner,
         switch: WeightSwitch,
-        streaming: StreamRules,
         journal: Journal,
-        memory: MemoryBudget,
         own: OwnTrajectories,
+        check_room: Callable[[int], None],
     ) -> None:
-        self._engine = engine
-        self._prompts = Prompts(renderer, engine.description.vocab_size)
+        """`check_room` checks that the current caller may begin a turn that takes this many bytes.
+
+        It raises CALLER_LIMIT, MEMORY_BUDGET and DISK_FULL.
+        """
+        self._description = description
+        self._streaming = streaming
+        self._prompts = prompts
         self._store = store
         self._queue = queue
         self._turns = turns
         self._switch = switch
-        self._streaming = streaming
         self._journal = journal
-        self._memory = memory
         self._own = own
+        self._check_bytes = check_room
         self._draining: DomainError | None = None
-        self.check_caller: Callable[[], None] = lambda: None
-        """Checks whether the current caller may begin a turn. Raises CALLER_LIMIT."""
 
     def drain(self, refusal: DomainError) -> None:
         """Refuse all further turns with `refusal`."""
@@ -116,41 +114,25 @@ class Opening:
                 "required_weight_version", "must not be negative", request.required_weight_version
             )
         how = self.how(request.stream_options)
-        attempt = self._queue.attempt_of(trajectory_id)
-        self._store.check_new(trajectory_id)
-        parent = self._parent(request)
-        leased = attempt is not None and attempt.group.task is not None
+        attempt, parent = self._owners(request)
+        task = None if attempt is None else attempt.group.task
         if attempt is None and parent is None:
             requests.group(request)
         if request.single_turn and (request.group_id or attempt is not None or parent is not None):
             raise FieldInvalid("single_turn", "may not be set with a group, a lease or a parent")
-        params = request.sampling_params
-        if leased and attempt and attempt.group.task and not request.HasField("sampling_params"):
-            params = attempt.group.task.sampling_params
+        params, source = request.sampling_params, request
+        if task is not None and not request.HasField("sampling_params"):
+            params = task.sampling_params
         sampling = self.sampling(params)
-        source = request
-        if request.WhichOneof("prompt") is None and leased and attempt and attempt.group.task:
-            source = attempt.group.task
+        if task is not None and request.WhichOneof("prompt") is None:
+            source = task
         prompt = await self._prompts.first(source, parent, said)
         self._check_length(len(prompt.token_ids))
         # The await above may have invalidated these checks. Nothing below awaits before the turn
         # starts.
         self._check_open()
-        attempt = self._queue.attempt_of(trajectory_id)
-        self._store.check_new(trajectory_id)
-        parent = self._parent(request)
-        # During a weight switch the turn waits, and this is checked again when it is admitted.
-        required = request.required_weight_version
-        if required not in (0, self._switch.active_version) and not self._switch.changing:
-            raise DomainError(
-                Reason.WEIGHT_VERSION_NOT_ACTIVE,
-                f"weight version {request.required_weight_version} is required, "
-                f"{self._switch.active_version} is active",
-                {
-                    "required": request.required_weight_version,
-                    "active": self._switch.active_version,
-                },
-            )
+        attempt, parent = self._owners(request)
+        self._check_required(request.required_weight_version)
         record = TrajectoryRecord(
             trajectory_id,
             prompt.kind,
@@ -167,6 +149,30 @@ class Opening:
         own = prompt.token_ids if parent is None else record.share_prefix(prompt.token_ids)
         record.append_context(own, 0)
         return self._begin_turn(record, 0, sampling, how, context), how
+
+    def _owners(
+        self, request: rollout_service_pb2.GenerateRequest
+    ) -> tuple[Attempt | None, TrajectoryRecord | None]:
+        """The attempt and the parent of a trajectory that is about to be opened.
+
+        Raises LEASE_EXPIRED, TRAJECTORY_EXISTS, QUEUE_FULL and what `_parent` raises.
+        """
+        attempt = self._queue.attempt_of(request.trajectory_id)
+        self._store.check_new(request.trajectory_id)
+        return attempt, self._parent(request)
+
+    def _check_required(self, required: int) -> None:
+        """Raise WEIGHT_VERSION_NOT_ACTIVE if another version than the required one is active.
+
+        During a weight switch the turn waits, and this is checked again when it is admitted.
+        """
+        active = self._switch.active_version
+        if required not in (0, active) and not self._switch.changing:
+            raise DomainError(
+                Reason.WEIGHT_VERSION_NOT_ACTIVE,
+                f"weight version {required} is required, {active} is active",
+                {"required": required, "active": active},
+            )
 
     def _parent(self, request: rollout_service_pb2.GenerateRequest) -> TrajectoryRecord | None:
         if not request.parent_trajectory_id:
@@ -223,7 +229,7 @@ class Opening:
             self._own.opened(record)
 
     def _check_length(self, count: int) -> None:
-        limit = self._engine.description.max_context_length
+        limit = self._description.max_context_length
         if count == 0:
             raise FieldInvalid("prompt", "must hold at least one token")
         if count + 1 > limit:
@@ -261,7 +267,7 @@ class Opening:
         last = record.turn
         # A turn that found the context full does not count, and may be requested again.
         index = 0 if last is None else last.index + (last.budget > 0)
-        room = self._engine.description.max_context_length - record.token_count
+        room = self._description.max_context_length - record.token_count
         if len(observation) + 1 > room:
             # The context is full, so the observation is not appended: no turn would see it.
             record.sampling = sampling
@@ -279,7 +285,7 @@ class Opening:
 
         Raises FIELD_INVALID and TOKEN_OUT_OF_RANGE.
         """
-        return requests.sampling("sampling_params", params, self._engine.description.vocab_size)
+        return requests.sampling("sampling_params", params, self._description.vocab_size)
 
     def _resume(
         self,
@@ -360,17 +366,11 @@ class Opening:
         return turn
 
     def _check_room(self, token_count: int) -> None:
-        """Check that there is room for a turn that may add `token_count` tokens.
-
-        Raises CALLER_LIMIT, MEMORY_BUDGET and DISK_FULL.
-        """
-        self.check_caller()
-        byte_count = token_count * BYTES_PER_TOKEN + TURN_RECORD_BYTES
-        self._memory.check(byte_count)
-        self._journal.check_room(byte_count)
+        """Check that there is room for a turn that may add `token_count` tokens."""
+        self._check_bytes(token_count * BYTES_PER_TOKEN + TURN_RECORD_BYTES)
 
     def _budget(self, context_token_count: int, sampling: TurnSampling) -> int:
-        room = self._engine.description.max_context_length - context_token_count
+        room = self._description.max_context_length - context_token_count
         return min(room, sampling.max_tokens or room)
 
     def how(self, options: rollout_service_pb2.StreamOptions) -> StreamWish:

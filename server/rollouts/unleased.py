@@ -18,10 +18,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.groups.lease_clock import LeaseClock
 from penstock.server.journal.records import Journal, leases_expired, trajectories_forgotten
-from penstock.server.turns.store import TrajectoryRecord, TrajectoryStore
+from penstock.server.turns.store import TrajectoryStore
+from penstock.server.turns.trajectory import TrajectoryRecord
 
 logger = logging.getLogger(__name__)
 

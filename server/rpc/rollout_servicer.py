@@ -12,20 +12,23 @@ from typing import TypedDict
 
 from opentelemetry.context import Context
 
+from penstock.server.core.aio import OwnTasks
 from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import Finish
 from penstock.server.groups.attempts import Attempt
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import Journal, trajectories_forgotten
 from penstock.server.rollouts.start import Opening, StreamWish
 from penstock.server.rollouts.unleased import OwnTrajectories
-from penstock.server.text.renderer import Message, Renderer
+from penstock.server.text.messages import Message
+from penstock.server.text.renderer import Renderer
 from penstock.server.turns import requests
 from penstock.server.turns.policy_messages import PolicyMessages
-from penstock.server.turns.runner import Turn, TurnAttempt, TurnRunner
-from penstock.server.turns.store import PromptKind, TrajectoryRecord, TrajectoryStore
+from penstock.server.turns.runner import TurnRunner
+from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.subscription import Subscription
+from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord, Turn
+from penstock.server.turns.turn import TurnAttempt
 from penstock.v1 import conversation_pb2, rollout_service_pb2, trajectory_pb2
 from penstock.wire.codec import twin
 

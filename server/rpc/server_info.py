@@ -120,7 +120,7 @@ class ServerInfo:
             waiting_turn_count=stats.waiting,
             kv_cache_usage=stats.kv_cache_usage,
             open_trajectory_count=self._store.open_count,
-            buffered_group_count=self._buffer.waiting_count,
+            buffered_group_count=self._buffer.buffered_count,
             preemption_count=stats.preemptions,
         )
 

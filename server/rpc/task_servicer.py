@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from google.protobuf import duration_pb2
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.groups.attempts import Holder, group_changed
@@ -64,7 +64,7 @@ class TaskServicer:
     ) -> task_service_pb2.SubmitTasksResponse:
         """Add tasks, all or none."""
         self._check_session(request.run_id, request.trainer_epoch)
-        self._queue.check_room(len(request.tasks))
+        self._queue.pending.check_room(len(request.tasks))
         for index, task in enumerate(request.tasks):
             requests.task(f"tasks[{index}]", task, self._vocab_size)
             if not index % CHECKED_AT_A_TIME:
@@ -73,16 +73,16 @@ class TaskServicer:
         # A newer trainer may have connected meanwhile.
         self._check_session(request.run_id, request.trainer_epoch)
         self._budget.check(request.ByteSize())
-        if any(task.task_id not in self._queue.known_tasks for task in request.tasks):
+        if any(task.task_id not in self._queue.pending.known for task in request.tasks):
             # A repeated request for known tasks is answered even if the disk is full.
             self._journal.check_room(request.ByteSize())
-        accepted, duplicates = self._queue.submit(request.tasks)
+        accepted, duplicates = self._queue.pending.submit(request.tasks)
         # Wait even if no task is new, because the known ones may not be durable yet.
         await self._journal.append([task_accepted(task) for task in accepted])
         return SubmitTasksResponse(
             accepted_count=len(accepted),
             duplicate_count=duplicates,
-            pending_count=self._queue.pending_count_of(request.tasks),
+            pending_count=self._queue.pending.count_of(request.tasks),
         )
 
     async def lease_tasks(

@@ -24,9 +24,9 @@ from typing import Protocol
 
 from penstock.common.failpoints import hit
 from penstock.common.memory_file import host_id
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid, to_rejection
-from penstock.server.groups import places as group_places
+from penstock.server.groups import buffer as group_buffer
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
 from penstock.server.groups.staleness_gate import LatePolicy, StalenessContract
@@ -41,7 +41,7 @@ from penstock.server.journal.records import (
     step_final,
     task_accepted,
 )
-from penstock.server.turns.group_bytes import Delivery
+from penstock.server.turns.encoding import Delivery
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weights.header import read_in_flight
@@ -126,9 +126,9 @@ class TrainerServicer:
         fence_uploads: Callable[[int], None],
         turns: TurnRunner,
         journal: Journal,
-        drop_in_hand: Callable[[], list[str]],
+        drop_completed: Callable[[], list[str]],
     ) -> None:
-        """`drop_in_hand` drops complete groups that are not in the buffer yet, and returns their ids."""
+        """`drop_completed` drops complete groups that are not in the buffer yet, and returns their ids."""
         self._changed = changed
         self._admission = admission
         self._queue = queue
@@ -138,7 +138,7 @@ class TrainerServicer:
         self._fence_uploads = fence_uploads
         self._turns = turns
         self._journal = journal
-        self._drop_in_hand = drop_in_hand
+        self._drop_completed = drop_completed
         self._notices: deque[trainer_service_pb2.Notice] = deque(maxlen=MAX_NOTICES)
         """Notices that no stream has taken yet. If a stream is lost, they go to the next."""
         self._session: Session | None = None
@@ -257,7 +257,7 @@ class TrainerServicer:
             active_weight_version=self._weights.active_version,
             # Evaluation groups have their own demand and are not counted here.
             buffered_group_count=(
-                self._buffer.waiting_count - self._buffer.waiting_evaluation_count
+                self._buffer.buffered_count - self._buffer.buffered_evaluation_count
             ),
         )
         folder = self._journal.folder
@@ -284,9 +284,9 @@ class TrainerServicer:
         # Last, because it forgets the ids of all tasks, including those of the buffered groups.
         tasks, groups = self._queue.drop_all()
         dropped = [group.group_id for group in (*groups, *buffered)]
-        dropped += self._drop_in_hand()
+        dropped += self._drop_completed()
         for group_id in dropped:
-            self._admission.vacate(group_id)
+            self._admission.release(group_id)
             self.drops[reason] += 1
         # From now on, calls on open trajectories of those groups get LEASE_EXPIRED. Abort their turns,
         # because their tokens would not be read.
@@ -371,14 +371,14 @@ class TrainerServicer:
             # stream, or names deliveries of it, so they were delivered again. They must not keep the slots
             # of others.
             for group in groups:
-                self._admission.vacate(group.group_id)
+                self._admission.release(group.group_id)
         if not groups or any(group.training for group in groups):
             session.resume_step = max(session.resume_step, receipt.step)
         group_ids = tuple(group.group_id for group in groups if group.training)
         measured_ids = tuple(group.group_id for group in groups if not group.training)
         records = [groups_receipted(group_ids, receipt.step)]
         if measured_ids:
-            # Recorded as gone, because no trainer asks for them again.
+            # Recorded as rejected, because no trainer asks for them again.
             records.append(groups_receipted(measured_ids, 0))
         hit("receipt.before_append")
         await self._journal.append(records)
@@ -392,21 +392,21 @@ class TrainerServicer:
         await self._journal.append([step_final(step)])
 
     async def _deliver(self, session: Session) -> None:
-        """Consume credit and finished groups; produce deliveries."""
+        """Consume credit and completed groups; produce deliveries."""
         while session is self._session:
             selection = self._admission.select(session.credit)
             # The gate has forgotten the selected groups. Move them to their new place before the first
             # await, which may fail.
             records = [
-                record for group_id in selection.late for record in self._discard_late(group_id)
+                record for group_id in selection.late for record in self._drop_late(group_id)
             ]
             chosen = [
-                *selection.taken,
-                *self._buffer.waiting_evaluations(session.evaluation_credit),
+                *selection.delivered,
+                *self._buffer.buffered_evaluations(session.evaluation_credit),
             ]
-            groups = self._buffer.take(chosen)
-            session.credit -= len(selection.taken)
-            session.evaluation_credit -= len(chosen) - len(selection.taken)
+            groups = self._buffer.deliver(chosen)
+            session.credit -= len(selection.delivered)
+            session.evaluation_credit -= len(chosen) - len(selection.delivered)
             if records:
                 await self._journal.append(records)
             await self._send_groups(session, groups)
@@ -442,17 +442,17 @@ class TrainerServicer:
         """Deliver groups; those sent by place share messages."""
         placed: list[trainer_service_pb2.GroupDelivery] = []
         for group in groups:
-            place = group.payload.place() if session.by_place else None
+            place = group.storage.place() if session.by_place else None
             if place is not None:
                 self._note_delivery(group)
-                placed.append(group_places.placed(group, place))
-            if placed and (place is None or len(placed) == group_places.MOST):
-                await session.send(group_places.message_of(placed))
+                placed.append(group_buffer.placed_delivery(group, place))
+            if placed and (place is None or len(placed) == group_buffer.MOST_PLACED):
+                await session.send(group_buffer.placed_message(placed))
                 placed = []
             if place is None:
                 await self._send_whole(session, group)
         if placed:
-            await session.send(group_places.message_of(placed))
+            await session.send(group_buffer.placed_message(placed))
 
     def _note_delivery(self, group: BufferedGroup) -> None:
         if self.on_delivery is not None:
@@ -461,16 +461,16 @@ class TrainerServicer:
     async def _send_whole(self, session: Session, group: BufferedGroup) -> None:
         """Deliver a group. If it cannot be read back, drop it and queue its task again."""
         try:
-            data = await group.payload.read()
+            data = await group.storage.read()
         except DomainError as error:
             logger.error("dropping unreadable group %s: %s", group.group_id, error.message)
-            self._buffer.lose(group)
+            self._buffer.drop(group.group_id)
             # Frees its slot in the batch for another group.
-            self._admission.vacate(group.group_id)
+            self._admission.release(group.group_id)
             self.drops[error.reason] += 1
             records = [group_dropped(group.group_id, error.reason)]
             if group.task is not None:
-                self._queue.resubmit(group.task)
+                self._queue.pending.resubmit(group.task)
                 records.append(task_accepted(group.task, first=True))
             # Before the first await, because the notice may go to another stream.
             self._note(error.reason, error.message, group.group_id, group.task_id)
@@ -499,9 +499,9 @@ class TrainerServicer:
         self._run_id, self._epoch, self._start_id = run_id, trainer_epoch, start_id
         self._fence_uploads(trainer_epoch)
 
-    def _discard_late(self, group_id: str) -> list[Record]:
+    def _drop_late(self, group_id: str) -> list[Record]:
         """Drop a group for its age. Returns the records for the journal."""
-        group = self._buffer.discard(group_id)
+        group = self._buffer.drop(group_id)
         contract = self._admission.contract
         assert contract is not None
         requeued = contract.late_policy is LatePolicy.REQUEUE and group.task is not None
@@ -509,7 +509,7 @@ class TrainerServicer:
         self.drops[reason] += 1
         records = [group_dropped(group_id, reason)]
         if requeued and group.task is not None:
-            self._queue.resubmit(group.task)
+            self._queue.pending.resubmit(group.task)
             records.append(task_accepted(group.task, first=True))
         message = (
             f"group {group_id} has tokens of version {group.oldest_version}; "

@@ -42,7 +42,7 @@ from penstock.wire.reasons import Reason
 if TYPE_CHECKING:
     from penstock.server.config.settings import CallerLimits
     from penstock.server.security.credentials import Caller
-    from penstock.server.turns.runner import Turn
+    from penstock.server.turns.trajectory import Turn
 
 RETRY_SECONDS = 1.0
 MOST_OWNERS = 20_000

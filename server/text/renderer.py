@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -25,7 +24,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from penstock.server.core.errors import FieldInvalid
+from penstock.server.text.messages import Message, Tool, ToolCall
 from penstock.server.text.streaming import ParsedStream, PlainStream, StreamParser, TurnStream
+from penstock.server.text.template import Guard, template_message, template_tool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,35 +37,6 @@ PROBE = "penstock-probe-7f3a91"
 _FIRST_MARK = 0xF0000
 _PROBE_FUNCTION: Mapping[str, object] = {"name": PROBE, "arguments": {}}
 _MARK_END = "\U0010fa2e"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A tool call that the policy made."""
-
-    tool_call_id: str
-    name: str
-    arguments_json: str
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One chat message. `role` is the template's name: system, user, assistant or tool."""
-
-    role: str
-    content: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    reasoning: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function the policy may call. `parameters` is a JSON Schema."""
-
-    name: str
-    description: str
-    parameters: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,21 +186,21 @@ class TokenizerRenderer:
         return cls(load_tokenizer(model), eos_token_ids, parser)
 
     def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
-        guard = _Guard(self._marks)
+        guard = Guard(self._marks)
         return self._encode(guard.text(text), guard, add_special_tokens=first)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NDArray[np.int32]:
-        guard = _Guard(self._marks)
+        guard = Guard(self._marks)
         text = self._apply(
-            [_template_message(message, guard) for message in messages],
-            [_template_tool(tool, guard) for tool in tools],
+            [template_message(message, guard) for message in messages],
+            [template_tool(tool, guard) for tool in tools],
             generate=True,
         )
         return self._encode(text, guard, add_special_tokens=False)
 
     def render_next(self, messages: Sequence[Message], last_token: int | None) -> NDArray[np.int32]:
-        guard = _Guard(self._marks)
-        new = [_template_message(message, guard) for message in messages]
+        guard = Guard(self._marks)
+        new = [template_message(message, guard) for message in messages]
         before: list[dict[str, object]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": PROBE},
@@ -323,7 +295,7 @@ class TokenizerRenderer:
                 "conversation", f"the model's chat template rejects it: {error}"
             ) from error
 
-    def _encode(self, text: str, guard: _Guard, *, add_special_tokens: bool) -> NDArray[np.int32]:
+    def _encode(self, text: str, guard: Guard, *, add_special_tokens: bool) -> NDArray[np.int32]:
         pieces = [(text, False)]
         for mark, token in guard.found():
             split: list[tuple[str, bool]] = []
@@ -404,85 +376,3 @@ def _call_id(turn: str, index: int) -> str:
     """Returns nine letters and digits, the only form that the strictest template accepts."""
     digest = hashlib.blake2b(f"{turn}/{index}".encode(), digest_size=8).digest()
     return base64.b32encode(digest).decode().lower()[:9]
-
-
-class _Guard:
-    """Replaces control tokens in outside text by marks, and remembers which ones it replaced."""
-
-    def __init__(self, marks: Mapping[str, str]) -> None:
-        self._marks = marks
-        self._found: dict[str, str] = {}
-
-    def text(self, text: str) -> str:
-        """Returns the text with marks in place of control tokens."""
-        for token, mark in self._marks.items():
-            if token in text:
-                self._found[mark] = token
-                text = text.replace(token, mark)
-        return text
-
-    def value(self, value: object) -> object:
-        """Returns a JSON value with marks in its strings and keys."""
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, Mapping):
-            table = cast("Mapping[str, object]", value)
-            return {self.text(key): self.value(item) for key, item in table.items()}
-        if isinstance(value, list):
-            return [self.value(item) for item in cast("list[object]", value)]
-        return value
-
-    def found(self) -> list[tuple[str, str]]:
-        """(mark, token) of every mark used, also in the form of a template that escapes its
-        JSON."""
-        escaped = [(json.dumps(mark)[1:-1], token) for mark, token in self._found.items()]
-        return [*self._found.items(), *escaped]
-
-
-def _template_message(message: Message, guard: _Guard) -> dict[str, object]:
-    rendered: dict[str, object] = {"role": message.role, "content": guard.text(message.content)}
-    if message.tool_calls:
-        rendered["tool_calls"] = [_template_call(call, guard) for call in message.tool_calls]
-    if message.tool_call_id:
-        rendered["tool_call_id"] = guard.text(message.tool_call_id)
-    if message.reasoning:
-        rendered["reasoning_content"] = guard.text(message.reasoning)
-    return rendered
-
-
-def _template_call(call: ToolCall, guard: _Guard) -> dict[str, object]:
-    try:
-        # Guard after parsing: an escape in the text may stand for a character of a control token.
-        arguments = guard.value(_arguments(call.arguments_json))
-    except RecursionError:
-        arguments = guard.text(call.arguments_json)
-    return {
-        "id": guard.text(call.tool_call_id),
-        "type": "function",
-        "function": {"name": guard.text(call.name), "arguments": arguments},
-    }
-
-
-def _arguments(text: str) -> object:
-    """A call's arguments in the form the template wants: an object, or the text if it is not JSON.
-
-    The text is also returned for JSON that cannot be encoded because an escape is an unpaired
-    surrogate.
-    """
-    try:
-        parsed: object = json.loads(text)
-        json.dumps(parsed, ensure_ascii=False).encode()
-    except ValueError:
-        return text
-    return parsed
-
-
-def _template_tool(tool: Tool, guard: _Guard) -> dict[str, object]:
-    return {
-        "type": "function",
-        "function": {
-            "name": guard.text(tool.name),
-            "description": guard.text(tool.description),
-            "parameters": guard.value(tool.parameters),
-        },
-    }

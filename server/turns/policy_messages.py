@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Iterable
 
 from penstock.server.text.renderer import Renderer, Written
-from penstock.server.turns.runner import Turn, TurnAttempt
-from penstock.server.turns.store import TrajectoryRecord
+from penstock.server.turns.trajectory import TrajectoryRecord, Turn
+from penstock.server.turns.turn import TurnAttempt
 
 LONG_TURN = 2_048
 """Number of tokens from which a turn is parsed off the event loop."""

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.server.core.errors import FieldInvalid
-from penstock.server.text.renderer import Message, Renderer, Tool
+from penstock.server.text.messages import Message, Tool
+from penstock.server.text.renderer import Renderer
 from penstock.server.turns import requests
-from penstock.server.turns.history import History, kept_prefix
-from penstock.server.turns.store import PromptKind, TrajectoryRecord
+from penstock.server.turns.history import History
+from penstock.server.turns.matching import kept_prefix
+from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
 from penstock.v1 import rollout_service_pb2, task_service_pb2
 
 if TYPE_CHECKING:

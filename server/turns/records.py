@@ -21,12 +21,13 @@ from penstock.server.journal.records import (
     Record,
     Stored,
 )
-from penstock.server.text.renderer import Tool
-from penstock.server.turns import group_bytes
+from penstock.server.text.messages import Tool
+from penstock.server.turns import encoding
 from penstock.server.turns.history import HeldMessage, History
 from penstock.server.turns.requests import MIN_TEMPERATURE, sampling_message
-from penstock.server.turns.runner import FINISH_REASONS, Turn, TurnAttempt, TurnSampling
-from penstock.server.turns.store import PromptKind, TrajectoryRecord, TrajectoryStore
+from penstock.server.turns.store import TrajectoryStore
+from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord, Turn
+from penstock.server.turns.turn import FINISH_REASONS, TurnAttempt, TurnSampling, TurnState
 from penstock.v1 import conversation_pb2, journal_pb2, rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
 
@@ -100,7 +101,7 @@ def turn_changed(record: TrajectoryRecord) -> EncodedRecord:
         turn.message_count = history.recorded
         turn.messages.extend(map(_write_held, history.messages[history.recorded :]))
         history.recorded = len(history.messages)
-    encoded = group_bytes.turn_changed(turn, new)
+    encoded = encoding.turn_changed(turn, new)
     record.recorded_end, record.recorded_token_count = record.end, record.token_count
     record.recorded = True
     return encoded
@@ -120,7 +121,7 @@ def whole_turn(record: TrajectoryRecord) -> Deferred:
     record.written = dict.fromkeys(record.written, stored)
 
     def make() -> list[EncodedRecord]:
-        return [group_bytes.turn_changed(turn, record.pieces_between((0, 0), end))]
+        return [encoding.turn_changed(turn, record.pieces_between((0, 0), end))]
 
     return Deferred(make, stored)
 
@@ -216,6 +217,7 @@ def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged, store
         finish_reason_before=changed.finish_reason_before,
         attempts=changed.request_count,
         attempt=attempt,
+        state=TurnState.FINISHED,
     )
     record.recorded_end, record.recorded_token_count = record.end, record.token_count
     record.recorded = True

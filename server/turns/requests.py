@@ -14,8 +14,8 @@ from google.protobuf import duration_pb2, json_format, struct_pb2
 
 from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.engine.protocol import Sampling
-from penstock.server.text.renderer import Message, Tool, ToolCall
-from penstock.server.turns.runner import TurnSampling
+from penstock.server.text.messages import Message, Tool, ToolCall
+from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire.codec import MalformedMessage, token_ids, twin
 from penstock.wire.reasons import Reason

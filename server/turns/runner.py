@@ -1,24 +1,4 @@
-"""Turns: each runs as one task of the server, and calls only subscribe to it.
-
-States of a turn:
-
-    waiting -> sampling -> finished (STOP | LENGTH | ABORTED, or failed with a reason)
-
-- *waiting*: weights are being switched, or the engine has not yet taken the request. An abort here
-  ends the turn with the tokens it has.
-- *sampling*: each delta is appended to the trajectory's record first and offered to subscribers second.
-  Tokens of an unconfirmed weight version are withheld until it is confirmed. If the version fails its
-  probe, the turn ends ABORTED at the last token before it.
-- *moving*: a turn that an adapter samples can move to another version. The engine's request ends, and a new
-  one begins at the exact token under the version that is active by then. Callers only see a new segment.
-- *placed again*: if the pool loses the engine that worked on a request, the turn requests the rest again
-  from the exact token. A turn that is lost `MOST_LOST` times in a row without a new token has failed.
-- *recorded*: the engine no longer works on the turn. It ends for its callers once the journal has its
-  outcome.
-- *finished*: a turn that ended ABORTED can be resumed. That is a new attempt with its own request id and
-  the rest of the turn's budget. A turn whose budget is spent finishes with LENGTH; the engine is never
-  asked for zero tokens. A turn that failed (the engine died, weights cannot be trusted) keeps its tokens
-  and can be resumed too.
+"""Runs turns: each is one task of the server, and calls only subscribe to it. `turn` has their states.
 
 A subscriber holds a cursor into the record and has no queue: a slow one costs nothing, and a lost one
 loses nothing. Subscribers and aborts report on the attempt they belong to: how it ended, and after how many
@@ -32,10 +12,9 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import (
     Delta,
@@ -44,157 +23,22 @@ from penstock.server.engine.protocol import (
     EngineRequest,
     Finish,
     RequestLost,
-    Sampling,
 )
-from penstock.server.text.stop_strings import Decode, StopAcrossResume
-from penstock.v1 import trajectory_pb2
+from penstock.server.turns.trajectory import TrajectoryRecord, Turn
+from penstock.server.turns.turn import TurnAttempt, TurnSampling, TurnState
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from opentelemetry.trace import Span
 
-    from penstock.server.text.renderer import Written
-    from penstock.server.turns.store import TrajectoryRecord
+Decode = Callable[[Iterable[int]], str]
 
 logger = logging.getLogger(__name__)
 
 MOST_LOST = 8
 """Requests of a turn lost in a row, none of which sampled a token, after which the turn fails. The turn may
 be what kills its engines."""
-
-FINISH_REASONS = {
-    Finish.STOP: trajectory_pb2.FINISH_REASON_STOP,
-    Finish.LENGTH: trajectory_pb2.FINISH_REASON_LENGTH,
-    Finish.ABORTED: trajectory_pb2.FINISH_REASON_ABORTED,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TurnSampling:
-    """How a turn samples over all its attempts. `max_tokens` of zero means up to the context's limit."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    ignore_eos: bool = False
-
-    def attempt(self, number: int, max_tokens: int) -> Sampling:
-        """The sampling of one attempt.
-
-        Each attempt of a seeded turn has its own seed, because the engine's generator restarts with each.
-        """
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop_token_ids=self.stop_token_ids,
-            stop=self.stop,
-            seed=None if self.seed is None else (self.seed + number) % 2**63,
-            ignore_eos=self.ignore_eos,
-        )
-
-
-@dataclass(slots=True, eq=False)
-class TurnAttempt:
-    """One attempt at a turn, from its start to its end."""
-
-    started_version: int | None = None
-    """The version that was active when it was admitted."""
-    finish: Finish | None = None
-    error: DomainError | None = None
-    policy_token_count: int = 0
-    """Policy tokens of the turn when the attempt ended, including those of earlier attempts."""
-    record_end: tuple[int, int] = (0, 0)
-    """Segments of the record when the attempt ended, and tokens in the last of them."""
-    cached_token_count: int = 0
-    written: Written | None = None
-    """What the policy wrote in the turn up to its end, if the turn is part of a conversation."""
-    recorded: Awaitable[object] | None = None
-    """Await this before reporting that the attempt began."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    changed: Broadcast = field(default_factory=Broadcast)
-    """Notified of new tokens, of the admission and of the end."""
-
-    @property
-    def finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
-        """Why it stopped; unspecified until then. ABORTED if it failed, since the turn can be continued."""
-        if self.finish is None and self.error is None:
-            return trajectory_pb2.FINISH_REASON_UNSPECIFIED
-        return FINISH_REASONS[self.finish or Finish.ABORTED]
-
-
-@dataclass(slots=True, eq=False)
-class Turn:
-    """One turn of the policy, over all its attempts."""
-
-    record: TrajectoryRecord
-    index: int
-    sampling: TurnSampling
-    budget: int
-    """Maximum policy tokens of the turn, bounded by the context."""
-    context_token_count: int
-    """Tokens before the first one that the policy writes in this turn."""
-    span: Span
-    trace_headers: dict[str, str]
-    stream_interval: int
-    policy_token_count: int = 0
-    finish_reason_before: trajectory_pb2.FinishReason.ValueType = (
-        trajectory_pb2.FINISH_REASON_UNSPECIFIED
-    )
-    """If the context was full when this turn began: why the last turn that had room stopped."""
-    attempts: int = 0
-    """Requests made to the engine so far."""
-    attempt: TurnAttempt = field(default_factory=TurnAttempt)
-    """The attempt under way, or the last one."""
-    request_id: str | None = None
-    """Id of the engine's request while there is one."""
-    adapter_version: int | None = None
-    """The adapter that samples the request; None if only the full weights do."""
-    moving: bool = False
-    """Whether the request was ended so that the turn continues under the active version."""
-    begun: bool = False
-    """Whether the attempt's task has run at all. Before that it cannot be cancelled cleanly."""
-    abort_requested: bool = False
-    over: bool = False
-    """Whether the engine is done with the attempt and only the recording is left."""
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether an attempt is under way."""
-        return self.task is not None
-
-    @property
-    def finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
-        """Why the last attempt stopped; unspecified while one is in flight."""
-        if self.in_flight:
-            return trajectory_pb2.FINISH_REASON_UNSPECIFIED
-        return self.attempt.finish_reason
-
-    @property
-    def last_finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
-        """Why the last turn that had room stopped: this one or an earlier one."""
-        # Records of older servers lack the earlier turn's reason.
-        return (not self.budget and self.finish_reason_before) or self.finish_reason
-
-    @property
-    def resumable(self) -> bool:
-        """Whether Continue without an observation resumes this turn."""
-        return not self.in_flight and (
-            self.attempt.error is not None or self.attempt.finish is Finish.ABORTED
-        )
-
-    def policy_tokens(self, count: int) -> NDArray[np.int32]:
-        """The first tokens the policy wrote in this turn, shape [count]."""
-        start = self.context_token_count
-        return self.record.token_array()[start : start + count]
 
 
 class Switch(Protocol):
@@ -235,7 +79,30 @@ class Recorder(Protocol):
 class TurnRunner:
     """Runs turns on the engine and keeps track of those in flight."""
 
-    def __init__(self, engine: Engine, switch: Switch, decode: Decode, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        switch: Switch,
+        decode: Decode,
+        recorder: Recorder,
+        *,
+        on_tokens: Callable[[int, int], None] = lambda count, version: None,
+        on_started: Callable[[Turn], None] = lambda turn: None,
+        on_ended: Callable[[Turn, TurnAttempt], Awaitable[None]] | None = None,
+        on_left: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Make a runner.
+
+        Args:
+            engine: Samples the turns.
+            switch: Says when and under which version a turn may be sampled.
+            decode: Converts tokens to text, to find stop strings.
+            recorder: Writes turns to the journal.
+            on_tokens: Called with the count and the weight version of sampled tokens, for metrics.
+            on_started: Called when an attempt at a turn has begun, inside the call that requested it.
+            on_ended: Called when the engine no longer works on an attempt, before it is recorded.
+            on_left: Called when an engine's request has ended and no longer needs its adapter.
+        """
         self._engine = engine
         self._switch = switch
         self._decode = decode
@@ -243,14 +110,10 @@ class TurnRunner:
         self._in_flight: dict[str, Turn] = {}
         self._background: set[asyncio.Task[object]] = set()
         self._ended = Broadcast()
-        self.on_tokens: Callable[[int, int], None] | None = None
-        """Called with the count and the weight version of sampled tokens, for metrics."""
-        self.on_started: Callable[[Turn], None] | None = None
-        """Called when an attempt at a turn has begun, inside the call that requested it."""
-        self.on_ended: Callable[[Turn, TurnAttempt], Awaitable[None]] | None = None
-        """Called when the engine no longer works on an attempt, before the attempt is recorded."""
-        self.on_left: Callable[[], None] | None = None
-        """Called when an engine's request has ended and no longer needs its adapter."""
+        self._on_tokens = on_tokens
+        self._on_started = on_started
+        self._on_ended = on_ended
+        self._on_left = on_left
 
     @property
     def in_flight(self) -> list[Turn]:
@@ -260,36 +123,37 @@ class TurnRunner:
     @property
     def sampling(self) -> list[Turn]:
         """Turns that the engine has or is just being given."""
-        return [turn for turn in self._in_flight.values() if turn.request_id is not None]
+        return [turn for turn in self._in_flight.values() if turn.state.in_engine]
 
     def start(self, turn: Turn) -> None:
         """Begin an attempt at a turn, which must not be in flight."""
         turn.attempt = TurnAttempt()
-        turn.abort_requested = turn.begun = turn.over = False
+        turn.abort_requested = False
         turn.attempts += 1
+        turn.to(TurnState.STARTING)
         self._in_flight[turn.record.trajectory_id] = turn
         turn.task = asyncio.create_task(self._run(turn), name=f"turn {turn.record.trajectory_id}")
         turn.attempt.recorded = self._recorder.turn_began(turn.record)
-        if self.on_started is not None:
-            self.on_started(turn)
+        self._on_started(turn)
 
     async def record_again(self, turn: Turn) -> None:
         """Record what changed of a turn since it ended. Raises JOURNAL_FAILED."""
         await self._recorder.turn_ended(turn.record)
 
     async def _run(self, turn: Turn) -> None:
-        turn.begun = True
+        turn.to(TurnState.WAITING)
         attempt = turn.attempt
         try:
             await self._engage(turn, attempt)
             attempt.policy_token_count = turn.policy_token_count
             attempt.record_end = turn.record.end
-            if self.on_ended is not None:
-                await self.on_ended(turn, attempt)
+            if self._on_ended is not None:
+                await self._on_ended(turn, attempt)
             await self._recorder.turn_ended(turn.record)
         except DomainError as error:
             attempt.error = error
         finally:
+            turn.to(TurnState.FINISHED)
             turn.task = None
             del self._in_flight[turn.record.trajectory_id]
             _end_span(turn)
@@ -314,16 +178,13 @@ class TurnRunner:
             logger.exception("turn %s of %s failed", turn.index, turn.record.trajectory_id)
             attempt.error = DomainError(Reason.INTERNAL_ERROR, "internal error")
         finally:
-            turn.over = True
-            self._leave(turn)
+            self._leave(turn, TurnState.RECORDING)
             self._ended.notify()
 
-    def _leave(self, turn: Turn) -> None:
-        """Note that the engine no longer has a request of this turn."""
-        turn.request_id = turn.adapter_version = None
-        turn.moving = False
-        if self.on_left is not None:
-            self.on_left()
+    def _leave(self, turn: Turn, state: TurnState) -> None:
+        """Move a turn to a state in which the engine has no request of it."""
+        turn.to(state)
+        self._on_left()
 
     async def _attempt(self, turn: Turn) -> Finish:
         lost = 0
@@ -343,9 +204,10 @@ class TurnRunner:
                         f"lost {lost} times in a row before a token of it was sampled: {error}",
                     ) from error
             else:
-                if finish is not Finish.ABORTED or not turn.moving or turn.abort_requested:
+                moves = turn.state is TurnState.MOVING and not turn.abort_requested
+                if finish is not Finish.ABORTED or not moves:
                     return finish
-            self._leave(turn)
+            self._leave(turn, TurnState.WAITING)
             turn.attempts += 1
 
     def _has_stopped(self, turn: Turn) -> bool:
@@ -388,7 +250,7 @@ class TurnRunner:
             turn.sampling.stop, turn.policy_tokens(turn.policy_token_count), self._decode
         )
         async with contextlib.aclosing(deltas):
-            if turn.abort_requested or turn.moving:
+            if turn.abort_requested or turn.state is TurnState.MOVING:
                 # The abort or move came while the engine was taking the request.
                 assert turn.request_id is not None
                 await self._engine.abort([turn.request_id])
@@ -419,6 +281,7 @@ class TurnRunner:
                     {"required": required, "active": version},
                 )
             # From here on an abort goes through the engine, which may already have the request.
+            turn.to(TurnState.SAMPLING)
             turn.request_id = f"{record.trajectory_id}/{turn.index}/{turn.attempts}"
             turn.adapter_version = self._switch.active_adapter
             deltas = await self._engine.generate(
@@ -448,8 +311,7 @@ class TurnRunner:
             return
         turn.record.append_policy(delta, turn.index, turn.sampling.temperature)
         turn.policy_token_count += count
-        if self.on_tokens is not None:
-            self.on_tokens(count, delta.weight_version)
+        self._on_tokens(count, delta.weight_version)
         turn.attempt.changed.notify()
 
     async def abort(self, turns: Iterable[Turn]) -> list[tuple[Turn, TurnAttempt]]:
@@ -464,7 +326,9 @@ class TurnRunner:
             turn.abort_requested = True
             if turn.request_id is not None:
                 request_ids.append(turn.request_id)
-            elif turn.task is not None and turn.begun and not turn.over:
+            elif turn.task is not None and turn.state is TurnState.WAITING:
+                # One that is starting is not cancelled, because its task could not clean up. It sees the
+                # request itself.
                 turn.task.cancel()
         if request_ids:
             await self._engine.abort(request_ids)
@@ -481,7 +345,8 @@ class TurnRunner:
         request_ids: list[str] = []
         for turn in turns:
             if turn.request_id is not None and not turn.abort_requested:
-                turn.moving = True
+                if turn.state is TurnState.SAMPLING:
+                    turn.to(TurnState.MOVING)
                 request_ids.append(turn.request_id)
         await self._engine.abort(request_ids)
 
@@ -507,3 +372,43 @@ def _end_span(turn: Turn) -> None:
     elif attempt.finish is not None:
         span.set_attribute("gen_ai.response.finish_reasons", [attempt.finish.value])
     span.end()
+
+
+class StopAcrossResume:
+    """Finds a stop string that began before an abort and ends after the resume.
+
+    To the engine, everything before the resume is prompt, and it looks for stop strings only in the tokens
+    it samples itself.
+    """
+
+    def __init__(self, stop: tuple[str, ...], before: NDArray[np.int32], decode: Decode) -> None:
+        """`before` is what the policy has written in this turn so far."""
+        self._decode = decode
+        self._stop = stop if len(before) else ()
+        self._longest = max((len(text) for text in self._stop), default=0)
+        self._written: list[int] = []
+        self._before: list[int] = []
+        if self._stop:
+            # A token is at least one byte and a character at most four.
+            reach = 4 * self._longest
+            self._before = [int(token) for token in before[-reach:]]
+
+    def cut(self, delta: Delta) -> tuple[Delta, bool]:
+        """Cut the delta after the token that completes such a stop string. Also returns whether one did."""
+        if not self._stop:
+            return delta, False
+        start = len(self._decode(self._before))
+        for position, token in enumerate(delta.token_ids):
+            self._written.append(int(token))
+            text = self._decode([*self._before, *self._written])
+            if any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in self._stop):
+                return _prefix(delta, position + 1), True
+            if len(text) - start >= self._longest:
+                # From here on the engine sees every stop string in full.
+                self._stop = ()
+                return delta, False
+        return delta, False
+
+
+def _prefix(delta: Delta, count: int) -> Delta:
+    return Delta(delta.token_ids[:count], delta.logprobs[:count], delta.weight_version)

@@ -1,333 +1,20 @@
-"""Open and closed trajectories: their tokens, authors and weight versions.
-
-States of a trajectory:
-
-    open, idle --start_turn--> open, turn in flight --turn ends--> open, idle --close--> closed
-
-The record is appended to before anything is sent, so a lost caller loses nothing. Tokens live in byte
-buffers (little-endian int32 and float32, as on the wire): appending is amortised, and no Python object
-is made per token.
-"""
+"""Open and closed trajectories by id, with bounds on their number."""
 
 from __future__ import annotations
 
 import hashlib
-import time
-from asyncio import Future
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING
-
-import numpy as np
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from penstock.server.core.errors import DomainError
-from penstock.v1 import task_service_pb2, trajectory_pb2
-from penstock.wire.codec import LOGPROB, TOKEN, twin
+from penstock.server.turns.trajectory import BYTES_PER_TOKEN, TrajectoryRecord
+from penstock.server.turns.turn import TurnState
+from penstock.v1 import trajectory_pb2
 from penstock.wire.reasons import Reason
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.server.engine.protocol import Delta
-    from penstock.server.journal.records import Stored
-    from penstock.server.turns.encoded_trajectory import EncodedTrajectory
-    from penstock.server.turns.history import History
-    from penstock.server.turns.runner import Turn, TurnSampling
-    from penstock.v1 import rollout_service_pb2
-
-Segment = twin(trajectory_pb2.Segment)
-Trajectory = twin(trajectory_pb2.Trajectory)
-Outcome = twin(trajectory_pb2.Outcome)
-Task = twin(task_service_pb2.Task)
-
-
-BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
 # Memory of a trajectory in addition to its tokens and its outcome.
 RECORD_BYTES = 2048
-
-
-class PromptKind(Enum):
-    """How the trajectory was opened, which determines the form in which its turns are returned."""
-
-    TOKENS = "tokens"
-    TEXT = "text"
-    CONVERSATION = "conversation"
-
-
-@dataclass(slots=True)
-class SegmentRecord:
-    """A run of tokens with one author, turn and weight version."""
-
-    author: trajectory_pb2.Author.ValueType
-    turn_index: int
-    weight_version: int = 0
-    temperature: float = 0.0
-    tokens: bytearray = field(default_factory=bytearray)
-    logprobs: bytearray = field(default_factory=bytearray)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes per token of this segment."""
-        by_policy = self.author == trajectory_pb2.AUTHOR_POLICY
-        return BYTES_PER_TOKEN if by_policy else TOKEN.itemsize
-
-    @property
-    def token_count(self) -> int:
-        """Tokens in the segment."""
-        return len(self.tokens) // TOKEN.itemsize
-
-    def message(self, start: int = 0, stop: int | None = None) -> trajectory_pb2.Segment:
-        """Tokens `start` to `stop` as a twin Segment."""
-        width = TOKEN.itemsize
-        end = len(self.tokens) if stop is None else stop * width
-        return Segment(
-            author=self.author,
-            # Slicing the bytearrays themselves would copy twice.
-            token_ids=bytes(memoryview(self.tokens)[start * width : end]),
-            logprobs=bytes(memoryview(self.logprobs)[start * width : end]),
-            weight_version=self.weight_version,
-            turn_index=self.turn_index,
-            temperature=self.temperature,
-        )
-
-
-@dataclass(slots=True, eq=False)
-class Answered:
-    """The last request of an agent that sends whole conversations, kept to recognise a retry of it."""
-
-    turn: Turn
-    """The turn that answers the request."""
-    digest: bytes
-    """Digest of the request."""
-    followers: int = 0
-    """Requests that are receiving the turn now."""
-    delivered: bool = False
-    """Whether one of them received all of it."""
-    finished: rollout_service_pb2.TurnFinished | None = None
-    """The turn's end, once it is complete."""
-    asked_at: float = field(default_factory=time.monotonic)
-    """When the request arrived, by the monotonic clock."""
-
-    def is_retried_by(self, digest: bytes, *, says_so: bool) -> bool:
-        """Whether a request repeats this one rather than asking for another sample."""
-        return digest == self.digest and (says_so or not (self.delivered or self.followers))
-
-
-@dataclass(slots=True)
-class TrajectoryRecord:
-    """One trajectory as the server holds it."""
-
-    trajectory_id: str
-    kind: PromptKind
-    sampling: TurnSampling
-    group_id: str = ""
-    sample_index: int = 0
-    parent_trajectory_id: str = ""
-    priority: int = 0
-    required_weight_version: int = 0
-    traceparent: str = ""
-    segments: list[SegmentRecord] = field(default_factory=list["SegmentRecord"])
-    token_count: int = 0
-    turn_count: int = 0
-    turn: Turn | None = None
-    """The turn in flight, or the last one."""
-    outcome: trajectory_pb2.Outcome | None = None
-    """Set when closed."""
-    last_call: float = 0.0
-    """Time of the last call on it, on the loop's clock."""
-    charged_bytes: int = 0
-    """Bytes charged to the memory budget for it."""
-    recorded_end: tuple[int, int] = (0, 0)
-    """Its `end` when it was last written to the journal."""
-    recorded_token_count: int = 0
-    recorded: bool = False
-    """Whether the journal has a record of it."""
-    written: dict[tuple[int, int], Future[list[Stored]] | Stored] = field(
-        default_factory=dict["tuple[int, int]", "Future[list[Stored]] | Stored"]
-    )
-    """Journal records that hold large segments, keyed by (tokens before the segment, tokens in it).
-
-    A value may also be the append under way; the last record that it returns is the one."""
-    encoded: EncodedTrajectory | None = None
-    """Its encoding for its group, if it is closed and was encoded already."""
-    parent: TrajectoryRecord | None = None
-    """The trajectory it branches from."""
-    parent_token_count: int = 0
-    """Number of its first tokens that are the parent's and in no segment here."""
-    children: list[TrajectoryRecord] = field(default_factory=list["TrajectoryRecord"])
-    """Trajectories that branch from it."""
-    answered: Answered | None = None
-    """The last request from an endpoint that receives whole conversations."""
-    history: History | None = None
-    """Its messages; None unless it was opened with a conversation."""
-    single_turn: bool = False
-    """Whether it is forgotten when its turn ends and never written to the journal."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether it can no longer be extended."""
-        return self.outcome is not None
-
-    @property
-    def end(self) -> tuple[int, int]:
-        """Number of segments so far, and of tokens in the last of them."""
-        return len(self.segments), self.segments[-1].token_count if self.segments else 0
-
-    def segments_between(
-        self, begin: tuple[int, int], end: tuple[int, int]
-    ) -> list[trajectory_pb2.Segment]:
-        """The tokens between two values of `end`, as twin Segments."""
-        pieces = self.pieces_between(begin, end)
-        return [segment.message(start, stop) for segment, start, stop in pieces]
-
-    def pieces_between(
-        self, begin: tuple[int, int], end: tuple[int, int]
-    ) -> Iterator[tuple[SegmentRecord, int, int]]:
-        """The tokens between two values of `end`: segments with their token ranges (start, stop)."""
-        count, last_token_count = end
-        begun, start = begin
-        for index in range(max(0, begun - 1), count):
-            segment = self.segments[index]
-            stop = last_token_count if index == count - 1 else segment.token_count
-            if start < stop:
-                yield segment, start, stop
-            start = 0
-
-    def unrecorded_from(self, byte_count: int) -> Iterator[tuple[int, int]]:
-        """Unrecorded segments of at least `byte_count` bytes, as keys of `written`."""
-        position = max(self.recorded_token_count, self.parent_token_count)
-        for segment, start, stop in self.pieces_between(self.recorded_end, self.end):
-            if (stop - start) * segment.token_bytes >= byte_count:
-                yield position, stop - start
-            position += stop - start
-
-    def keep_written_from(self, byte_count: int | None) -> None:
-        """Forget records of segments below `byte_count`, to which nothing refers; None forgets all."""
-        bytes_at: dict[int, int] = {}
-        position = self.parent_token_count
-        for segment in self.segments:
-            bytes_at[position] = segment.token_bytes
-            position += segment.token_count
-        self.written = {
-            (position, count): written
-            for (position, count), written in self.written.items()
-            if byte_count is not None and count * bytes_at.get(position, 0) >= byte_count
-        }
-
-    def recorded_at(self, position: int, count: int) -> Stored | None:
-        """The record of the turn that has a segment of `count` tokens after the first `position`."""
-        found = self.written.get((position, count))
-        if isinstance(found, Future):
-            failed = not found.done() or found.cancelled() or found.exception() is not None
-            return None if failed else found.result()[-1]
-        return found
-
-    @property
-    def growing(self) -> bool:
-        """Whether a turn is in flight. On a closed trajectory, no caller waits for that turn."""
-        return self.turn is not None and self.turn.in_flight
-
-    @property
-    def is_written(self) -> bool:
-        """Whether no append of a large segment is under way."""
-        return all(not isinstance(found, Future) or found.done() for found in self.written.values())
-
-    def token_array(self) -> NDArray[np.int32]:
-        """Every token so far, including the parent's, shape [token_count]."""
-        own = np.frombuffer(b"".join(segment.tokens for segment in self.segments), TOKEN)
-        if self.parent is None or not self.parent_token_count:
-            return own
-        return np.concatenate([self.parent.token_array()[: self.parent_token_count], own])
-
-    def settled_tokens(self) -> NDArray[np.int32]:
-        """The tokens a branch may share. Excludes those of the turn in flight, which is not
-        recorded yet."""
-        tokens = self.token_array()
-        if self.turn is not None and self.turn.in_flight:
-            return tokens[: self.turn.context_token_count]
-        return tokens
-
-    def share_prefix(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Share the common prefix of its prompt with its parent. Returns the rest of the prompt."""
-        assert self.parent is not None and not self.token_count
-        theirs = self.parent.settled_tokens()
-        count = min(len(theirs), len(token_ids))
-        differing = np.flatnonzero(theirs[:count] != token_ids[:count])
-        self.parent_token_count = self.token_count = int(differing[0]) if len(differing) else count
-        return token_ids[self.parent_token_count :]
-
-    def append_context(self, token_ids: NDArray[np.int32], turn_index: int) -> None:
-        """Append tokens that the policy did not write."""
-        if not len(token_ids):
-            return
-        segment = SegmentRecord(trajectory_pb2.AUTHOR_CONTEXT, turn_index)
-        segment.tokens += np.ascontiguousarray(token_ids, TOKEN).tobytes()
-        self.segments.append(segment)
-        self.token_count += segment.token_count
-
-    def append_policy(self, delta: Delta, turn_index: int, temperature: float) -> None:
-        """Append sampled tokens. A new weight version or temperature begins a new segment."""
-        if not len(delta.token_ids):
-            return
-        last = self.segments[-1] if self.segments else None
-        if (
-            last is None
-            or last.author != trajectory_pb2.AUTHOR_POLICY
-            or last.weight_version != delta.weight_version
-            or last.turn_index != turn_index
-            or last.temperature != temperature
-        ):
-            last = SegmentRecord(
-                trajectory_pb2.AUTHOR_POLICY, turn_index, delta.weight_version, temperature
-            )
-            self.segments.append(last)
-        last.tokens += np.ascontiguousarray(delta.token_ids, TOKEN).tobytes()
-        last.logprobs += np.ascontiguousarray(delta.logprobs, LOGPROB).tobytes()
-        self.token_count += len(delta.token_ids)
-
-    def open_branches(self) -> list[TrajectoryRecord]:
-        """Open trajectories that branch from this one, directly or not, each before its own branches."""
-        found: list[TrajectoryRecord] = []
-        for child in self.children:
-            if not child.closed:
-                found.append(child)
-            found += child.open_branches()
-        return found
-
-    def with_branches(self) -> list[TrajectoryRecord]:
-        """This trajectory and all that branch from it, directly or not."""
-        members: list[TrajectoryRecord] = [self]
-        for child in self.children:
-            members += child.with_branches()
-        return members
-
-    def policy_versions(self) -> list[int]:
-        """Weight versions of its policy segments."""
-        return [
-            segment.weight_version
-            for segment in self.segments
-            if segment.author == trajectory_pb2.AUTHOR_POLICY
-        ]
-
-    def message(self) -> trajectory_pb2.Trajectory:
-        """The trajectory as a twin message."""
-        return Trajectory(
-            trajectory_id=self.trajectory_id,
-            sample_index=self.sample_index,
-            segments=[segment.message() for segment in self.segments],
-            outcome=self.outcome,
-            finish_reason=(
-                trajectory_pb2.FINISH_REASON_UNSPECIFIED
-                if self.turn is None
-                else self.turn.last_finish_reason
-            ),
-            turn_count=self.turn_count,
-            parent_trajectory_id=self.parent_trajectory_id,
-            parent_token_count=self.parent_token_count,
-            traceparent=self.traceparent,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +37,13 @@ def outcome_digest(outcome: trajectory_pb2.Outcome) -> bytes:
 class TrajectoryStore:
     """Records by id, with bounds on open trajectories and on the marks of closed ones."""
 
-    def __init__(self, max_open: int, max_remembered: int = 100_000) -> None:
+    def __init__(
+        self,
+        max_open: int,
+        max_remembered: int = 100_000,
+        on_closed: Callable[[str], None] = lambda trajectory_id: None,
+    ) -> None:
+        """`on_closed` is called with each trajectory that can have no further turn."""
         self._max_open = max_open
         self._max_remembered = max_remembered
         self._records: dict[str, TrajectoryRecord] = {}
@@ -358,8 +51,7 @@ class TrajectoryStore:
         self.open_count = 0
         self.byte_count = 0
         """Bytes that the records take of the memory budget."""
-        self.on_closed: Callable[[str], None] = lambda _: None
-        """Called with each trajectory that can have no further turn."""
+        self._on_closed = on_closed
 
     def check_new(self, trajectory_id: str, *, bounded: bool = True) -> None:
         """Raise TRAJECTORY_EXISTS for a known id, QUEUE_FULL at the bound."""
@@ -408,8 +100,8 @@ class TrajectoryStore:
         if record.trajectory_id not in self._records:
             return
         turn = record.turn
-        sampled = turn is not None and turn.in_flight and not turn.over
-        coming = turn.budget - turn.policy_token_count if turn is not None and sampled else 0
+        grows = turn is not None and turn.in_flight and turn.state is not TurnState.RECORDING
+        coming = turn.budget - turn.policy_token_count if turn is not None and grows else 0
         outcome = record.outcome.ByteSize() if record.outcome is not None else 0
         own = record.token_count - record.parent_token_count
         held = record.history.byte_count if record.history is not None else 0
@@ -459,7 +151,7 @@ class TrajectoryStore:
         `forget`."""
         record.outcome = outcome
         self.open_count -= 1
-        self.on_closed(record.trajectory_id)
+        self._on_closed(record.trajectory_id)
         self.charge(record)
         self._closed[record.trajectory_id] = ClosedMark(
             outcome_digest(outcome), record.group_id, group_completed=False, retried=False
@@ -488,7 +180,7 @@ class TrajectoryStore:
             self.byte_count -= record.charged_bytes
             record.charged_bytes = 0
             self.open_count -= not record.closed
-            self.on_closed(trajectory_id)
+            self._on_closed(trajectory_id)
 
     def records(self) -> list[TrajectoryRecord]:
         return list(self._records.values())

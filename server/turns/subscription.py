@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
-from penstock.server.turns.runner import Turn
+from penstock.server.turns.trajectory import Turn
 from penstock.v1 import trajectory_pb2
 
 

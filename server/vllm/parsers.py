@@ -23,7 +23,8 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
-from penstock.server.text.renderer import Parsed, ParsedCall, Tool
+from penstock.server.text.messages import Tool
+from penstock.server.text.renderer import Parsed, ParsedCall
 from penstock.server.text.streaming import StreamParser
 
 # Attributes and terminals that hold the text with which a call begins; names differ between parsers.

@@ -38,9 +38,8 @@ from typing import Protocol
 
 from opentelemetry import trace
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast, run_to_its_end
 from penstock.server.core.errors import DomainError
-from penstock.server.core.threads import run_to_its_end
 from penstock.server.engine.protocol import (
     Adapter,
     AdapterLimits,
@@ -49,7 +48,8 @@ from penstock.server.engine.protocol import (
     EngineLost,
     StagedWeights,
 )
-from penstock.server.turns.runner import Turn
+from penstock.server.turns.trajectory import Turn
+from penstock.server.turns.turn import TurnState
 from penstock.server.weights.adapter_folder import AdapterFolders
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult, compare
@@ -239,7 +239,7 @@ class AdapterVersions:
 
     def _staying(self) -> list[Turn]:
         """Turns that the engine samples and that are not already moving to another adapter."""
-        return [turn for turn in self._turns.sampling if not turn.moving]
+        return [turn for turn in self._turns.sampling if turn.state is not TurnState.MOVING]
 
     async def _make_room(self, change: _Change) -> None:
         """Moves the turns of the oldest adapters if the new one would exceed the engine's limit."""

@@ -54,10 +54,10 @@ from typing import Protocol
 
 from opentelemetry import trace
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import Engine, EngineLoadFailed, EngineLost, StagedWeights
-from penstock.server.turns.runner import Turn
+from penstock.server.turns.trajectory import Turn
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult, compare
 from penstock.server.weights.staging.manifest import WeightRefused

@@ -17,9 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast, OwnTasks
 from penstock.server.core.errors import DomainError
-from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import StagedWeights
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.weights.adapter_manifest import AdapterShape

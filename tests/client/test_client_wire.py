@@ -327,7 +327,7 @@ async def test_group_rewards_compare_the_siblings_of_each_group(harness: Harness
     statistics = await asyncio.wait_for(penstock.worker(settings, generate, reward).run(), 30)
     assert statistics.failures == {"RUNTIME_ERROR": 6} and statistics.scored_count == 11
     assert sorted(sizes) == [2, 3, 3, 3]
-    assert harness.serving.buffer.waiting_count == 4
+    assert harness.serving.buffer.buffered_count == 4
 
 
 def let_leases_last(harness: Harness, times: float = 20.0, but: int | None = None) -> None:
@@ -569,7 +569,7 @@ async def test_group_rewards_survive_a_lost_stream(tmp_path):
                     proxy.cut()
         worker.stop()
         await working
-        assert harness.serving.buffer.waiting_count == 6
+        assert harness.serving.buffer.buffered_count == 6
         assert set(sizes) == {3}
 
 
@@ -668,7 +668,7 @@ async def test_a_group_does_not_wait_for_a_sibling_whose_lease_ran_out_for_the_l
             if stage == "waiting":
                 await until(lambda: worker._statistics.lost_count == 1)
                 lost.set()
-            await until(lambda: harness.serving.buffer.waiting_count == 2)
+            await until(lambda: harness.serving.buffer.buffered_count == 2)
         assert worker._statistics.lost_count == 1 and worker._statistics.scored_count == 5
         assert await delivered(harness, 2) == [["", "LEASE_EXPIRED", ""], [""] * 3]
     assert sorted(sizes) == ([3, 3] if stage == "scoring" else [2, 3])
@@ -694,7 +694,7 @@ async def test_a_sibling_whose_lease_ran_out_is_waited_for_while_it_is_made_agai
         let_leases_last(harness)
         await penstock.submit_tasks(group_tasks(1, 3))
         async with group_worker(harness, penstock, generate, reward):
-            await until(lambda: harness.serving.buffer.waiting_count == 1)
+            await until(lambda: harness.serving.buffer.buffered_count == 1)
         assert sizes == [3] and begun == {0: 1, 1: 3, 2: 1}
 
 
@@ -719,7 +719,7 @@ async def test_a_turn_refused_after_the_last_lease_leaves_the_group_to_its_sibli
     ):
         await penstock.submit_tasks(group_tasks(1, 3))
         async with group_worker(harness, penstock, generate, reward):
-            await until(lambda: harness.serving.buffer.waiting_count == 1)
+            await until(lambda: harness.serving.buffer.buffered_count == 1)
         assert sizes == [2]
 
 
@@ -747,7 +747,7 @@ async def test_a_sibling_whose_close_is_refused_is_known_to_be_lost_when_its_lea
         let_leases_last(harness, but=1)
         await penstock.submit_tasks(group_tasks(1, 3))
         async with group_worker(harness, penstock, generate, reward):
-            await until(lambda: harness.serving.buffer.waiting_count == 1)
+            await until(lambda: harness.serving.buffer.buffered_count == 1)
         assert begun[1] == max_attempts and sizes == [1 + max_attempts]
 
 
@@ -771,7 +771,7 @@ async def test_a_sibling_that_failed_itself_unheard_is_waited_for_while_it_is_ma
     async with serve(tmp_path) as harness, client_of(harness) as penstock:
         await penstock.submit_tasks(group_tasks(1, 3))
         async with group_worker(harness, penstock, generate, reward):
-            await until(lambda: harness.serving.buffer.waiting_count == 1)
+            await until(lambda: harness.serving.buffer.buffered_count == 1)
         assert sizes == [3] and begun[1] == 2
 
 
@@ -806,7 +806,7 @@ async def test_an_attempt_whose_last_lease_ran_out_before_it_was_taken_is_not_wa
         queue = harness.serving.queue
         await penstock.submit_tasks(group_tasks(2, 2))
         async with group_worker(harness, penstock, generate, reward, 2) as worker:
-            await until(lambda: harness.serving.buffer.waiting_count == 2)
+            await until(lambda: harness.serving.buffer.buffered_count == 2)
         assert ("t1", 0) not in begun and sorted(sizes) == [("t0", 1), ("t1", 1)]
         assert await delivered(harness, 2) == [["LEASE_EXPIRED", ""]] * 2
 
@@ -832,7 +832,7 @@ async def test_a_group_that_the_server_dropped_is_neither_scored_nor_waited_for(
     async with serve(tmp_path, *LAST) as harness, client_of(harness) as penstock:
         await penstock.submit_tasks(group_tasks(1, 3))
         async with group_worker(harness, penstock, generate, reward) as worker:
-            await until(lambda: harness.serving.buffer.waiting_count == 2)
+            await until(lambda: harness.serving.buffer.buffered_count == 2)
             await until(lambda: worker._statistics.lost_count == 3)
         assert sorted(seen) == [("t1", 3), ("t2", 3)]
 

@@ -25,7 +25,7 @@ async def test_what_a_killed_agent_held_is_leased_again(tmp_path: Path, report: 
             victim = rng.choice(list(site.workers))
             async with asyncio.timeout(20):
                 while not (held := site.held_by(victim)):
-                    if site.harness.serving.buffer.waiting_count == site.submitted:
+                    if site.harness.serving.buffer.buffered_count == site.submitted:
                         await site.submit(6)
                     await asyncio.sleep(0.005)
             process = site.workers.pop(victim)

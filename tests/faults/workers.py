@@ -96,7 +96,7 @@ class Crew:
     async def all_done(self, seconds: float = 60.0) -> None:
         """Wait until every submitted group is complete."""
         async with asyncio.timeout(seconds):
-            while self.harness.serving.buffer.waiting_count < self.submitted:
+            while self.harness.serving.buffer.buffered_count < self.submitted:
                 await asyncio.sleep(0.02)
 
     async def check(self) -> None:

@@ -32,7 +32,8 @@ from penstock.server.engine.protocol import (
     StagedWeights,
     TensorMeta,
 )
-from penstock.server.text.renderer import Message, Tool, Written
+from penstock.server.text.messages import Message, Tool
+from penstock.server.text.renderer import Written
 from penstock.server.text.streaming import PlainStream, TurnStream
 from tests.support.fake_collective import FakeCollective
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from penstock.server.text.renderer import Message, Tool, Written
+from penstock.server.text.messages import Message, Tool
+from penstock.server.text.renderer import Written
 from penstock.v1 import trajectory_pb2
 from tests.faults.proxy import Proxy, proxying
 from tests.support.fakes import ByteRenderer

@@ -544,7 +544,7 @@ async def test_a_broken_checkpoint_is_passed_over_loudly_and_no_prompt_with_it(
         # are sampled again, after those that already wait.
         check_once(stand, under_way={4, 5, 6, 7})
         # Whether the tasks wait, are in flight or done.
-        known = set(stand.server.serving.queue.known_tasks)
+        known = set(stand.server.serving.queue.pending.known)
         assert {f"run/{index}~4" for index in (4, 5, 6, 7)} <= known
         check_weights(stand)
     folders = sorted(path.name for path in checkpoint_of(stand, 4).parent.iterdir())

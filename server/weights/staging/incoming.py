@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from penstock.server.core.broadcast import Broadcast
-from penstock.server.core.threads import run_to_its_end
+from penstock.server.core.aio import Broadcast, run_to_its_end
 from penstock.server.engine.protocol import StagedTensor, StagedWeights
 from penstock.server.weights.staging.assembly import Part, assemble
 from penstock.server.weights.staging.filling import Filling

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.server.core.threads import run_to_its_end
+from penstock.server.core.aio import run_to_its_end
 from penstock.server.engine.protocol import StagedTensor, StagedWeights, TensorMeta
 from penstock.server.weights.staging.assembly import Part, Patch, assemble, lay_out
 from penstock.server.weights.staging.checkpoint import Checkpoint, open_checkpoint

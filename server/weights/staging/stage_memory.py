@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.common.memory_file import host_namespace
-from penstock.server.core.threads import run_to_its_end
+from penstock.server.core.aio import run_to_its_end
 from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 

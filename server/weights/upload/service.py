@@ -22,9 +22,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 
+from penstock.server.core.aio import SAY_AGAIN_SECONDS, OwnTasks, said_again
 from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.core.own_tasks import OwnTasks
-from penstock.server.core.said_again import SAY_AGAIN_SECONDS, said_again
 from penstock.server.engine.protocol import EngineDescription, EngineLost
 from penstock.server.weights.header import (
     Announced,

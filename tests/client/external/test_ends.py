@@ -265,7 +265,7 @@ async def test_a_server_without_http_is_named_before_anything_is_leased(
     await submit(server)
     with pytest.raises(WorkerMisconfigured, match="serves no HTTP"):
         await run(server, tmp_path, "true", api=Api.HTTP)
-    assert server.serving.queue.pending_count == 1
+    assert server.serving.queue.pending.count == 1
 
 
 async def test_a_worker_that_waits_for_its_server_can_be_stopped(

@@ -46,12 +46,12 @@ async def refused(call: Any) -> Any:
 def recounted(harness: Harness) -> tuple[int, int, int]:
     """The memory that the parts use, counted from scratch."""
     serving = harness.serving
-    tasks = [*serving.queue.pending_tasks]
+    tasks = [*serving.queue.pending.all]
     tasks += [group.task for group in serving.queue.groups if group.task is not None]
     return (
         sum(record.charged_bytes for record in serving.store.records()),
         sum(task.ByteSize() for task in tasks),
-        sum(group.payload.memory_bytes for group in serving.buffer.groups),
+        sum(group.storage.memory_bytes for group in serving.buffer.groups),
     )
 
 
@@ -73,7 +73,7 @@ async def test_tasks_beyond_the_budget_are_refused_all_or_none(tmp_path: Path) -
         failure = await refused(harness.wire.SubmitTasks(request("t3", 5 << 20)))
         assert failure.reason == "MEMORY_BUDGET" and failure.retry_after_seconds
         assert int(failure.metadata["limit"]) == BUDGET
-        assert harness.serving.queue.pending_count == 3
+        assert harness.serving.queue.pending.count == 3
         assert counted(harness) == recounted(harness)
         # A task that fits is still accepted.
         assert (await harness.wire.SubmitTasks(request("t4", 10))).accepted_count == 1

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from penstock.server.core.errors import DomainError
-from penstock.server.groups.attempts import Attempt, Group, group_changed
+from penstock.server.groups.attempts import Attempt, AttemptState, Group, group_changed
 from penstock.server.groups.recovery import Recovered
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.records import (
@@ -28,7 +28,7 @@ from penstock.server.journal.records import (
     Stored,
     tasks_known,
 )
-from penstock.server.turns.group_bytes import encode_group, group_finished
+from penstock.server.turns.encoding import encode_group, group_finished
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
@@ -190,10 +190,10 @@ async def test_a_task_that_is_final_is_known_to_the_next_server(tmp_path: Path) 
         exchange.send(receipt={"delivery_ids": ids[2:], "step": 2})
         exchange.half_close()
         assert await exchange.call.read() is grpc.aio.EOF
-        assert list(first.serving.queue.known_tasks)[:2] == ["final", "refused"]
+        assert list(first.serving.queue.pending.known)[:2] == ["final", "refused"]
         after = killed(tmp_path / "a")
     async with on_disk(after) as second:
-        assert list(second.serving.queue.known_tasks)[:2] == ["final", "refused"]
+        assert list(second.serving.queue.pending.known)[:2] == ["final", "refused"]
         answer = await submit(second, "final", "refused", "used", "waits", "new")
         assert (answer.accepted_count, answer.duplicate_count) == (1, 4)
 
@@ -467,7 +467,7 @@ async def test_a_group_that_rots_on_the_disk_is_dropped_and_its_task_made_again(
     async with on_disk(tmp_path / "a") as harness:
         await finish_groups(harness, "a", "b")
         (group, _) = list(harness.serving.buffer.groups)
-        where = group.payload.stored
+        where = group.storage.stored
         path = harness.serving._journal._segments.paths[where.segment]
         if how == "other bytes":
             with path.open("r+b") as file:
@@ -570,7 +570,7 @@ async def test_who_asks_again_what_is_known_needs_no_room(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await submit(harness, "known", "new")
         assert read_failure(caught.value).reason == "DISK_FULL"
-        assert harness.serving.queue.pending_count == 1
+        assert harness.serving.queue.pending.count == 1
 
 
 async def test_a_full_journal_refuses_what_is_new_and_takes_what_makes_room(
@@ -770,7 +770,7 @@ async def test_after_any_order_of_events_another_server_holds_the_same(
                 ), error
         for stream in chaos.streams:
             stream.cancel()
-        await first.serving.closing.settled()
+        await first.serving.closing.wait_durable()
         journal = first.serving._journal
         assert isinstance(journal, LogJournal)
         await journal.append(())
@@ -840,7 +840,7 @@ async def test_a_record_that_compaction_overtook_says_nothing(tmp_path: Path) ->
     where = Stored(1, 16, 64)
     task = Task(task_id="t", group_size=1)
     group = Group("g", 1, task, trajectory_pb2.PURPOSE_TRAIN, 0)
-    group.attempts = [Attempt(group, 0, 0, "g-0-0", leased=True)]
+    group.attempts = [Attempt(group, 0, 0, "g-0-0", state=AttemptState.LEASED)]
     # The group is complete, so the snapshot has no task for it. The
     # record of its end was queued too.
     whole = encode_group("g", "t", trajectory_pb2.PURPOSE_TRAIN, (), range(1))

@@ -65,7 +65,7 @@ def admit_all(gate: StalenessGate, active_version: int, prefix: str = "g") -> li
 
 def finish_all(gate: StalenessGate, group_ids: list[str], oldest_version: int | None) -> None:
     for group_id in group_ids:
-        gate.finish(group_id, oldest_version, 0.0)
+        gate.complete(group_id, oldest_version, 0.0)
 
 
 # The contract and invalid input
@@ -81,24 +81,24 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
     gate = make_gate(1, 2)
     gate.admit("a", 0)
     gate.admit("b", 0)
-    gate.finish("b", 0, 0.0)
+    gate.complete("b", 0, 0.0)
     for group_id in ("a", "b"):
         with pytest.raises(ValueError, match=f"'{group_id}' is admitted already"):
             gate.admit(group_id, 0)
         with pytest.raises(ValueError, match=f"'{group_id}' is outstanding already"):
             gate.restore(group_id, 0)
     with pytest.raises(ValueError, match="'b' is not running"):
-        gate.finish("b", 0, 0.0)
+        gate.complete("b", 0, 0.0)
     with pytest.raises(ValueError, match="'unknown' is not running"):
-        gate.finish("unknown", 0, 0.0)
+        gate.complete("unknown", 0, 0.0)
     with pytest.raises(ValueError, match="-1"):
         gate.select(-1, 0.0)
     with pytest.raises(ValueError, match="-2"):
         gate.advance(-2, 0.0)
     with pytest.raises(ValueError, match="-7"):
         make_gate(1, 1, version=-7)
-    gate.vacate("unknown")
-    assert (gate.running, gate.finished, gate.taken, gate.trainer_version) == (1, 1, 0, 0)
+    gate.release("unknown")
+    assert (gate.running, gate.completed, gate.delivered, gate.trainer_version) == (1, 1, 0, 0)
 
 
 def test_a_group_may_not_start_where_the_gate_says_no() -> None:
@@ -111,10 +111,10 @@ def test_a_group_may_not_start_where_the_gate_says_no() -> None:
 def test_an_id_is_known_until_it_was_vacated_or_its_version_is_over() -> None:
     gate = make_gate(1, 2)
     gate.admit("a", 0)
-    gate.vacate("a")
+    gate.release("a")
     gate.admit("a", 0)
-    gate.finish("a", 0, 0.0)
-    assert gate.select(1, 0.0).taken == ("a",)
+    gate.complete("a", 0, 0.0)
+    assert gate.select(1, 0.0).delivered == ("a",)
     with pytest.raises(ValueError, match="admitted already"):
         gate.admit("a", 0)
     gate.advance(1, 0.0)
@@ -132,8 +132,8 @@ def test_outstanding_and_taken_groups_fill_the_places_of_max_lag_plus_one_batche
     first = admit_all(gate, 0)
     assert len(first) == gate.outstanding == 9
     finish_all(gate, first[:3], 0)
-    assert len(gate.select(3, 0.0).taken) == 3
-    assert not gate.may_admit(0), "a taken group keeps its place until the next version"
+    assert len(gate.select(3, 0.0).delivered) == 3
+    assert not gate.may_admit(0), "a delivered group keeps its place until the next version"
     gate.advance(1, 0.0)
     assert len(admit_all(gate, 1, "h")) == 3
 
@@ -150,7 +150,7 @@ def test_max_lag_zero_admits_one_batch_per_version_and_only_under_its_own_weight
         admitted = admit_all(gate, version, f"{version}-")
         assert len(admitted) == 4
         finish_all(gate, admitted, version)
-        assert set(gate.select(4, float(version)).taken) == set(admitted)
+        assert set(gate.select(4, float(version)).delivered) == set(admitted)
         assert not gate.may_admit(version)
 
 
@@ -166,9 +166,9 @@ def test_a_group_that_fails_frees_its_place(policy: LatePolicy) -> None:
     gate = make_gate(1, 2, policy)
     running, finished, *_ = admit_all(gate, 0)
     finish_all(gate, [finished], 0)
-    gate.vacate(running)
-    gate.vacate(finished)
-    gate.vacate(finished)
+    gate.release(running)
+    gate.release(finished)
+    gate.release(finished)
     assert gate.outstanding == 2
     assert len(admit_all(gate, 0, "h")) == 2
 
@@ -179,10 +179,10 @@ def test_a_refused_group_gives_its_place_in_the_batch_back(policy: LatePolicy) -
     admitted = admit_all(gate, 0)
     finish_all(gate, admitted, 0)
     gate.select(2, 0.0)
-    gate.vacate(admitted[0])
+    gate.release(admitted[0])
     assert admit_all(gate, 0, "h") == ["h0"]
-    gate.finish("h0", 0, 0.0)
-    assert gate.select(1, 0.0).taken == ("h0",)
+    gate.complete("h0", 0, 0.0)
+    assert gate.select(1, 0.0).delivered == ("h0",)
 
 
 # MASK, REQUEUE, DROP
@@ -194,11 +194,10 @@ def test_mask_takes_the_oldest_first_and_discards_nothing() -> None:
         gate.admit(group_id, 0)
     gate.advance(3, 0.0)
     for group_id, oldest in (("a", 2), ("b", 0), ("c", None), ("d", 0)):
-        gate.finish(group_id, oldest, 0.0)
-    assert gate.buffered_lags() == [1, 3, 3, 3]
-    assert gate.select(2, 0.0) == Selection(taken=("b", "c"))
+        gate.complete(group_id, oldest, 0.0)
+    assert gate.select(2, 0.0) == Selection(delivered=("b", "c"))
     assert gate.select(0, 0.0) == Selection()
-    assert gate.select(9, 0.0) == Selection(taken=("d", "a"))
+    assert gate.select(9, 0.0) == Selection(delivered=("d", "a"))
 
 
 @pytest.mark.parametrize("policy", [REQUEUE, DROP])
@@ -207,11 +206,11 @@ def test_groups_with_a_token_past_the_bound_are_discarded_at_selection(policy: L
     for group_id in "abc":
         gate.admit(group_id, 0)
     gate.advance(2, 0.0)
-    gate.finish("a", 1, 0.0)
-    gate.finish("b", 0, 0.0)
+    gate.complete("a", 1, 0.0)
+    gate.complete("b", 0, 0.0)
     assert gate.select(0, 0.0) == Selection(), "without demand nothing is decided"
-    assert gate.select(3, 0.0) == Selection(taken=("a",), late=("b",))
-    assert (gate.running, gate.finished, gate.taken) == (1, 0, 1)
+    assert gate.select(3, 0.0) == Selection(delivered=("a",), late=("b",))
+    assert (gate.running, gate.completed, gate.delivered) == (1, 0, 1)
     gate.admit("b", 2)
 
 
@@ -224,12 +223,12 @@ def test_what_is_delivered_again_does_not_take_the_place_of_what_is_trained(
     gate = make_gate(0, 1, policy, version=1)
     gate.adopt("new", 1)
     gate.restore("old", 0 if policy is MASK else 1)
-    assert gate.select(1, 0.0).taken == ("old",)
-    gate.finish("new", 1, 0.0)
-    assert gate.select(1, 0.0).taken == ("new",)
+    assert gate.select(1, 0.0).delivered == ("old",)
+    gate.complete("new", 1, 0.0)
+    assert gate.select(1, 0.0).delivered == ("new",)
     # The receipt names a step that is over.
-    gate.vacate("old")
-    assert gate.taken == 1
+    gate.release("old")
+    assert gate.delivered == 1
     assert not gate.may_admit(1), "it would be trained at version 2"
     gate.advance(2, 0.0)
     assert gate.may_admit(2)
@@ -239,21 +238,21 @@ def test_of_more_than_a_batch_those_that_are_not_refused_keep_their_places() -> 
     gate = make_gate(1, 2, MASK)
     admitted = admit_all(gate, 0)
     finish_all(gate, admitted, 0)
-    assert len(gate.select(4, 0.0).taken) == 4
+    assert len(gate.select(4, 0.0).delivered) == 4
     for group_id in admitted[:2]:
-        gate.vacate(group_id)
-    assert (gate.taken, len(admit_all(gate, 0, "h"))) == (2, 2)
-    gate.vacate(admitted[2])
-    assert (gate.taken, len(admit_all(gate, 0, "i"))) == (1, 1)
+        gate.release(group_id)
+    assert (gate.delivered, len(admit_all(gate, 0, "h"))) == (2, 2)
+    gate.release(admitted[2])
+    assert (gate.delivered, len(admit_all(gate, 0, "i"))) == (1, 1)
 
 
 def test_a_run_whose_weights_never_change_remembers_a_bounded_number() -> None:
     gate = make_gate(1, 3, MASK)
     for number in range(5000):
         gate.admit(str(number), 0)
-        gate.finish(str(number), 0, 0.0)
-        assert gate.select(1, 0.0).taken == (str(number),)
-    assert (gate.taken, gate.outstanding) == (3, 0)
+        gate.complete(str(number), 0, 0.0)
+        assert gate.select(1, 0.0).delivered == (str(number),)
+    assert (gate.delivered, gate.outstanding) == (3, 0)
     assert gate.may_admit(0)
     assert len(gate._batch) <= 1024
 
@@ -265,15 +264,15 @@ def test_wait_keeps_the_trainer_waiting_for_the_group_that_would_grow_too_old() 
     gate = make_gate(1, 2, WAIT)
     old = admit_all(gate, 0)
     finish_all(gate, old[:2], 0)
-    assert gate.select(2, 0.0).taken == ("g0", "g1")
+    assert gate.select(2, 0.0).delivered == ("g0", "g1")
     gate.advance(1, 0.0)
     assert admit_all(gate, 1, "h") == ["h0", "h1"]
     finish_all(gate, ["h0", "h1"], 1)
-    assert gate.select(2, 0.0).taken == (), "g2 and g3 are due at version 1"
-    gate.finish("g2", 0, 0.0)
-    assert gate.select(2, 0.0).taken == (), "g3 is due as well"
-    gate.finish("g3", 0, 0.0)
-    assert gate.select(2, 0.0).taken == ("g2", "g3")
+    assert gate.select(2, 0.0).delivered == (), "g2 and g3 are due at version 1"
+    gate.complete("g2", 0, 0.0)
+    assert gate.select(2, 0.0).delivered == (), "g3 is due as well"
+    gate.complete("g3", 0, 0.0)
+    assert gate.select(2, 0.0).delivered == ("g2", "g3")
 
 
 def test_wait_does_not_wait_for_a_group_that_can_be_taken_later() -> None:
@@ -281,55 +280,55 @@ def test_wait_does_not_wait_for_a_group_that_can_be_taken_later() -> None:
     old = admit_all(gate, 0)
     finish_all(gate, old[:2], 0)
     gate.select(2, 0.0)
-    gate.vacate("g3")
+    gate.release("g3")
     gate.advance(1, 0.0)
     admit_all(gate, 1, "h")
-    gate.finish("h0", 1, 0.0)
-    gate.finish("h1", 1, 0.0)
-    assert gate.select(2, 0.0).taken == (), "g2 is due, so only one place is free"
-    gate.vacate("g2")
-    assert gate.select(2, 0.0).taken == ("h0", "h1")
+    gate.complete("h0", 1, 0.0)
+    gate.complete("h1", 1, 0.0)
+    assert gate.select(2, 0.0).delivered == (), "g2 is due, so only one place is free"
+    gate.release("g2")
+    assert gate.select(2, 0.0).delivered == ("h0", "h1")
 
 
 def test_wait_gives_a_group_the_time_its_first_token_was_late() -> None:
     gate = make_gate(1, 1, WAIT)
     admit_all(gate, 0)
-    gate.finish("g0", 0, 0.0)
+    gate.complete("g0", 0, 0.0)
     gate.select(1, 0.0)
     gate.advance(1, 0.0)
     gate.admit("h", 1)
-    gate.finish("h", 1, 0.0)
-    gate.finish("g1", 1, 0.0)
-    assert gate.select(1, 0.0).taken == ("h",), "g1 waited for an agent until version 1"
+    gate.complete("h", 1, 0.0)
+    gate.complete("g1", 1, 0.0)
+    assert gate.select(1, 0.0).delivered == ("h",), "g1 waited for an agent until version 1"
 
 
 def test_wait_delivers_a_whole_batch_or_the_whole_of_a_smaller_demand() -> None:
     gate = make_gate(2, 3, WAIT)
     finish_all(gate, admit_all(gate, 0)[:2], 0)
-    assert gate.select(3, 0.0).taken == ()
-    assert gate.select(1, 0.0).taken == ("g0",)
-    assert gate.select(2, 0.0).taken == ()
-    gate.finish("g5", 0, 0.0)
-    assert gate.select(2, 0.0).taken == ("g1", "g5")
+    assert gate.select(3, 0.0).delivered == ()
+    assert gate.select(1, 0.0).delivered == ("g0",)
+    assert gate.select(2, 0.0).delivered == ()
+    gate.complete("g5", 0, 0.0)
+    assert gate.select(2, 0.0).delivered == ("g1", "g5")
 
 
 def test_wait_keeps_demand_beyond_the_batch_for_the_next_version() -> None:
     gate = make_gate(2, 2, WAIT)
     finish_all(gate, admit_all(gate, 0), 0)
-    assert gate.select(5, 0.0).taken == ("g0", "g1")
-    assert gate.select(3, 0.0).taken == ()
+    assert gate.select(5, 0.0).delivered == ("g0", "g1")
+    assert gate.select(3, 0.0).delivered == ()
     gate.advance(1, 0.0)
-    assert gate.select(3, 0.0).taken == ("g2", "g3")
+    assert gate.select(3, 0.0).delivered == ("g2", "g3")
 
 
 def test_wait_delivers_overdue_groups_where_a_trainer_stepped_without_a_batch() -> None:
     gate = make_gate(1, 2, WAIT)
     finish_all(gate, admit_all(gate, 0), 0)
     gate.advance(5, 0.0)
-    assert not gate.may_admit(5), "no place is left before those are taken"
-    assert gate.select(2, 0.0).taken == ("g0", "g1")
+    assert not gate.may_admit(5), "no place is left before those are delivered"
+    assert gate.select(2, 0.0).delivered == ("g0", "g1")
     gate.advance(6, 0.0)
-    assert gate.select(2, 0.0).taken == ("g2", "g3")
+    assert gate.select(2, 0.0).delivered == ("g2", "g3")
 
 
 # Restarts
@@ -340,28 +339,28 @@ def test_groups_delivered_again_are_taken_before_new_ones_are_admitted(policy: L
     gate = make_gate(1, 2, policy)
     first = admit_all(gate, 0)
     finish_all(gate, first, 0)
-    delivered = list(gate.select(2, 0.0).taken)
+    delivered = list(gate.select(2, 0.0).delivered)
     gate.advance(1, 0.0)
-    delivered += gate.select(2, 0.0).taken
+    delivered += gate.select(2, 0.0).delivered
     assert admit_all(gate, 1, "h") == ["h0", "h1"]
     gate.advance(0, 0.0)
     for group_id in delivered:
         gate.restore(group_id, 0)
-    assert (gate.running, gate.finished, gate.taken) == (2, 4, 0)
+    assert (gate.running, gate.completed, gate.delivered) == (2, 4, 0)
     assert not gate.may_admit(1)
-    assert set(gate.select(2, 0.0).taken) == {"g0", "g1"}
+    assert set(gate.select(2, 0.0).delivered) == {"g0", "g1"}
     assert gate.select(0, 0.0).late == ()
 
 
 def test_a_lost_stream_gives_undelivered_groups_their_places_back() -> None:
     gate = make_gate(1, 2, WAIT)
     finish_all(gate, admit_all(gate, 0), 0)
-    assert gate.select(2, 0.0).taken == ("g0", "g1")
+    assert gate.select(2, 0.0).delivered == ("g0", "g1")
     gate.advance(0, 0.0)
     gate.restore("g0", 0)
     gate.restore("g1", 0)
-    assert gate.taken == 0
-    assert set(gate.select(2, 0.0).taken) <= {"g0", "g1", "g2", "g3"}
+    assert gate.delivered == 0
+    assert set(gate.select(2, 0.0).delivered) <= {"g0", "g1", "g2", "g3"}
 
 
 def test_running_groups_are_due_earlier_once_older_weights_may_sample_them() -> None:
@@ -369,26 +368,26 @@ def test_running_groups_are_due_earlier_once_older_weights_may_sample_them() -> 
     gate.admit("a", 4)
     gate.advance(2, 0.0)
     gate.admit("b", 4)
-    gate.finish("b", 4, 0.0)
-    assert gate.select(1, 0.0).taken == ("b",)
+    gate.complete("b", 4, 0.0)
+    assert gate.select(1, 0.0).delivered == ("b",)
     gate.advance(3, 0.0)
     gate.admit("c", 3)
-    gate.finish("c", 3, 0.0)
-    assert gate.select(1, 0.0).taken == (), "a may hold tokens of version 2"
-    gate.finish("a", 2, 0.0)
-    assert gate.select(1, 0.0).taken == ("a",)
+    gate.complete("c", 3, 0.0)
+    assert gate.select(1, 0.0).delivered == (), "a may hold tokens of version 2"
+    gate.complete("a", 2, 0.0)
+    assert gate.select(1, 0.0).delivered == ("a",)
 
 
 def test_a_group_admitted_ahead_of_a_restarted_trainer_is_due_by_its_version() -> None:
     gate = make_gate(1, 1, WAIT, version=2)
     gate.admit("a", 5)
     gate.admit("b", 5)
-    gate.finish("b", 5, 0.0)
-    assert gate.select(1, 0.0).taken == ("b",)
+    gate.complete("b", 5, 0.0)
+    assert gate.select(1, 0.0).delivered == ("b",)
     gate.advance(3, 0.0)
     gate.admit("c", 3)
-    gate.finish("c", 3, 0.0)
-    assert gate.select(1, 0.0).taken == (), "a may hold tokens of version 2 or 3 by now"
+    gate.complete("c", 3, 0.0)
+    assert gate.select(1, 0.0).delivered == (), "a may hold tokens of version 2 or 3 by now"
 
 
 @pytest.mark.parametrize("policy", LatePolicy)
@@ -397,15 +396,15 @@ def test_a_new_gate_takes_over_what_is_under_way(policy: LatePolicy) -> None:
     gate.adopt("old", 1)
     gate.adopt("young", 3)
     gate.restore("done", 3)
-    assert (gate.running, gate.finished) == (2, 1)
+    assert (gate.running, gate.completed) == (2, 1)
     assert not gate.may_admit(3)
     with pytest.raises(ValueError, match="'old' is admitted already"):
         gate.adopt("old", 1)
     overdue_first = policy is WAIT
-    assert gate.select(1, 0.0).taken == (() if overdue_first else ("done",))
-    gate.finish("old", 1, 0.0)
+    assert gate.select(1, 0.0).delivered == (() if overdue_first else ("done",))
+    gate.complete("old", 1, 0.0)
     selection = gate.select(1, 0.0)
-    assert (selection.late if policy.discards else selection.taken) == ("old",)
+    assert (selection.late if policy.drops else selection.delivered) == ("old",)
 
 
 # The freshness controller
@@ -524,14 +523,14 @@ def test_the_gate_measures_how_long_the_trainer_starves() -> None:
     gate.select(4, 0.0)
     gate.advance(1, 0.0)
     before = gate.target
-    assert gate.select(4, 0.0).taken
+    assert gate.select(4, 0.0).delivered
     admitted = admit_all(gate, 1, "h")
     gate.advance(2, 60.0)  # The step of version 1 never starved.
     assert gate.target <= before
     before = gate.target
     gate.select(4, 60.0)
     for group_id in admitted[:4]:
-        gate.finish(group_id, 1, 90.0)
+        gate.complete(group_id, 1, 90.0)
     gate.select(4, 90.0)
     admit_all(gate, 2, "i")
     gate.advance(3, 150.0)  # The step of version 2 starved for 30 of 90 seconds.
@@ -544,15 +543,15 @@ def test_a_trainer_that_waits_for_an_old_group_does_not_starve() -> None:
     gate.admit("old", 1)
     for version in range(1, 5):
         gate.admit(f"{version}", version)
-        gate.finish(f"{version}", version, 0.0)
-        assert gate.select(1, version * 60.0).taken == (f"{version}",)
+        gate.complete(f"{version}", version, 0.0)
+        assert gate.select(1, version * 60.0).delivered == (f"{version}",)
         gate.advance(version + 1, version * 60.0 + 60.0)
     fresh = admit_all(gate, 5)
     finish_all(gate, fresh, 5)
     before = gate.target
-    assert gate.select(1, 300.0).taken == ()
-    gate.finish("old", 1, 9000.0)
-    assert gate.select(1, 9000.0).taken == ("old",)
+    assert gate.select(1, 300.0).delivered == ()
+    gate.complete("old", 1, 9000.0)
+    assert gate.select(1, 9000.0).delivered == ("old",)
     gate.advance(6, 9060.0)
     assert gate.target <= before
 
@@ -592,9 +591,9 @@ class Referee:
     may then become due together."""
     most_decisions: int = 100_000
     floor: dict[str, int] = field(default_factory=dict[str, int])
-    """The oldest version that may have sampled each group."""
-    taken: Counter[int] = field(default_factory=Counter[int])
-    """Groups taken at the trainer's current version, keyed by that version alone."""
+    """Oldest version that may have sampled each group."""
+    delivered: Counter[int] = field(default_factory=Counter[int])
+    """Groups delivered at the version that the trainer holds, and at no other."""
     waits: int = 0
     decisions: int = 0
     restored: int = 0
@@ -605,7 +604,7 @@ class Referee:
         assert outstanding <= contract.max_outstanding
         assert lag(books.version, group.admission_version) <= contract.max_lag
         if contract.max_lag == 0:
-            assert outstanding + self.taken.total() <= contract.groups_per_step
+            assert outstanding + self.delivered.total() <= contract.groups_per_step
         self.floor[group.group_id] = min(group.admission_version, books.version)
         if contract.late_policy is WAIT:
             deadline = self.floor[group.group_id] + contract.max_lag
@@ -615,14 +614,16 @@ class Referee:
         self.decisions += 1
         assert self.decisions < self.most_decisions, "the run does not end"
         contract, books = simulation.contract, simulation
-        self.taken = Counter({books.version: self.taken[books.version] + len(selection.taken)})
+        self.delivered = Counter(
+            {books.version: self.delivered[books.version] + len(selection.delivered)}
+        )
         assert len(books.running) + len(books.finished) <= contract.max_outstanding + self.restored
-        if not contract.late_policy.discards:
+        if not contract.late_policy.drops:
             assert selection.late == ()
         if contract.late_policy is not WAIT:
             assert books.credit == 0 or not books.finished, "waits although a group is finished"
             return
-        if selection.taken and not self.fragile:
+        if selection.delivered and not self.fragile:
             self._check_invariant(simulation)
         missing = min(books.credit, contract.groups_per_step - len(books.batch))
         if missing > 0 and len(books.finished) >= missing:
@@ -631,7 +632,7 @@ class Referee:
 
     def restarted(self, simulation: Simulation, restored: list[Group]) -> None:
         self.restored += len(restored)
-        self.taken.clear()
+        self.delivered.clear()
         for group_id in simulation.running:
             self.floor[group_id] = min(self.floor[group_id], simulation.version)
         for group in restored:
@@ -650,20 +651,20 @@ class Referee:
         return [sum(d <= simulation.version + k for d in deadlines) for k in horizon]
 
     def _check_invariant(self, simulation: Simulation, from_deadline: int = 0) -> None:
-        capacity, taken = simulation.contract.groups_per_step, len(simulation.batch)
+        capacity, delivered = simulation.contract.groups_per_step, len(simulation.batch)
         for k, due in enumerate(self._due(simulation)):
             if simulation.version + k >= from_deadline:
-                assert due + taken <= capacity * (k + 1), f"{due} due within {k} versions"
+                assert due + delivered <= capacity * (k + 1), f"{due} due within {k} versions"
 
     def _some_batch_is_valid(self, simulation: Simulation, missing: int) -> bool:
         """Try every choice of `missing` finished groups; groups with the same deadline are
         equivalent.
 
-        `choices` holds the possible numbers of taken groups with a deadline up to `k`. Only choices
-        count whose remaining groups fit into the versions up to that deadline.
+        `choices` are the numbers of groups that can be delivered with a deadline up to the one reached,
+        such that the groups left over fit into the versions up to it.
         """
         contract, due = simulation.contract, self._due(simulation)
-        taken = len(simulation.batch) + missing
+        delivered = len(simulation.batch) + missing
         slack = [
             self._deadline(simulation, group) - simulation.version
             for group in simulation.finished.values()
@@ -676,7 +677,7 @@ class Referee:
                 for chosen in choices
                 for total in range(chosen, min(chosen + here, missing) + 1)
                 if not 0 <= k <= contract.max_lag
-                or due[k] - total + taken <= contract.groups_per_step * (k + 1)
+                or due[k] - total + delivered <= contract.groups_per_step * (k + 1)
             }
         return missing in choices
 
@@ -740,7 +741,7 @@ def test_no_token_is_trained_too_old_and_nothing_deadlocks_over_200_seeds(
         contract = simulation.contract
         assert tally.steps == 20, f"seed {seed}"
         assert tally.oldest_trained <= contract.max_lag, f"seed {seed}"
-        if not policy.discards:
+        if not policy.drops:
             assert tally.discarded == 0, f"seed {seed}"
         if policy is WAIT and not (load.restart_rate and load.weights_fall_back):
             assert tally.masked_tokens == 0.0, f"seed {seed}"
@@ -752,7 +753,7 @@ def test_no_token_is_trained_too_old_and_nothing_deadlocks_over_200_seeds(
     assert restarts > 100
     assert failures > 1000
     assert (waits > 100) == (policy is WAIT)
-    assert (discarded > 100) == policy.discards
+    assert (discarded > 100) == policy.drops
     assert masked > 0 or policy is not MASK
 
 
@@ -767,7 +768,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.gate = make_gate(1, 2)
         self.running: dict[str, int] = {}
         self.finished: dict[str, int | None] = {}
-        self.taken: dict[str, int | None] = {}
+        self.delivered: dict[str, int | None] = {}
         self.names = 0
 
     @rule(
@@ -797,26 +798,26 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(data=st.data(), later=st.integers(-3, 3))
     @precondition(lambda self: self.running)
-    def finish(self, data: st.DataObject, later: int) -> None:
+    def complete(self, data: st.DataObject, later: int) -> None:
         group_id = data.draw(st.sampled_from(sorted(self.running)))
         active = self.running.pop(group_id)
         oldest = None if later == 3 else max(0, active + later)
-        self.gate.finish(group_id, oldest, 0.0)
+        self.gate.complete(group_id, oldest, 0.0)
         self.finished[group_id] = oldest
 
     @rule(data=st.data())
-    def vacate(self, data: st.DataObject) -> None:
-        known = sorted({*self.running, *self.finished, *self.taken, "unknown"})
+    def release(self, data: st.DataObject) -> None:
+        known = sorted({*self.running, *self.finished, *self.delivered, "unknown"})
         group_id = data.draw(st.sampled_from(known))
-        for state in (self.running, self.finished, self.taken):
+        for state in (self.running, self.finished, self.delivered):
             state.pop(group_id, None)
-        self.gate.vacate(group_id)
+        self.gate.release(group_id)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.taken)
+    @precondition(lambda self: self.delivered)
     def restore(self, data: st.DataObject) -> None:
-        group_id = data.draw(st.sampled_from(sorted(self.taken)))
-        self.finished[group_id] = self.taken.pop(group_id)
+        group_id = data.draw(st.sampled_from(sorted(self.delivered)))
+        self.finished[group_id] = self.delivered.pop(group_id)
         self.gate.restore(group_id, self.finished[group_id])
 
     @rule(version=st.integers(-4, 3))
@@ -826,20 +827,20 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(credit=st.integers(0, 9))
     def select(self, credit: int) -> None:
         selection = self.gate.select(credit, 0.0)
-        assert len(selection.taken) <= credit
-        for group_id in selection.taken:
-            self.taken[group_id] = self.finished.pop(group_id)
+        assert len(selection.delivered) <= credit
+        for group_id in selection.delivered:
+            self.delivered[group_id] = self.finished.pop(group_id)
         for group_id in selection.late:
-            assert self.gate.contract.late_policy.discards
+            assert self.gate.contract.late_policy.drops
             del self.finished[group_id]
         # If no group is running, a finished group must never be stuck, whatever happened before.
-        if credit and not self.running and self.gate.taken == 0:
+        if credit and not self.running and self.gate.delivered == 0:
             wanted = min(credit, self.gate.contract.groups_per_step)
-            assert selection.taken or len(self.finished) < wanted
+            assert selection.delivered or len(self.finished) < wanted
 
     @invariant()
     def the_books_agree(self) -> None:
-        assert (self.gate.running, self.gate.finished) == (len(self.running), len(self.finished))
+        assert (self.gate.running, self.gate.completed) == (len(self.running), len(self.finished))
         contract = self.gate.contract
         assert contract.fewest_outstanding <= self.gate.target <= contract.max_outstanding
 

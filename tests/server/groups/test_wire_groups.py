@@ -12,11 +12,11 @@ import grpc
 import pytest
 from google.protobuf import struct_pb2
 
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import Holder, LeaseRules
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.rollouts import complete as closing
+from penstock.server.rollouts import buffering
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
@@ -80,7 +80,7 @@ async def test_the_id_of_a_finished_group_is_refused(harness: Harness, trainer: 
     assert await failure(again) == INVALID
     # The refused call takes neither the trajectory's id nor a slot.
     await finish(harness, "second", "other")
-    assert harness.serving.buffer.waiting_count == harness.serving.admission.outstanding == 2
+    assert harness.serving.buffer.buffered_count == harness.serving.admission.outstanding == 2
     assert harness.serving.queue.open_group_count == 0
 
 
@@ -109,7 +109,7 @@ async def test_a_callers_group_cannot_take_the_id_of_a_leased_one(harness: Harne
     assert await harness.complete(lease.trajectory_id)
     again = harness.generate("x", group_id=lease.group_id, group_size=1)
     assert await failure(again) == INVALID
-    assert harness.serving.buffer.waiting_count == 1
+    assert harness.serving.buffer.buffered_count == 1
 
 
 async def test_another_run_may_use_the_ids_of_the_one_before(harness: Harness) -> None:
@@ -153,14 +153,14 @@ async def test_an_outcome_that_is_too_large_is_refused_and_changes_nothing(
 async def test_a_group_no_message_can_carry_is_dropped_counted_and_its_place_is_free(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(closing, "MAX_GROUP_BYTES", 10_000)
+    monkeypatch.setattr(buffering, "MAX_GROUP_BYTES", 10_000)
     exchange = await hello(harness.wire, groups_per_step=1)
     for index in range(2):
         await harness.generate(f"big-{index}", group_id="big", group_size=2, sample_index=index)
     assert not (await close(harness, "big-0", 6_000)).group_completed
     outstanding = harness.serving.admission.outstanding
     assert (await close(harness, "big-1", 6_000)).group_completed
-    assert harness.serving.buffer.waiting_count == 0
+    assert harness.serving.buffer.buffered_count == 0
     assert harness.serving.buffer.drops == {"GROUP_TOO_LARGE": 1}
     assert harness.serving.admission.outstanding == outstanding - 1
     assert harness.serving.trainer.drops == {"GROUP_TOO_LARGE": 1}
@@ -277,7 +277,7 @@ async def test_evaluation_groups_nobody_demands_are_bounded(tmp_path: Path) -> N
             await harness.complete(lease.trajectory_id)
         # Training continues next to the evaluation.
         assert sorted(seen) == ["e0", "e1", "e2", "e3", "e4", "e5", "t"]
-        assert harness.serving.buffer.waiting_evaluation_count == 6
+        assert harness.serving.buffer.buffered_evaluation_count == 6
         # Each delivery makes room, and the server wakes the lease stream.
         waiting = harness.wire.LeaseTasks(LeaseTasksRequest(agent_id="b", concurrency=4))
         reading = asyncio.ensure_future(waiting.read())
@@ -293,16 +293,16 @@ async def test_evaluation_groups_nobody_demands_are_bounded(tmp_path: Path) -> N
         # A delivered group that is lost with its trainer waits again, and counts again.
         exchange.half_close()
         await hello(harness.wire, epoch=2)
-        assert harness.serving.buffer.waiting_evaluation_count == 6
+        assert harness.serving.buffer.buffered_evaluation_count == 6
         async for lease in leases(harness, 0, agent_id="c"):
             raise AssertionError(lease)
 
 
-def test_an_evaluation_group_counts_until_it_is_handed_over() -> None:
+def test_an_evaluation_group_counts_until_it_is_released() -> None:
     changed = Broadcast()
     admission = Admission(changed, lambda: 0.0, 8)
     queue = TaskQueue(changed, admission, LeaseRules(), lambda: 0.0, max_evaluation_groups=1)
-    queue.submit(Task(task_id=f"e{i}", group_size=1, purpose=EVAL) for i in range(2))
+    queue.pending.submit(Task(task_id=f"e{i}", group_size=1, purpose=EVAL) for i in range(2))
     holder = Holder("a", 4, EVAL)
     lease = queue.lease(holder, 0)
     assert lease is not None
@@ -312,5 +312,5 @@ def test_an_evaluation_group_counts_until_it_is_handed_over() -> None:
     assert settled.completed is not None
     # Complete, but not in the buffer yet.
     assert queue.lease(holder, 0) is None
-    queue.handed_over(lease.group.group_id)
+    queue.release(lease.group.group_id)
     assert queue.lease(holder, 0) is not None

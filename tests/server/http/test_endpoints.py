@@ -25,7 +25,8 @@ from penstock.server.http import chat as http_chat
 from penstock.server.http import messages as http_messages
 from penstock.server.http import responses as http_responses
 from penstock.server.http.errors import STATUSES
-from penstock.server.text.renderer import Message, Tool, ToolCall, Written
+from penstock.server.text.messages import Message, Tool, ToolCall
+from penstock.server.text.renderer import Written
 from tests.support.authorities import client_certificate, make_authorities, write_certificate
 from tests.support.fakes import ByteRenderer
 from tests.support.harness import GetServerInfoRequest, Harness, serve, until

@@ -18,7 +18,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from penstock.server.rollouts.start import StreamRules
-from penstock.server.text.renderer import Message, TokenizerRenderer
+from penstock.server.text.messages import Message
+from penstock.server.text.renderer import TokenizerRenderer
 from penstock.server.vllm.parsers import VllmParsers
 from tests.support.chat_templates import make_tokenizer
 from tests.support.fakes import EOS, FakeEngine

@@ -20,7 +20,8 @@ import torch
 import xxhash
 from transformers import AutoModelForCausalLM
 
-from penstock.server.text.renderer import Message, TokenizerRenderer, Tool, load_tokenizer
+from penstock.server.text.messages import Message, Tool
+from penstock.server.text.renderer import TokenizerRenderer, load_tokenizer
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
 from tests.support.harness import InlineSource, TensorSpec, WeightHeader, Wire, messages

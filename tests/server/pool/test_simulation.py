@@ -367,7 +367,7 @@ def test_no_group_is_lost_and_no_trained_token_is_too_old(
     assert simulation.tally.oldest <= max_lag
     if policy is not LatePolicy.MASK or not max_lag:
         assert max(behind for lags in trained for behind in lags) <= max_lag
-    if not policy.discards:
+    if not policy.drops:
         assert simulation.discarded_count == 0
     # Every token of every sibling, exactly once.
     tokens = sum(sum(lags.values()) for lags in trained)

@@ -25,10 +25,10 @@ from penstock.server.journal.records import (
     trajectory_closed,
 )
 from penstock.server.journal.tools.contents import read_contents
-from penstock.server.turns import group_bytes
+from penstock.server.turns import encoding
 from penstock.server.turns.records import trajectory_opened, turn_changed
-from penstock.server.turns.runner import TurnAttempt, TurnSampling
-from penstock.server.turns.store import PromptKind, TrajectoryRecord
+from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
+from penstock.server.turns.turn import TurnAttempt, TurnSampling
 from penstock.trainer.exchange.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
@@ -129,7 +129,7 @@ async def test_what_it_refers_to_is_kept_and_counted(tmp_path: Path) -> None:
         assert not any(stored.turns for stored in journal._held)
         assert 0 < journal._room.kept == held_bytes(journal) < in_turns
         for group in list(harness.serving.buffer.groups):
-            group.payload.release()
+            group.storage.release()
         assert journal._room.kept == 0
 
 
@@ -140,16 +140,16 @@ async def test_a_group_that_goes_while_it_is_copied_is_counted_once(tmp_path: Pa
         journal._room_needed.set()
         await journal._begin_compaction()
         first, _ = harness.serving.buffer.groups
-        first.payload.release()
+        first.storage.release()
         assert journal._compacting is not None
         await journal._compacting
         assert journal._room.kept == held_bytes(journal) > 0
 
 
 async def held_groups(harness: Harness) -> list[Any]:
-    """The finished groups in the buffer, decoded."""
-    groups = [await group.payload.read() for group in harness.serving.buffer.groups]
-    return [group_bytes.decode_group(group) for group in groups]
+    """Those that are finished."""
+    groups = [await group.storage.read() for group in harness.serving.buffer.groups]
+    return [encoding.decode_group(group) for group in groups]
 
 
 async def open_turn(harness: Harness, name: str = "x") -> None:
@@ -253,10 +253,10 @@ def test_what_is_still_written_is_not_encoded_early() -> None:
     loop = asyncio.new_event_loop()
     appended: asyncio.Future[list[Stored]] = loop.create_future()
     record.written[2, 4] = appended
-    group_bytes.encode_early(record)
+    encoding.encode_early(record)
     assert record.encoded is None
     appended.set_result([Stored(1, 40, 64)])
-    group_bytes.encode_early(record)
+    encoding.encode_early(record)
     loop.close()
     assert record.encoded is not None and len(record.encoded.left_out) == 1
 
@@ -286,8 +286,8 @@ async def test_a_turn_that_is_damaged_is_noticed_by_both(tmp_path: Path) -> None
     async with on_disk(tmp_path) as harness:
         await finish_groups(harness, "a")
         (group,) = harness.serving.buffer.groups
-        assert isinstance(group.payload, InJournal)
-        turn = group.payload.stored.turns[-1]
+        assert isinstance(group.storage, InJournal)
+        turn = group.storage.stored.turns[-1]
         path = journal_of(harness)._segments.paths[turn.segment]
         with path.open("r+b") as file:
             file.seek(turn.offset + turn.length // 2)
@@ -308,7 +308,7 @@ async def test_a_turn_that_is_damaged_is_noticed_by_both(tmp_path: Path) -> None
         exchange.send(demand={"group_count": 1})
         notice = await exchange.receive("notice")
         assert notice.reason == "JOURNAL_CORRUPT" and notice.task_id == "a"
-        assert harness.serving.queue.pending_count == 1
+        assert harness.serving.queue.pending.count == 1
 
 
 async def test_a_compaction_that_fails_leaves_groups_to_be_written_whole(
@@ -363,8 +363,8 @@ def short_of(record: TrajectoryRecord) -> tuple[Any, Any]:
     record.written = dict.fromkeys(record.unrecorded_from(1), stored)
     turn = JournalRecord.FromString(b"".join(turn_changed(record).parts)).turn_changed
     record.outcome = Outcome(reward=1.0)
-    group = group_bytes.encode_group("g", "", trajectory_pb2.PURPOSE_TRAIN, [record], range(7, 8))
-    made = group_bytes.group_finished(group, None, 7, has_policy_tokens=True)
+    group = encoding.encode_group("g", "", trajectory_pb2.PURPOSE_TRAIN, [record], range(7, 8))
+    made = encoding.group_finished(group, None, 7, has_policy_tokens=True)
     assert made.short is not None and set(made.short.turns) == {stored}
     whole = JournalRecord.FromString(b"".join(made.parts))
     short = JournalRecord.FromString(b"".join(made.short.parts))
@@ -411,12 +411,12 @@ def test_a_turn_that_still_samples_is_copied_as_it_is() -> None:
     assert isinstance(record.turn, SimpleNamespace)
     record.turn.in_flight = True
     record.outcome = Outcome(reward=1.0)
-    group = group_bytes.encode_group("g", "", trajectory_pb2.PURPOSE_TRAIN, [record], range(7, 8))
+    group = encoding.encode_group("g", "", trajectory_pb2.PURPOSE_TRAIN, [record], range(7, 8))
     before = group.joined()
     ids = np.arange(3, dtype=np.int32)
     record.append_policy(Delta(ids, ids.astype(np.float32), 7, None, 0), 0, 0.5)
     assert group.joined() == before and not group.left_out
-    assert len(group_bytes.decode_group(before).trajectories[0].segments[1].token_ids) == 16
+    assert len(encoding.decode_group(before).trajectories[0].segments[1].token_ids) == 16
 
 
 async def test_an_append_is_referred_to_once_it_is_durable() -> None:

@@ -18,7 +18,7 @@ from penstock.server.core.errors import DomainError
 from penstock.server.groups.recovery import Recovered
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.records import step_final
-from penstock.server.turns.group_bytes import decode_group
+from penstock.server.turns.encoding import decode_group
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
@@ -92,7 +92,7 @@ async def compact(harness: Harness) -> None:
 async def delivered(harness: Harness) -> list[tuple[str, float]]:
     """For each sibling of the only group in the buffer: its failure reason and its reward."""
     (group,) = harness.serving.buffer.groups
-    found = decode_group(await group.payload.read())
+    found = decode_group(await group.storage.read())
     return [(t.outcome.failure.reason, t.outcome.reward) for t in found.trajectories]
 
 
@@ -174,7 +174,7 @@ async def test_an_attempt_with_a_branch_that_ran_out_waits_for_its_sibling_over_
         (group,) = harness.serving.queue.groups
         group.attempts[0].deadline -= 3600
         harness.serving.queue.deadline_sooner.notify()
-        await until(lambda: group.attempts[0].final)
+        await until(lambda: group.attempts[0].state.final)
         await harness.serving._journal.append(())
         left = killed(tmp_path / "s")
         call.cancel()
@@ -195,7 +195,7 @@ async def test_no_id_that_an_agent_takes_is_that_of_an_attempt_that_was_never_op
             await harness.generate(run, group_id="x", group_size=2, sample_index=0)
             await harness.generate(f"x-1-unopened-{run}")
             harness.pass_lease_time()
-            await until(lambda: harness.serving.buffer.waiting_count == 1)
+            await until(lambda: harness.serving.buffer.buffered_count == 1)
             exchange.call.cancel()
         assert not failed.done()
         failed.cancel()
@@ -407,7 +407,7 @@ async def test_groups_that_were_selected_as_the_stream_was_lost_come_on_the_next
             await harness.upload(version, trainer_epoch=1)
         await submit(harness, "new", group_size=1)
         await work(harness, await call.read())
-        await until(lambda: harness.serving.buffer.waiting_count == 2)
+        await until(lambda: harness.serving.buffer.buffered_count == 2)
         disk = Disk(harness, "group_dropped")
         exchange.send(demand=Demand(group_count=2))
         await disk.reached.wait()
@@ -476,7 +476,7 @@ async def test_a_group_that_cannot_be_read_leaves_its_place_to_another(
         await submit(harness, "task", group_size=1)
         call, (given,) = await lease(harness, 1)
         await work(harness, given)
-        await until(lambda: harness.serving.buffer.waiting_count == 1)
+        await until(lambda: harness.serving.buffer.buffered_count == 1)
         harness.serving.buffer.kept.clear()
         journal: Any = harness.serving._journal
         read = journal.read
@@ -651,7 +651,7 @@ async def test_what_agents_and_trainers_nest_can_be_read_wherever_it_is_held(
         call.cancel()
     async with on_disk(left) as harness:
         queue = harness.serving.queue
-        assert queue.pending_count + queue.open_group_count == 1
+        assert queue.pending.count + queue.open_group_count == 1
         assert len(list(harness.serving.buffer.groups)) == 1
 
 

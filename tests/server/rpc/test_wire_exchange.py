@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.server.rollouts import complete as closing
+from penstock.server.rollouts import buffering
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.failure import read_failure
 from tests.support.harness import (
@@ -249,7 +249,7 @@ async def test_late_groups_by_policy(harness: Harness, policy: Any, notice: str 
 async def test_a_task_whose_group_no_message_carries_is_named(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(closing, "MAX_GROUP_BYTES", 10)
+    monkeypatch.setattr(buffering, "MAX_GROUP_BYTES", 10)
     exchange = await hello(harness.wire)
     await finish_groups(harness, "a")
     said = await exchange.receive("notice")
@@ -293,7 +293,7 @@ async def test_a_run_that_begins_anew_takes_nothing_over_from_its_earlier_start(
     exchange.half_close()
     assert await exchange.call.read() is grpc.aio.EOF
     with monkeypatch.context() as patched:
-        patched.setattr(closing, "MAX_GROUP_BYTES", 10)
+        patched.setattr(buffering, "MAX_GROUP_BYTES", 10)
         await finish_groups(harness, "d")
     exchange = await hello(harness.wire, 5, start_id="second")
     notice = await exchange.receive("notice")

@@ -98,7 +98,7 @@ async def test_who_is_cut_off_gives_back_what_it_had_and_not_what_grpc_holds(
             await until(lambda: len(caller.ended) == 2)
             await until(lambda: account(harness).calls == 2)
             assert 800_000 < account(harness).unread < 1_000_000
-            attempts = [a for group in queue.groups for a in group.attempts if a.leased]
+            attempts = [a for group in queue.groups for a in group.attempts if a.state.leased]
             await until(lambda: all(a.holder is None for a in attempts))
             assert account(harness).calls == 2 and caller.ended < set(calls)
             failure = await refused(harness.wire.LeaseTasks(request).read())
@@ -124,7 +124,7 @@ async def test_who_reads_after_all_is_told_why_it_was_cut_off(tmp_path: Path) ->
                 response_deserializer=task_service_pb2.LeaseTasksResponse.FromString,
             )(LeaseTasksRequest(agent_id="a", concurrency=1))
             queue = harness.serving.queue
-            await until(lambda: any(a.leased for g in queue.groups for a in g.attempts))
+            await until(lambda: any(a.state.leased for g in queue.groups for a in g.attempts))
             (group,) = queue.groups
             await until(lambda: group.attempts[0].holder is None)
             assert (await call.read()).task.task_id == "k0"

@@ -10,16 +10,8 @@ import numpy as np
 import pytest
 
 from penstock.server.core.errors import FieldInvalid
-from penstock.server.text.renderer import (
-    PROBE,
-    Message,
-    Parsed,
-    ParsedCall,
-    TokenizerRenderer,
-    Tool,
-    ToolCall,
-    Written,
-)
+from penstock.server.text.messages import Message, Tool, ToolCall
+from penstock.server.text.renderer import PROBE, Parsed, ParsedCall, TokenizerRenderer, Written
 from tests.support.chat_templates import FAMILIES, make_tokenizer
 from tests.support.fakes import EOS
 from tests.support.tiny_model import make_byte_tokenizer

@@ -13,8 +13,9 @@ import grpc
 import numpy as np
 import pytest
 
-from penstock.server.text.renderer import Message, Parsed, ParsedCall, TokenizerRenderer, Tool
-from penstock.server.turns.history import MatchKind, match
+from penstock.server.text.messages import Message, Tool
+from penstock.server.text.renderer import Parsed, ParsedCall, TokenizerRenderer
+from penstock.server.turns.matching import MatchKind, match
 from penstock.trainer.batching.batching import read_group
 from penstock.v1 import conversation_pb2, trajectory_pb2
 from penstock.wire import branches, codec

@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from penstock.server.__main__ import main as serve
-from penstock.server.text.renderer import ParsedCall, Tool
+from penstock.server.text.messages import Tool
+from penstock.server.text.renderer import ParsedCall
 from penstock.server.vllm.parsers import ParserUnknown, VllmParsers, check_names
 from tests.support.chat_templates import make_tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.server.core.said_again import said_again
+from penstock.server.core.aio import said_again
 from penstock.trainer.core.errors import ServerLost
 from penstock.trainer.weights.transports import Stream
 from penstock.v1 import weights_pb2

@@ -89,7 +89,7 @@ async def test_late_tasks_of_a_trainer_that_was_replaced_are_refused(
     failure = await failing(harness.wire.SubmitTasks(late))
     assert (failure.code, failure.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH")
     assert failure.metadata == {"trainer_epoch": "7", "current": "8"}
-    assert harness.serving.queue.pending_count == (1 if run == "run" else 0)
+    assert harness.serving.queue.pending.count == (1 if run == "run" else 0)
     # The current trainer, and a caller that is no trainer.
     await harness.wire.SubmitTasks(tasks(f"{run}/3", run_id=run, trainer_epoch=8))
     await harness.wire.SubmitTasks(tasks("by hand"))
@@ -116,7 +116,7 @@ async def test_a_trainer_that_is_replaced_while_its_tasks_are_looked_at(harness:
     with pytest.raises(DomainError) as caught:
         await late
     assert caught.value.reason == "STALE_EPOCH"
-    assert harness.serving.queue.pending_count == 0
+    assert harness.serving.queue.pending.count == 0
 
 
 async def test_a_trainer_that_goes_before_its_welcome_is_gone(tmp_path: Path) -> None:

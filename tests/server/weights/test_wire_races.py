@@ -168,7 +168,7 @@ async def test_agents_that_judge_whole_groups_get_no_races(harness: Harness) -> 
 @pytest.mark.parametrize("wanted", [-1, 3])
 async def test_a_count_that_cannot_be_is_refused(harness: Harness, wanted: int) -> None:
     assert await refusal(submit(harness, 2, wanted)) == "FIELD_INVALID"
-    assert harness.serving.queue.pending_count == 0
+    assert harness.serving.queue.pending.count == 0
 
 
 async def test_everybody_at_once(slow: Harness) -> None:

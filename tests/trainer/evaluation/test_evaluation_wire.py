@@ -18,7 +18,7 @@ from penstock.client.calls import Calls
 from penstock.client.scoring import single_turn
 from penstock.client.tasks import Purpose
 from penstock.server.config import settings as server_config
-from penstock.server.core.broadcast import Broadcast
+from penstock.server.core.aio import Broadcast
 from penstock.server.engine.protocol import TensorMeta
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import Holder, LeaseRules
@@ -309,8 +309,8 @@ def test_an_agent_that_takes_anything_begins_evaluations_first() -> None:
     changed = Broadcast()
     queue = TaskQueue(changed, Admission(changed, lambda: 0.0, 100), LeaseRules(), lambda: 0.0)
     training = [ServerTask(task_id=f"t{n}", group_size=1) for n in range(3)]
-    queue.submit([*training, ServerTask(task_id="e", group_size=1, purpose=EVAL)])
-    assert queue.pending_count_of(training) == 3
+    queue.pending.submit([*training, ServerTask(task_id="e", group_size=1, purpose=EVAL)])
+    assert queue.pending.count_of(training) == 3
     lease = queue.lease(Holder("a", 8, trajectory_pb2.PURPOSE_UNSPECIFIED), 0)
     assert lease is not None and lease.group.task is not None
     assert lease.group.task.task_id == "e"

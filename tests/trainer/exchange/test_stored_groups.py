@@ -13,7 +13,7 @@ import pytest
 
 from penstock.common import memory_file
 from penstock.server.core.errors import DomainError
-from penstock.server.groups import places as group_places
+from penstock.server.groups import buffer as group_buffer
 from penstock.server.journal.disk import journal as log_journal
 from penstock.trainer.exchange.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import trainer_service_pb2
@@ -87,7 +87,7 @@ async def test_those_that_are_ready_come_in_one_message(tmp_path: Path) -> None:
 async def test_a_message_has_no_more_places_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_places, "MOST", 2)
+    monkeypatch.setattr(group_buffer, "MOST_PLACED", 2)
     async with on_disk(tmp_path) as harness:
         exchange = await hello(harness.wire, groups_per_step=5)
         await finish_groups(harness, "a", "b", "c", "d", "e")

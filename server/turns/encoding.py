@@ -27,8 +27,12 @@ from typing import NamedTuple
 from google.protobuf.descriptor import Descriptor
 
 from penstock.server.journal.records import EncodedRecord, JournalRecord, Part, ShortRecord, Stored
-from penstock.server.turns.encoded_trajectory import EncodedTrajectory, LeftOut
-from penstock.server.turns.store import SegmentRecord, TrajectoryRecord
+from penstock.server.turns.trajectory import (
+    EncodedTrajectory,
+    LeftOut,
+    SegmentRecord,
+    TrajectoryRecord,
+)
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire.codec import TOKEN, twin
 
@@ -283,7 +287,7 @@ def group_finished(
     *,
     has_policy_tokens: bool,
 ) -> EncodedRecord:
-    """Encodes the record of a complete group, with a short form if segments can be omitted."""
+    """Encodes the record of a completed group, with a short form if segments can be omitted."""
     message = _GroupFinished(
         admitted_weight_version=admitted_version, has_policy_tokens=has_policy_tokens
     )
@@ -301,7 +305,7 @@ def group_finished(
 
 
 def _finished(tag: bytes, group: tuple[Part, ...], byte_count: int, tail: bytes) -> _Pieces:
-    """Encodes a field with a complete group and the other fields of its record."""
+    """Encodes a field with a completed group and the other fields of its record."""
     inner = _Pieces(_FINISHED_GROUP + _varint(byte_count))
     inner.extend(group, byte_count)
     inner.add(tail)
@@ -323,7 +327,7 @@ def turn_changed(
 
 
 def group_in(payload: bytes) -> bytes:
-    """Extracts the encoded group from the record of a complete group."""
+    """Extracts the encoded group from the record of a completed group."""
     begin = 0
     for tag in (_FINISHED, _FINISHED_GROUP):
         if payload[begin : begin + len(tag)] != tag:

@@ -6,9 +6,9 @@ import numpy as np
 
 from penstock.server.engine.protocol import Delta
 from penstock.server.journal.records import JournalRecord
-from penstock.server.turns import group_bytes
-from penstock.server.turns.runner import TurnSampling
-from penstock.server.turns.store import PromptKind, TrajectoryRecord
+from penstock.server.turns import encoding
+from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
+from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec
 
@@ -27,10 +27,8 @@ def trajectory(name: str, tokens: int) -> TrajectoryRecord:
     return record
 
 
-def encoded(*records: TrajectoryRecord) -> group_bytes.EncodedGroup:
-    return group_bytes.encode_group(
-        "g", "t", trajectory_pb2.PURPOSE_TRAIN, records, range(4, 8 + 1)
-    )
+def encoded(*records: TrajectoryRecord) -> encoding.EncodedGroup:
+    return encoding.encode_group("g", "t", trajectory_pb2.PURPOSE_TRAIN, records, range(4, 8 + 1))
 
 
 def test_a_group_reads_as_the_message_of_its_trajectories() -> None:
@@ -46,7 +44,7 @@ def test_a_group_reads_as_the_message_of_its_trajectories() -> None:
         newest_weight_version=8,
     )
     found = encoded(*records).joined()
-    assert group_bytes.decode_group(found) == expected
+    assert encoding.decode_group(found) == expected
     assert len(found) == expected.ByteSize()
     # The bytes also parse with the generated message classes.
     typed = trajectory_pb2.TrajectoryGroup.FromString(found)
@@ -57,24 +55,24 @@ def test_a_record_and_a_delivery_carry_the_group_as_it_is() -> None:
     made = encoded(trajectory("a", 1000))
     group = made.joined()
     task = Task(task_id="t", group_size=1)
-    record = group_bytes.group_finished(made, task, 6, has_policy_tokens=True)
+    record = encoding.group_finished(made, task, 6, has_policy_tokens=True)
     assert record.short is None
     payload = b"".join(record.parts)
     finished = JournalRecord.FromString(payload).group_finished
-    assert finished.group == group_bytes.decode_group(group)
+    assert finished.group == encoding.decode_group(group)
     assert (finished.admitted_weight_version, finished.has_policy_tokens) == (6, True)
     assert finished.task == task
-    assert group_bytes.group_in(payload) == group
-    data = group_bytes.Delivery(group, 9, 2).SerializeToString()
+    assert encoding.group_in(payload) == group
+    data = encoding.Delivery(group, 9, 2).SerializeToString()
     delivery = codec.decode(trainer_service_pb2.ExchangeResponse, data).delivery
-    assert delivery.group == group_bytes.decode_group(group)
+    assert delivery.group == encoding.decode_group(group)
     assert (delivery.delivery_id, delivery.redelivery_count) == (9, 2)
 
 
 def test_a_group_is_found_in_a_record_of_another_order() -> None:
     group = encoded(trajectory("a", 10)).joined()
     tail = journal_pb2.GroupFinished(has_policy_tokens=True).SerializeToString()
-    inner = tail + bytes([1 << 3 | 2]) + group_bytes._varint(len(group)) + group
-    payload = group_bytes._FINISHED + group_bytes._varint(len(inner)) + inner
-    found = group_bytes.group_in(payload)
-    assert group_bytes.decode_group(found) == group_bytes.decode_group(group)
+    inner = tail + bytes([1 << 3 | 2]) + encoding._varint(len(group)) + group
+    payload = encoding._FINISHED + encoding._varint(len(inner)) + inner
+    found = encoding.group_in(payload)
+    assert encoding.decode_group(found) == encoding.decode_group(group)
