@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from penstock.server.config.settings import Security, ServeConfig, check_exposure
+from penstock.server.config.settings import SecuritySection, ServeConfig, check_exposure
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
@@ -99,7 +99,7 @@ def bind(
     """
     credentials = None if gate is None else gate.credentials.server_credentials()
     if gate is None:
-        check_exposure(listen, Security())
+        check_exposure(listen, SecuritySection())
     server = grpc.aio.server(
         interceptors=() if gate is None else (gate,),
         # gRPC lets in twice as many calls. The gate refuses the second half and tells when to retry.

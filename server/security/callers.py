@@ -40,7 +40,7 @@ from penstock.server.rpc.boundary import Call, Handler
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
-    from penstock.server.config.settings import CallerLimits
+    from penstock.server.config.limits import CallerLimits
     from penstock.server.security.credentials import Caller
     from penstock.server.turns.runner import Turn
 

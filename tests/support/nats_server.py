@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.config.settings import JournalSection
+from penstock.server.config.journal import JournalSection
 from tests.support.ports import HeldPort
 
 # What `.ci/programs.py` fetched, where the machine has none of its own.

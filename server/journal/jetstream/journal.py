@@ -34,7 +34,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from penstock.common.failpoints import hit
-from penstock.server.config.settings import JournalSection
+from penstock.server.config.journal import JournalSection
 from penstock.server.core.errors import DomainError
 from penstock.server.journal.compaction_pace import CompactionPace
 from penstock.server.journal.jetstream.answers import JetStreamError

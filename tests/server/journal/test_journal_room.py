@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from penstock.server.config.settings import JournalSection
+from penstock.server.config.journal import JournalSection
 from penstock.server.core.errors import DomainError
 from penstock.server.journal import compaction_pace
 from penstock.server.journal.disk import snapshot as journal_snapshot
