@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from penstock.server.core.errors import DomainError
-from penstock.server.groups.attempts import Attempt, Group
+from penstock.server.groups.attempts import Attempt, Group, group_changed
 from penstock.server.groups.recovery import Recovered
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.records import (
@@ -26,7 +26,6 @@ from penstock.server.journal.records import (
     EncodedRecord,
     JournalRecord,
     Stored,
-    group_changed,
     tasks_known,
 )
 from penstock.server.turns.group_bytes import encode_group, group_finished
