@@ -6,9 +6,9 @@ limits of `simulated_pool`, and `lag`. What this module adds is when the server 
     lease      task_servicer.lease_tasks, task_queue.lease: waiting attempts first, else a new group, which
                the gate admits under the pool's active version; looked at after every change
     turn       turns, client.trajectory: the context grows by what a tool answered
-    complete   closing: the last sibling finishes the group, with the version of its oldest token
-    deliver    trainer_servicer._deliver: the gate selects after every change, also without credit
-    switch     trainer_servicer._read and _switch: the gate advances when the trainer asks, before the
+    complete   rollouts.complete: the last sibling finishes the group, with the version of its oldest token
+    deliver    rpc.trainer.delivery: the gate selects after every change, also without credit
+    switch     rpc.trainer.switches: the gate advances when the trainer asks, before the
                engines switch
     step       trainer.loop: gather, train, the switch before concluded, publish, switch, demand
 

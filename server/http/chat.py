@@ -35,7 +35,7 @@ from penstock.server.http import errors as http_errors
 from penstock.server.http import requests
 
 if TYPE_CHECKING:
-    from penstock.server.http.reply import Delta, Reply
+    from penstock.server.http.reply import Reply, ReplyPart
     from penstock.server.text.renderer import Message, Tool
 
 SAMPLING = {
@@ -85,7 +85,7 @@ class ChatRequest:
 
 
 class ChatCompletions:
-    """The `http_app.Surface` of OpenAI's chat completions."""
+    """The `surface.Surface` of OpenAI's chat completions."""
 
     def read(self, body: bytes) -> ChatRequest:
         return read(requests.read_object(body))
@@ -94,7 +94,7 @@ class ChatCompletions:
         return whole(reply).model_dump_json()
 
     async def events(
-        self, request: ChatRequest, reply: Reply, deltas: AsyncGenerator[Delta]
+        self, request: ChatRequest, reply: Reply, deltas: AsyncGenerator[ReplyPart]
     ) -> AsyncGenerator[str]:
         async for chunk in chunks(reply, deltas):
             if chunk.choices:
@@ -169,7 +169,7 @@ def whole(reply: Reply) -> ChatCompletionResponse:
 
 
 async def chunks(
-    reply: Reply, deltas: AsyncIterator[Delta]
+    reply: Reply, deltas: AsyncIterator[ReplyPart]
 ) -> AsyncGenerator[ChatCompletionStreamResponse]:
     """Yields the answer as it is written. The first and last chunk have the usage so far."""
     created = int(time.time())
@@ -198,7 +198,7 @@ async def chunks(
     yield last
 
 
-def delta_message(delta: Delta) -> DeltaMessage:
+def delta_message(delta: ReplyPart) -> DeltaMessage:
     """Converts a delta to vLLM's type."""
     message = DeltaMessage()
     if delta.content:

@@ -17,7 +17,7 @@ from penstock.server.http import errors as http_errors
 from penstock.server.http import requests
 
 if TYPE_CHECKING:
-    from penstock.server.http.reply import Delta, Reply
+    from penstock.server.http.reply import Reply, ReplyPart
     from penstock.server.text.renderer import Message, Tool
 
 SAMPLING = {
@@ -71,7 +71,7 @@ class MessagesRequest:
 
 
 class Messages:
-    """The `http_app.Surface` of Anthropic's messages."""
+    """The `surface.Surface` of Anthropic's messages."""
 
     def __init__(self) -> None:
         # Parts of the class are untyped.
@@ -131,7 +131,7 @@ class Messages:
         return json.dumps({**told, "stop_sequence": answer.stop_sequence, **reply.extra})
 
     async def events(
-        self, request: MessagesRequest, reply: Reply, deltas: AsyncGenerator[Delta]
+        self, request: MessagesRequest, reply: Reply, deltas: AsyncGenerator[ReplyPart]
     ) -> AsyncGenerator[str]:
         failed: list[DomainError] = []
 

@@ -179,7 +179,7 @@ async def test_groups_kept_beside_the_journal_are_counted_and_give_way(tmp_path:
 async def test_reasons_that_others_choose_take_bounded_room(tmp_path: Path) -> None:
     """Those of agents, and those for which a trainer refuses groups: both are counted for ever."""
     async with serve(tmp_path, "limits.groups_without_trainer=1000") as harness:
-        failures, drops = harness.serving.closing.failures, harness.serving.trainer.drops
+        failures, drops = harness.serving.closing.failures, harness.serving.buffer.drops
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await harness.generate("long")
             await harness.fail("long", "x" * 257)

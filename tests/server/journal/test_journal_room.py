@@ -171,7 +171,7 @@ async def test_a_server_never_uses_the_disk_beyond_the_bound(
     ) as harness:
         peak = Peak(folder)
         watching = asyncio.create_task(peak.watch())
-        journal = harness.serving._journal
+        journal = harness.serving.journal
         assert isinstance(journal, LogJournal)
         refused = n = 0
         async with asyncio.timeout(120):
