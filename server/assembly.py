@@ -313,8 +313,7 @@ class Serving:
 
     @cached_property
     def health(self) -> Health:
-        switch = self.switch
-        return Health(lambda: switch.trusted and not switch.awaiting_trainer)
+        return Health(lambda: self.switch.trusted and not self.switch.awaiting_trainer)
 
     @cached_property
     def info(self) -> ServerInfo:
