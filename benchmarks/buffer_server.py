@@ -18,10 +18,11 @@ from tests.support.fakes import ByteRenderer, FakeEngine
 
 from penstock.common import allocator
 from penstock.common.garbage import start_up_kept
+from penstock.server.assembly import Serving
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import Delta, EngineRequest, Finish
 from penstock.server.journals import open_journal
-from penstock.server.serving import Serving, bind
+from penstock.server.lifecycle import Lifecycle, bind
 
 
 class InstantEngine(FakeEngine):
@@ -50,12 +51,14 @@ async def serve(folder: Path, settings: list[str]) -> None:
     )
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
     engine = InstantEngine(max_context=2 * TOKENS, vocab_size=1 << 20, keeps_history=False)
-    serving = Serving(server, engine, ByteRenderer(), loaded, await open_journal(loaded.journal))
-    await serving.start()
+    life = Lifecycle(
+        Serving(engine, ByteRenderer(), loaded, await open_journal(loaded.journal)), server
+    )
+    await life.start()
     print(f"serving {port}", flush=True)
     with start_up_kept():
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-        await serving.stop(0.0)
+        await life.stop(0.0)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from tests.support.nats_server import nats_server
 
-from penstock.server.config.settings import JournalSection
+from penstock.server.config.journal import JournalSection
 from penstock.server.journal.records import Journal, tasks_known
 from penstock.server.journals import open_journal
 

@@ -29,10 +29,11 @@ import numpy as np
 from tests.support.fakes import EOS, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine
 
 from penstock.common import allocator
+from penstock.server.assembly import Serving
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import Delta, EngineRequest, EngineStats, Finish
 from penstock.server.journals import open_journal
-from penstock.server.serving import Serving, bind
+from penstock.server.lifecycle import Lifecycle, bind
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import server_options
@@ -108,11 +109,11 @@ async def serve() -> None:
     loaded = config.load(None, ["listen=127.0.0.1:0", "http.listen="])
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
     journal = await open_journal(loaded.journal)
-    serving = Serving(server, PacedEngine(), ByteRenderer(), loaded, journal)
-    await serving.start()
+    life = Lifecycle(Serving(PacedEngine(), ByteRenderer(), loaded, journal), server)
+    await life.start()
     print(f"serving {port}", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    await serving.stop(0.0)
+    await life.stop(0.0)
 
 
 @cache

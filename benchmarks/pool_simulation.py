@@ -7,9 +7,9 @@ mirrors:
     lease      task_servicer.lease_tasks, task_queue.lease: waiting attempts first, otherwise a new group,
                which the gate admits under the pool's active version; checked after every change
     turn       turns, client.trajectory: the context grows by the tool's answer
-    complete   closing: the last sibling finishes the group, with the version of its oldest token
-    deliver    trainer_servicer._deliver: the gate selects after every change, even without credit
-    switch     trainer_servicer._read and _switch: the gate advances when the trainer requests the switch,
+    complete   rollouts.complete: the last sibling finishes the group, with the version of its oldest token
+    deliver    rpc.trainer.delivery: the gate selects after every change, even without credit
+    switch     rpc.trainer.switches: the gate advances when the trainer requests the switch,
                before the engines switch
     step       trainer.loop: gather, train, wait for the previous switch, publish, switch, demand
 

@@ -139,7 +139,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
     from penstock.common.models import missing_folder
     from penstock.server.http.server import HttpAddressInUse
     from penstock.server.journal.records import JournalInUse, JournalUnreadable
-    from penstock.server.serving import AddressInUse
+    from penstock.server.lifecycle import AddressInUse
     from penstock.wire.security import CredentialsUnusable
 
     # Checked before vLLM is imported, which takes long.
@@ -164,11 +164,12 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
 
 
 async def _serve(config: ServeConfig, source: EngineSource) -> int:
-    """Serve from the first bind to the last answer; see `serving` for the order."""
+    """Serve from the first bind to the last answer; see `lifecycle` for the order."""
+    from penstock.server.assembly import Serving
     from penstock.server.http.server import open_http
     from penstock.server.journals import open_journal
+    from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.security.gate import open_gate
-    from penstock.server.serving import Serving, bind
     from penstock.server.text.renderer import TokenizerRenderer
 
     # Bind first: a port in use must not cost the minutes that a model takes to load.
@@ -201,25 +202,26 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
     except Exception as error:
         return _cannot_serve(source, error)
     renderer = TokenizerRenderer(tokenizer, engine.description.eos_token_ids, parser)
-    rollouts = Serving(server, engine, renderer, config, journal, gate, http)
-    await rollouts.start()
+    serving = Serving(engine, renderer, config, journal, gate, http)
+    life = Lifecycle(serving, server)
+    await life.start()
     host = config.listen.rpartition(":")[0]
     click.echo(
         f"penstock serving {engine.description.model} on {host}:{port} "
-        f"(weight version {rollouts.switch.active_version})"
+        f"(weight version {serving.switch.active_version})"
     )
     if http is not None:
         click.echo(f"penstock endpoints on {http.url}")
     sys.stdout.flush()
     with start_up_kept():
-        failing = asyncio.ensure_future(rollouts.failed())
+        failing = asyncio.ensure_future(life.failed())
         await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
             click.echo(f"penstock serve: {failing.result()}", err=True)
-            await rollouts.stop(0.0)
+            await life.stop(0.0)
             return 1
         failing.cancel()
-        await rollouts.stop()
+        await life.stop()
         return 0
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
-from penstock.server.config.settings import ConfigError, Pool, ServeConfig
+from penstock.server.config.pool import PoolSection
+from penstock.server.config.settings import ConfigError, ServeConfig
 from penstock.server.core.aio import OwnTasks
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class HubSource:
         return engine
 
 
-def pool_rules(pool: Pool) -> PoolRules:
+def pool_rules(pool: PoolSection) -> PoolRules:
     """Converts the pool settings to rules."""
     from penstock.server.engine.turn_limit import LimitRules
     from penstock.server.pool.routing import RoutingRules

@@ -1,29 +1,34 @@
-"""Metrics of a running server's load, and its counters."""
+"""Metrics of a running server's load, and its counters. Each is read when it is exported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from penstock.server.core.memory_budget import MemoryBudget
-from penstock.server.core.telemetry import Gauge, ServerMetrics
-from penstock.server.engine.protocol import EngineStats
+from penstock.server.assembly import Serving
+from penstock.server.core.telemetry import Gauge
 from penstock.server.pool.engine import PoolEngine
-from penstock.server.security.callers import Callers
-from penstock.server.state import Parts
-from penstock.server.weights.adapter_versions import AdapterVersions
+
+Gauges = tuple[tuple[str, str, str, Gauge], ...]
+"""Name, unit, description and function of each."""
+Counts = tuple[tuple[str, str, str, Callable[[], Mapping[str, float]]], ...]
 
 
-def observe_load(
-    metrics: ServerMetrics,
-    parts: Parts,
-    budget: MemoryBudget,
-    callers: Callers,
-    adapters: AdapterVersions,
-    stats: Callable[[], EngineStats],
-) -> None:
-    """Register the metrics; each is read when it is exported."""
-    buffer, admission, closing = parts.buffer, parts.admission, parts.closing
-    gauges: tuple[tuple[str, str, str, Gauge], ...] = (
+def observe(serving: Serving) -> None:
+    """Register the metrics of a server."""
+    metrics, pool = serving.metrics, serving.pool
+    gauges, counts = _load(serving), _counts(serving)
+    if pool is not None:
+        gauges += _pool(pool)
+        counts += _placements(pool)
+    for name, unit, description, read in gauges:
+        metrics.observe(f"penstock.{name}", unit, description, read)
+    for name, unit, description, count in counts:
+        metrics.observe_counts(f"penstock.{name}", unit, description, count)
+
+
+def _load(serving: Serving) -> Gauges:
+    buffer, admission, stats = serving.buffer, serving.admission, serving.engine.stats
+    return (
         (
             "groups.buffered",
             "{group}",
@@ -42,10 +47,15 @@ def observe_load(
             "attempts.left_out",
             "{attempt}",
             "attempts too slow for their groups",
-            lambda: closing.left_out,
+            lambda: serving.closing.left_out,
         ),
-        ("memory.used", "By", "used part of the memory budget", lambda: budget.used_bytes),
-        ("trajectories.open", "{trajectory}", "open trajectories", lambda: parts.store.open_count),
+        ("memory.used", "By", "used part of the memory budget", lambda: serving.budget.used_bytes),
+        (
+            "trajectories.open",
+            "{trajectory}",
+            "open trajectories",
+            lambda: serving.store.open_count,
+        ),
         ("engine.running", "{turn}", "turns being sampled", lambda: stats().running),
         (
             "engine.kv_cache_usage",
@@ -54,47 +64,47 @@ def observe_load(
             lambda: stats().kv_cache_usage,
         ),
     )
-    for name, unit, description, read in gauges:
-        metrics.observe(f"penstock.{name}", unit, description, read)
-    counts = metrics.observe_counts
-    counts(
-        "penstock.groups.dropped",
-        "{group}",
-        "groups dropped without being trained",
-        lambda: parts.trainer.drops,
-    )
-    counts(
-        "penstock.calls.refused",
-        "{call}",
-        "refused calls",
-        lambda: callers.refusals,
-    )
-    counts("penstock.attempts.failed", "{attempt}", "failed attempts", lambda: closing.failures)
-    counts(
-        "penstock.turns.moved",
-        "{turn}",
-        "turns that continued under another adapter",
-        lambda: adapters.moves,
+
+
+def _counts(serving: Serving) -> Counts:
+    return (
+        (
+            "groups.dropped",
+            "{group}",
+            "groups dropped without being trained",
+            lambda: serving.buffer.drops,
+        ),
+        ("calls.refused", "{call}", "refused calls", lambda: serving.callers.refusals),
+        ("attempts.failed", "{attempt}", "failed attempts", lambda: serving.closing.failures),
+        (
+            "turns.moved",
+            "{turn}",
+            "turns that continued under another adapter",
+            lambda: serving.adapters.moves,
+        ),
     )
 
 
-def observe_pool(metrics: ServerMetrics, pool: PoolEngine) -> None:
-    """Register the metrics of a pool: its engines and the placement of requests."""
+def _pool(pool: PoolEngine) -> Gauges:
     placing = pool.placing
-    gauges: tuple[tuple[str, str, str, Gauge], ...] = (
+    return (
         ("pool.engines", "{engine}", "listed engines", lambda: len(pool.members)),
         ("pool.engines_serving", "{engine}", "engines in rotation", lambda: pool.serving_count),
         ("pool.waiting", "{turn}", "turns waiting for an engine", lambda: placing.waiting_count),
     )
-    for name, unit, description, read in gauges:
-        metrics.observe(f"penstock.{name}", unit, description, read)
-    metrics.observe_counts(
-        "penstock.pool.requests",
-        "{request}",
-        "requests by how they were placed",
-        lambda: {
-            "placed_again": pool.requests_lost,
-            "kept_home": placing.kept_home,
-            "left_home": placing.left_home,
-        },
+
+
+def _placements(pool: PoolEngine) -> Counts:
+    placing = pool.placing
+    return (
+        (
+            "pool.requests",
+            "{request}",
+            "requests by how they were placed",
+            lambda: {
+                "placed_again": pool.requests_lost,
+                "kept_home": placing.kept_home,
+                "left_home": placing.left_home,
+            },
+        ),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.server.config.settings import JournalSection
+from penstock.server.config.journal import JournalSection
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.records import Journal, JournalUnreadable, MemoryJournal
 

@@ -13,9 +13,8 @@ from penstock.server.groups.buffer import BufferedGroup, GroupBuffer, InJournal,
 from penstock.server.groups.recovery import FinishedGroup, Recovered, ServerState, snapshot
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.records import Journal, SnapshotItem, Stored
-from penstock.server.rollouts.complete import Closing
 from penstock.server.rollouts.unleased import OwnTrajectories
-from penstock.server.rpc.trainer_servicer import TrainerServicer
+from penstock.server.rpc.trainer.session import CurrentSession
 from penstock.server.turns.store import ClosedMark, TrajectoryStore
 from penstock.v1 import trajectory_pb2
 
@@ -24,16 +23,15 @@ DELIVERY_IDS_PER_START = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class JournaledState:
     """The components that hold a server's state."""
 
     queue: TaskQueue
     store: TrajectoryStore
     buffer: GroupBuffer
     admission: Admission
-    closing: Closing
     own: OwnTrajectories
-    trainer: TrainerServicer
+    session: CurrentSession
 
     def restore(self, found: Recovered, journal: Journal) -> None:
         """Fill the empty components from a recovered journal."""
@@ -64,11 +62,11 @@ class Parts:
             for group in groups
             if group.training and not group.step
         )
-        self.trainer.restore(found.run_id, found.trainer_epoch, found.start_id)
+        self.session.restore(found.run_id, found.trainer_epoch, found.start_id)
 
     def snapshot(self, starts: int, weight_version: int) -> Iterator[SnapshotItem]:
         """Return the whole state as snapshot items."""
-        run_id, trainer_epoch, start_id = self.trainer.run
+        run_id, trainer_epoch, start_id = self.session.run
         return snapshot(
             ServerState(
                 starts,

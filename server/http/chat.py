@@ -30,7 +30,7 @@ from penstock.server.vllm.api import (
 )
 
 if TYPE_CHECKING:
-    from penstock.server.http.reply import Delta, Reply
+    from penstock.server.http.reply import Reply, ReplyPart
     from penstock.server.text.messages import Message, Tool
 
 SAMPLING = {
@@ -80,7 +80,7 @@ class ChatRequest:
 
 
 class ChatCompletions:
-    """The `http_app.Surface` of OpenAI's chat completions."""
+    """The `surface.Surface` of OpenAI's chat completions."""
 
     def read(self, body: bytes) -> ChatRequest:
         return read(requests.read_object(body))
@@ -89,7 +89,7 @@ class ChatCompletions:
         return whole(reply).model_dump_json()
 
     async def events(
-        self, request: ChatRequest, reply: Reply, deltas: AsyncGenerator[Delta]
+        self, request: ChatRequest, reply: Reply, deltas: AsyncGenerator[ReplyPart]
     ) -> AsyncGenerator[str]:
         async for chunk in chunks(reply, deltas):
             if chunk.choices:
@@ -164,7 +164,7 @@ def whole(reply: Reply) -> ChatCompletionResponse:
 
 
 async def chunks(
-    reply: Reply, deltas: AsyncIterator[Delta]
+    reply: Reply, deltas: AsyncIterator[ReplyPart]
 ) -> AsyncGenerator[ChatCompletionStreamResponse]:
     """Yields the answer as it is written. The first and last chunk have the usage so far."""
     created = int(time.time())
@@ -193,7 +193,7 @@ async def chunks(
     yield last
 
 
-def delta_message(delta: Delta) -> DeltaMessage:
+def delta_message(delta: ReplyPart) -> DeltaMessage:
     """Converts a delta to vLLM's type."""
     message = DeltaMessage()
     if delta.content:

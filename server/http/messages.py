@@ -15,7 +15,7 @@ from penstock.server.http import requests
 from penstock.server.vllm.api import AnthropicMessagesRequest, AnthropicServingMessages
 
 if TYPE_CHECKING:
-    from penstock.server.http.reply import Delta, Reply
+    from penstock.server.http.reply import Reply, ReplyPart
     from penstock.server.text.messages import Message, Tool
 
 SAMPLING = {
@@ -69,7 +69,7 @@ class MessagesRequest:
 
 
 class Messages:
-    """The `http_app.Surface` of Anthropic's messages."""
+    """The `surface.Surface` of Anthropic's messages."""
 
     def __init__(self) -> None:
         # Parts of the class are untyped.
@@ -129,7 +129,7 @@ class Messages:
         return json.dumps({**told, "stop_sequence": answer.stop_sequence, **reply.extra})
 
     async def events(
-        self, request: MessagesRequest, reply: Reply, deltas: AsyncGenerator[Delta]
+        self, request: MessagesRequest, reply: Reply, deltas: AsyncGenerator[ReplyPart]
     ) -> AsyncGenerator[str]:
         failed: list[DomainError] = []
 

@@ -21,7 +21,8 @@ from penstock.server.text.messages import Message, ToolCall
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 
 if TYPE_CHECKING:
-    from penstock.server.http.turns import AgentTurns, Answer
+    from penstock.server.http.asked import Answer
+    from penstock.server.http.turns import AgentTurns
     from penstock.server.text.streaming import TurnStream
     from penstock.server.turns.trajectory import Turn
     from penstock.server.turns.turn import TurnSampling
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class ReplyPart:
     """A new part of an answer."""
 
     content: str = ""
@@ -97,7 +98,7 @@ async def tell(
     answer: Answer,
     reply: Reply,
     stream: TurnStream,
-) -> AsyncGenerator[Delta]:
+) -> AsyncGenerator[ReplyPart]:
     """Yields new parts as they arrive and fills in the reply at the end. Raises the same as
     `follow`."""
     stops = answer.turn.sampling.stop
@@ -106,14 +107,14 @@ async def tell(
     async with contextlib.aclosing(turns.follow(answer)) as pieces:
         async for token_ids in pieces:
             said, thought = stream.add(token_ids)
-            delta = Delta(content.add(said), reasoning.add(thought))
+            delta = ReplyPart(content.add(said), reasoning.add(thought))
             if delta.content or delta.reasoning:
                 yield delta
     assert answer.finished is not None
     reply.finish(answer.finished, answer.turn)
     read = reply.message
-    delta = Delta(content.rest(read.content), reasoning.rest(read.reasoning), read.tool_calls)
-    if delta != Delta():
+    delta = ReplyPart(content.rest(read.content), reasoning.rest(read.reasoning), read.tool_calls)
+    if delta != ReplyPart():
         yield delta
     reply.message = replace(read, content=content.sent, reasoning=reasoning.sent)
     await turns.told(answer, reply.message)

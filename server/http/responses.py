@@ -37,7 +37,7 @@ from penstock.server.vllm.api import (
 )
 
 if TYPE_CHECKING:
-    from penstock.server.http.reply import Delta, Reply
+    from penstock.server.http.reply import Reply, ReplyPart
     from penstock.server.text.messages import Tool
 
 PREVIOUS = "previous_response_id"
@@ -83,7 +83,7 @@ class ReadRequest:
 
 
 class Responses:
-    """The `http_app.Surface` of OpenAI's responses."""
+    """The `surface.Surface` of OpenAI's responses."""
 
     def read(self, body: bytes) -> ReadRequest:
         found = requests.read_object(body)
@@ -117,7 +117,7 @@ class Responses:
         return answer.model_dump_json(by_alias=True)
 
     async def events(
-        self, request: ReadRequest, reply: Reply, deltas: AsyncGenerator[Delta]
+        self, request: ReadRequest, reply: Reply, deltas: AsyncGenerator[ReplyPart]
     ) -> AsyncGenerator[str]:
         number = 0
 
@@ -192,7 +192,7 @@ def _previous(request: ResponsesRequest) -> requests.Previous | None:
     )
 
 
-def _events(processor: SimpleStreamingEventProcessor, delta: Delta) -> Iterator[Any]:
+def _events(processor: SimpleStreamingEventProcessor, delta: ReplyPart) -> Iterator[Any]:
     """Drives vLLM's event processor as vLLM's own server does."""
     for part in split_delta(http_chat.delta_message(delta)):
         state, call = processor.resolve_target_state(part)

@@ -40,23 +40,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import grpc
 
-from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.core.errors import DomainError
 from penstock.server.core.telemetry import ServerMetrics
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.http.requests import Previous
+from penstock.server.http.asked import (
+    Answer,
+    Asked,
+    RefusedRequests,
+    answered_order,
+    named,
+    no_answer,
+)
 from penstock.server.rollouts.start import Opening, StreamWish
-from penstock.server.rpc.rollout_servicer import RolloutServicer
-from penstock.server.security.callers import Callers
-from penstock.server.turns.history import hold, tools_digest
-from penstock.server.turns.matching import Match, MatchKind, match, match_after
+from penstock.server.rpc.turn_events import TurnEvents
+from penstock.server.security.ownership import Ownership
+from penstock.server.turns.matching import Match, MatchKind, match
 from penstock.server.turns.prompts import Said
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
@@ -68,76 +73,12 @@ from penstock.wire.reasons import Reason
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-    from penstock.server.text.messages import Message, Tool
-
-MAX_REFUSED = 4_096
-"""Most refused requests to remember. Their agents retry within seconds."""
+    from penstock.server.text.messages import Message
 
 GenerateRequest = twin(rollout_service_pb2.GenerateRequest)
 ContinueRequest = twin(rollout_service_pb2.ContinueRequest)
 StreamOptions = twin(rollout_service_pb2.StreamOptions)
 SamplingParams = twin(rollout_service_pb2.SamplingParams)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request of an agent, independent of the endpoint it used."""
-
-    attempt_id: str
-    """Attempt id from the URL; empty for a request without an attempt."""
-    messages: list[Message]
-    tools: list[Tool]
-    sampling: dict[str, Any]
-    """The sampling parameters that the request sets, by their names in SamplingParams."""
-    stream: bool
-    digest: bytes
-    """Digest of the request as received."""
-    says_retry: bool
-    previous: Previous | None = None
-    """The answer that the messages follow, if they are not the whole conversation."""
-
-
-@dataclass(slots=True, eq=False)
-class Answer:
-    """One turn, as delivered to one request."""
-
-    turn: Turn
-    how: StreamWish
-    trace: Context = field(repr=False)
-    note: Answered
-    finished: rollout_service_pb2.TurnFinished | None = None
-    """Set when the turn is whole."""
-
-    @property
-    def answer_id(self) -> str:
-        """Id of the turn. All requests that receive this turn share it."""
-        return f"{self.turn.record.trajectory_id}-{self.turn.index}"
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """The tools that the policy was given."""
-        history = self.turn.record.history
-        return () if history is None else history.tools
-
-
-class RefusedRequests:
-    """Counts refused requests by digest, if they were refused before a turn began. Keeps the
-    newest."""
-
-    def __init__(self) -> None:
-        self._counts: OrderedDict[bytes, int] = OrderedDict()
-
-    def add(self, digest: bytes) -> None:
-        self._counts[digest] = self._counts.pop(digest, 0) + 1
-        if len(self._counts) > MAX_REFUSED:
-            self._counts.popitem(last=False)
-
-    def take(self, digest: bytes) -> bool:
-        """Consumes one count and returns whether a retry can belong to a refused request."""
-        count = self._counts.pop(digest, 0)
-        if count > 1:
-            self._counts[digest] = count - 1
-        return count > 0
 
 
 class AgentTurns:
@@ -146,18 +87,18 @@ class AgentTurns:
     def __init__(
         self,
         opening: Opening,
-        rollouts: RolloutServicer,
+        events: TurnEvents,
         store: TrajectoryStore,
         queue: TaskQueue,
-        callers: Callers,
+        ownership: Ownership,
         turns: TurnRunner,
         metrics: ServerMetrics,
     ) -> None:
         self._opening = opening
-        self._rollouts = rollouts
+        self._events = events
         self._store = store
         self._queue = queue
-        self._callers = callers
+        self._ownership = ownership
         self._turns = turns
         self._metrics = metrics
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -176,7 +117,7 @@ class AgentTurns:
                 answer = await self._begin(asked, trace)
         else:
             if asked.previous is not None:
-                raise _no_answer(asked.previous)
+                raise no_answer(asked.previous)
             answer = await self._open(asked, f"http-{uuid.uuid4().hex}", trace)
         answer.note.followers += 1
         try:
@@ -190,7 +131,7 @@ class AgentTurns:
             if answer.finished is None and not answer.note.followers:
                 self._turns.abort_soon(answer.turn)
             if not asked.attempt_id:
-                self._rollouts.forget_soon(answer.turn)
+                self._events.forget_soon(answer.turn)
 
     def _withdrawn(self, answer: Answer) -> bool:
         """Whether the turn failed before its first token, so that the store no longer has a trace
@@ -219,7 +160,7 @@ class AgentTurns:
         if retried:
             # Voting agents send equal requests. The retry repeats one whose answer was not
             # delivered, or else the last one: an answer that was sent did not necessarily arrive.
-            record, note = min(retried, key=lambda found: _answered_order(found[1]))
+            record, note = min(retried, key=lambda found: answered_order(found[1]))
             return await self._again(record, note, asked, trace)
         try:
             return await self._begin_new(records, asked, trace)
@@ -247,13 +188,13 @@ class AgentTurns:
             if asked.previous is None:
                 found = match(records, asked.messages, asked.tools)
             else:
-                found = _named(records, asked.previous, asked)
+                found = named(records, asked.previous, asked)
             if found.record is not None and not found.new_messages:
                 found = self._cut_off(found, found.record, asked)
             answer, kind = await self._go_by(found, records[0], asked, trace), found.kind
         else:
             if asked.previous is not None:
-                raise _no_answer(asked.previous)
+                raise no_answer(asked.previous)
             answer, kind = await self._open(asked, asked.attempt_id, trace), MatchKind.NEW
         self._metrics.conversation(kind.value)
         return answer
@@ -265,7 +206,7 @@ class AgentTurns:
         # The turn can also have ended normally at the moment its last follower left.
         if note.finished is None and note.turn.resumable:
             return await self._resume(record, asked, trace)
-        self._callers.check_own(record.trajectory_id)
+        self._ownership.check_own(record.trajectory_id)
         how = self._opening.how(_options(asked.stream))
         return Answer(note.turn, how, trace, note, note.finished)
 
@@ -282,7 +223,7 @@ class AgentTurns:
             # The request is worded differently, or the server restarted: sample as this request
             # asks.
             return await self._resume(record, asked, trace, self._sampling(asked))
-        self._callers.begin_turn(record.trajectory_id)
+        self._ownership.begin_turn(record.trajectory_id)
         turn, how = await self._opening.extend(
             ContinueRequest(
                 trajectory_id=record.trajectory_id,
@@ -303,7 +244,7 @@ class AgentTurns:
         after: int | None = None,
     ) -> Answer:
         parent_id = "" if parent is None else parent.trajectory_id
-        self._callers.begin_turn(trajectory_id, parent_id, opens=True)
+        self._ownership.begin_turn(trajectory_id, parent_id, opens=True)
         turn, how = await self._opening.open(
             GenerateRequest(
                 trajectory_id=trajectory_id,
@@ -325,7 +266,7 @@ class AgentTurns:
     ) -> Answer:
         """Resumes an interrupted turn at the exact token. Without `params` the sampling is
         unchanged."""
-        self._callers.begin_turn(record.trajectory_id)
+        self._ownership.begin_turn(record.trajectory_id)
         request = _resumption(record, asked.stream)
         if params is not None:
             request.sampling_params.CopyFrom(params)
@@ -380,9 +321,7 @@ class AgentTurns:
         turn, taken = answer.turn, 0
         how = replace(answer.how, detach=True)
         while answer.finished is None:
-            async with contextlib.aclosing(
-                self._rollouts.events(turn, how, answer.trace)
-            ) as events:
+            async with contextlib.aclosing(self._events.stream(turn, how, answer.trace)) as events:
                 async for event in events:
                     count = turn.policy_token_count
                     if count > taken and not how.final_only:
@@ -441,43 +380,6 @@ class AgentTurns:
                 f"another caller has continued {record.trajectory_id}",
                 {"trajectory_id": record.trajectory_id},
             )
-
-
-def _answered_order(note: Answered) -> tuple[bool, int, float]:
-    """Sort key of equal requests: a retry repeats the one with the least."""
-    return note.delivered, note.followers, -note.asked_at
-
-
-def _named(records: Sequence[TrajectoryRecord], previous: Previous, asked: Asked) -> Match:
-    """Matches a request that names the answer it follows. Raises FIELD_INVALID."""
-    trajectory_id, _, index = previous.answer_id.rpartition("-")
-    for record in records:
-        if record.trajectory_id != trajectory_id or index not in map(str, range(record.turn_count)):
-            continue
-        found = match_after(record, int(index), asked.messages)
-        if found is None or record.history is None:
-            break
-        if asked.messages[0].role == "assistant":
-            raise FieldInvalid("input", "must answer what the policy wrote")
-        # The server only has digests of earlier messages. Changing them needs the whole
-        # conversation.
-        if asked.tools and tools_digest(asked.tools) != record.history.digest:
-            raise FieldInvalid("tools", f"{_DIFFER} {previous.parameter}")
-        if previous.instructions is not None:
-            wanted, first = hold(previous.instructions, 0), record.history.messages[0]
-            if not first.is_meant_by(wanted.meaning, wanted.reasoning):
-                raise FieldInvalid("instructions", f"{_DIFFER} {previous.parameter}")
-        return found
-    raise _no_answer(previous)
-
-
-_DIFFER = "differs from the earlier request: send the whole conversation, without"
-
-
-def _no_answer(previous: Previous) -> FieldInvalid:
-    return FieldInvalid(
-        previous.parameter, "does not name a complete answer of this attempt", previous.answer_id
-    )
 
 
 def _written(turn: Turn, begin: int, end: int) -> list[int]:

@@ -127,18 +127,16 @@ Snapshot = Callable[[], Iterable[SnapshotItem]]
 
 
 OnFull = Callable[[int], None]
+"""Called with the bytes that were refused, so that the server drops records it keeps only for
+convenience."""
 
 
 def no_way_to_give(byte_count: int) -> None:
-    """Default `on_full`: frees nothing."""
+    """An `OnFull` that frees nothing."""
 
 
 class Journal(Protocol):
     """An append-only log of accepted changes."""
-
-    on_full: OnFull
-    """Called with the bytes that were refused, so that the server drops records it keeps only for
-        convenience."""
 
     @property
     def on_disk(self) -> bool:
@@ -169,7 +167,7 @@ class Journal(Protocol):
         JournalUnreadable."""
         ...
 
-    async def start(self, snapshot: Snapshot) -> None:
+    async def start(self, snapshot: Snapshot, on_full: OnFull = no_way_to_give) -> None:
         """Begin to write, once everything was replayed. Raises OSError."""
         ...
 
@@ -223,7 +221,6 @@ class MemoryJournal:
         self._appended: asyncio.Future[list[Stored]] = loop.create_future()
         self._appended.set_result([])
         self._failed: asyncio.Future[str] = loop.create_future()
-        self.on_full: OnFull = no_way_to_give
 
     @property
     def on_disk(self) -> bool:
@@ -246,7 +243,7 @@ class MemoryJournal:
         for found in ():
             yield found
 
-    async def start(self, snapshot: Snapshot) -> None:
+    async def start(self, snapshot: Snapshot, on_full: OnFull = no_way_to_give) -> None:
         pass
 
     def check_room(self, byte_count: int) -> None:

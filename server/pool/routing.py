@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.server.config.settings import RoutingPolicy
+from penstock.server.config.pool import RoutingPolicy
 
 
 @dataclass(frozen=True, slots=True)

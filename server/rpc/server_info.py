@@ -9,6 +9,7 @@ from penstock.common.memory_file import host_id
 from penstock.server.engine.protocol import Engine
 from penstock.server.groups.buffer import GroupBuffer
 from penstock.server.pool.engine import PoolEngine
+from penstock.server.rpc.health import Health
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weights.adapter_versions import AdapterVersions
 from penstock.server.weights.switch import WeightSwitch
@@ -43,11 +44,12 @@ class ServerInfo:
         adapters: AdapterVersions,
         store: TrajectoryStore,
         buffer: GroupBuffer,
-        pool: PoolEngine | None = None,
+        health: Health,
+        http_port: int,
     ) -> None:
-        """`pool` is the engine itself if that is a pool, else None."""
+        """`http_port` is the port of the compatible endpoints; 0 if they are not served."""
         self._engine = engine
-        self._pool = pool
+        self._pool = engine if isinstance(engine, PoolEngine) else None
         self._switch = switch
         self._weights = weights
         self._adapters = adapters
@@ -55,9 +57,8 @@ class ServerInfo:
         self._buffer = buffer
         self._server_id = uuid.uuid4().hex
         self._host_id = host_id()
-        self.draining = False
-        self.http_port = 0
-        """Port of the compatible endpoints; 0 if they are not served."""
+        self._health = health
+        self.http_port = http_port
 
     async def get_server_info(
         self, request: rollout_service_pb2.GetServerInfoRequest
@@ -84,7 +85,7 @@ class ServerInfo:
             eos_token_ids=description.eos_token_ids,
             host_id=self._host_id,
             tensors=self._tensors() if request.with_tensors else (),
-            draining=self.draining,
+            draining=self._health.draining,
             full_weight_version=self._switch.full_version,
         )
 
@@ -127,7 +128,7 @@ class ServerInfo:
     def _state(self) -> rollout_service_pb2.ReplicaState.ValueType:
         if not self._switch.trusted:
             return rollout_service_pb2.REPLICA_STATE_UNAVAILABLE
-        if self.draining:
+        if self._health.draining:
             return rollout_service_pb2.REPLICA_STATE_DRAINING
         if self._switch.switching:
             return rollout_service_pb2.REPLICA_STATE_PAUSED

@@ -1,4 +1,4 @@
-"""Accounts of callers: what each one has open, its limits, and which trajectories it owns.
+"""Accounts of callers: what each one has open, and its limits. `ownership` says what belongs to it.
 
 A caller is a token's name up to an @, or a certificate's common name. If callers are not
 authenticated, it is the host they call from. All processes with one token are one caller.
@@ -14,58 +14,33 @@ A turn is checked against these limits before its prompt is rendered. It then co
 with the trajectory it opens. The number of its tokens is not known before rendering, so tokens are
 checked again when the turn begins. A call over a limit is refused with CALLER_LIMIT and a retry delay.
 Nothing waits here.
-
-Every permitted call that names a trajectory proves that its agent is alive, even if the call then
-fails. It renews the lease.
-
-**Ownership.** An agent owns the attempts it leased and the trajectories it opened. It cannot
-extend, read, abort or close another agent's. After a restart the owners are unknown. Any agent can
-then use such a trajectory, and the one that takes its next turn becomes its owner. Trainers and
-admins are not restricted.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from penstock.common.token_file import Role
 from penstock.server.core.errors import DomainError
-from penstock.server.rpc.boundary import Call, Handler
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
-    from penstock.server.config.settings import CallerLimits
+    import asyncio
+
+    from penstock.server.config.limits import CallerLimits
     from penstock.server.security.credentials import Caller
     from penstock.server.turns.trajectory import Turn
 
 RETRY_SECONDS = 1.0
-MOST_OWNERS = 20_000
-"""Most trajectories with a known owner, in addition to the open ones. The least recently called one
-is forgotten first."""
 MOST_ACCOUNTS = 1024
 """Number of accounts above which idle ones are closed."""
 
 COPIES = 3
 """Copies in memory of an unread answer: the message, its bytes, and those that gRPC holds. An
 incomplete request also counts as three: two of the part that has arrived, and the parsed result."""
-
-# The trajectories that a call names, by rpc.
-OWNED: Mapping[str, Callable[[Any], Iterable[str]]] = {
-    "RolloutService/Generate": lambda request: (
-        request.trajectory_id,
-        request.parent_trajectory_id,
-    ),
-    "RolloutService/Continue": lambda request: (request.trajectory_id,),
-    "RolloutService/GetTrajectory": lambda request: (request.trajectory_id,),
-    "TaskService/CompleteTrajectory": lambda request: (request.trajectory_id,),
-    "TaskService/RenewLease": lambda request: request.trajectory_ids,
-}
 
 
 @dataclass(slots=True)
@@ -77,8 +52,10 @@ class _Account:
     """Bytes of unread answers and of incomplete requests."""
     opening: int = 0
     """Trajectories about to be opened."""
-    trajectories: set[str] = field(default_factory=set[str])
-    """The ones that were open at the last count."""
+    trajectories: dict[str, Callable[[], bool]] = field(
+        default_factory=dict[str, Callable[[], bool]]
+    )
+    """The ones that were open at the last count, each with a function that asks whether it still is."""
 
     @property
     def idle(self) -> bool:
@@ -119,27 +96,15 @@ VISIT: ContextVar[Visit | None] = ContextVar("penstock_visit", default=None)
 
 
 class Callers:
-    """The accounts of all callers and the owners of all trajectories."""
+    """The accounts of all callers."""
 
     def __init__(self, limits: CallerLimits, unread_bytes: int = 1 << 28) -> None:
         """`unread_bytes` is the default for what a caller may leave unread."""
         self._limits = limits
         self._unread_bytes = limits.unread_bytes or unread_bytes
         self._accounts: dict[tuple[str, str], _Account] = {}
-        self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
-        self.is_open: Callable[[str], bool] = _always
-        """Whether a trajectory is open. Set by the server to ask its store."""
-        self.turns_in_flight: Callable[[], Iterable[Turn]] = tuple
-        self.on_call: Callable[[str], None] = _nothing
-        """Called with each trajectory that a permitted call names, before the call is served."""
-        self.on_group_call: Callable[[str, Callable[[str], bool]], None] = _nothing
-        """The same for a group. The second argument decides whether the caller owns a
-        trajectory."""
         self.unread_bytes = 0
         """Unread answers of all callers, and incomplete HTTP requests."""
-        self.check_memory: Callable[[int], None] = _nothing
-        """Raises MEMORY_BUDGET if this many bytes do not fit. Set by the server to ask its
-        budget."""
         self.refusals: dict[str, float] = {}
         """Refused calls by reason, for metrics."""
 
@@ -157,25 +122,23 @@ class Callers:
         self._check(caller, "calls", account.calls, self._limits.calls)
         return Visit(caller, account)
 
-    def turn_started(self, turn: Turn) -> None:
-        """Charges a turn that began in the current call, until it ends."""
-        visit = VISIT.get()
-        if visit is None or turn.task is None:
-            return
-        account, trajectory_id = visit.account, turn.record.trajectory_id
+    def charge(
+        self, visit: Visit, turn: Turn, task: asyncio.Task[None], is_open: Callable[[], bool]
+    ) -> None:
+        """Charges a turn that began in a call, until its task ends, and its trajectory for as long as it
+        is open."""
+        account = visit.account
         tokens = turn.context_token_count + turn.budget
         visit.turn_began()
         account.turns += 1
         account.tokens += tokens
-        account.trajectories.add(trajectory_id)
-        if trajectory_id not in self._owners:
-            self._own(trajectory_id, _key(visit.caller))
+        account.trajectories[turn.record.trajectory_id] = is_open
 
         def ended(_: object) -> None:
             account.turns -= 1
             account.tokens -= tokens
 
-        turn.task.add_done_callback(ended)
+        task.add_done_callback(ended)
 
     def unread(self, byte_count: int) -> AbstractContextManager[None]:
         """Charges an answer of the current call until its caller has read it or is gone.
@@ -189,11 +152,11 @@ class Callers:
         return self.unread_group(byte_count)
 
     @contextmanager
-    def arriving(self) -> Generator[Callable[[int], None]]:
+    def arriving(self, check_memory: Callable[[int], None]) -> Generator[Callable[[int], None]]:
         """Charges a request of the current call while it is being read.
 
-        Yields a function to call with the size of each piece before keeping it. It raises
-        CALLER_LIMIT and MEMORY_BUDGET.
+        `check_memory` raises MEMORY_BUDGET if this many bytes do not fit. Yields a function to call with
+        the size of each piece before keeping it. It raises CALLER_LIMIT and MEMORY_BUDGET.
         """
         visit = VISIT.get()
         assert visit is not None, "requests are counted behind the gate"
@@ -203,7 +166,7 @@ class Callers:
             nonlocal kept
             if account.unread > kept:
                 self._check(caller, "unread_bytes", account.unread + byte_count, self._unread_bytes)
-            self.check_memory(COPIES * byte_count)
+            check_memory(COPIES * byte_count)
             kept += byte_count
             account.unread += byte_count
             self.unread_bytes += byte_count
@@ -238,74 +201,8 @@ class Callers:
             count, most = visit.account.tokens, self._limits.tokens_in_flight
             self._check(visit.caller, "tokens_in_flight", count, most)
 
-    def guard(self, handlers: Mapping[str, Handler]) -> dict[str, Handler]:
-        """Wraps each handler in the checks of this module."""
-        guarded = {name: self._guard(name, handler) for name, handler in handlers.items()}
-        guarded["TaskService/LeaseTasks"] = self._claim(guarded["TaskService/LeaseTasks"])
-        return guarded
-
-    def _guard(self, name: str, handler: Handler) -> Handler:
-        trajectories = OWNED.get(name)
-        opens = name == "RolloutService/Generate"
-        begins_turn = opens or name == "RolloutService/Continue"
-        aborts = name == "RolloutService/Abort"
-        if trajectories is None and not aborts:
-            return handler
-
-        def guarded(request: Any, call: Call) -> Any:
-            visit = VISIT.get()
-            named = () if trajectories is None else tuple(trajectories(request))
-            if visit is not None:
-                self._check_own(visit.caller, named)
-                if aborts:
-                    self._check_abort(visit.caller, request)
-            # From here on a refused call counts as a sign of life too.
-            for trajectory_id in named:
-                self.on_call(trajectory_id)
-            if aborts:
-                self._abort_called(visit, request)
-            if visit is not None and begins_turn:
-                self._check_turn(visit, opens=opens)
-                visit.reserve_turn(opens=opens)
-            return handler(request, call)
-
-        return guarded
-
-    def begin_turn(self, *trajectory_ids: str, opens: bool = False) -> None:
-        """Makes the checks of `guard` for a turn that no rpc asks for. Raises DomainError."""
-        visit = VISIT.get()
-        if visit is not None:
-            self._check_own(visit.caller, trajectory_ids)
-        for trajectory_id in trajectory_ids:
-            self.on_call(trajectory_id)
-        if visit is not None:
-            self._check_turn(visit, opens=opens)
-            visit.reserve_turn(opens=opens)
-
-    def check_own(self, trajectory_id: str) -> None:
-        """Checks that no other agent owns a trajectory that the current caller names."""
-        visit = VISIT.get()
-        if visit is not None:
-            self._check_own(visit.caller, (trajectory_id,))
-        self.on_call(trajectory_id)
-
-    def _claim(self, lease_tasks: Handler) -> Handler:
-        """Makes the caller the owner of the attempts it leases."""
-
-        async def claimed(request: Any, call: Call) -> AsyncIterator[Any]:
-            visit = VISIT.get()
-            async with aclosing(lease_tasks(request, call)) as leases:
-                async for lease in leases:
-                    if visit is not None:
-                        self._own(lease.trajectory_id, _key(visit.caller))
-                    yield lease
-
-        return claimed
-
-    # Limits.
-
     def _account(self, caller: Caller) -> _Account:
-        key = _key(caller)
+        key = key_of(caller)
         account = self._accounts.get(key)
         if account is None:
             if len(self._accounts) >= MOST_ACCOUNTS:
@@ -320,10 +217,13 @@ class Callers:
                 del self._accounts[key]
 
     def _count_open(self, account: _Account) -> int:
-        account.trajectories = set(filter(self.is_open, account.trajectories))
+        account.trajectories = {
+            name: is_open for name, is_open in account.trajectories.items() if is_open()
+        }
         return len(account.trajectories)
 
-    def _check_turn(self, visit: Visit, *, opens: bool) -> None:
+    def begin_turn(self, visit: Visit, *, opens: bool) -> None:
+        """Reserves room for a turn, and for the trajectory that it opens. Raises CALLER_LIMIT."""
         caller, account, limits = visit.caller, visit.account, self._limits
         self._check(caller, "turns_in_flight", account.turns, limits.turns_in_flight)
         self._check(caller, "tokens_in_flight", account.tokens, limits.tokens_in_flight)
@@ -332,6 +232,7 @@ class Callers:
         if opens and len(account.trajectories) + account.opening >= most:
             count = self._count_open(account) + account.opening
             self._check(caller, "open_trajectories", count, most)
+        visit.reserve_turn(opens=opens)
 
     def _check(self, caller: Caller, limit: str, count: int, most: int) -> None:
         if count >= most:
@@ -342,82 +243,6 @@ class Callers:
                 retry_after_seconds=RETRY_SECONDS,
             )
 
-    # Ownership.
 
-    def _abort_called(self, visit: Visit | None, request: Any) -> None:
-        """Counts an agent's abort as a sign of life. A trainer's abort proves nothing about the
-        agent."""
-        if visit is not None and visit.caller.role is Role.TRAINER:
-            return
-
-        def is_callers(trajectory_id: str) -> bool:
-            return visit is None or not self._is_anothers(visit.caller, trajectory_id)
-
-        for trajectory_id in filter(is_callers, request.trajectories.trajectory_ids):
-            self.on_call(trajectory_id)
-        for group_id in request.groups.group_ids:
-            self.on_group_call(group_id, is_callers)
-
-    def _own(self, trajectory_id: str, key: tuple[str, str]) -> None:
-        self._owners[trajectory_id] = key
-        self._owners.move_to_end(trajectory_id)
-        for oldest in list(islice(self._owners, max(0, len(self._owners) - MOST_OWNERS))):
-            if self.is_open(oldest):
-                self._owners.move_to_end(oldest)
-            else:
-                del self._owners[oldest]
-
-    def _is_anothers(self, caller: Caller, trajectory_id: str) -> bool:
-        owner = self._owners.get(trajectory_id)
-        return owner is not None and owner != _key(caller)
-
-    def _check_own(self, caller: Caller, trajectory_ids: Iterable[str]) -> None:
-        if caller.role is not Role.AGENT:
-            return
-        for trajectory_id in trajectory_ids:
-            if self._is_anothers(caller, trajectory_id):
-                raise _not_own(caller, f"trajectory {trajectory_id}", trajectory_id)
-            if trajectory_id in self._owners:
-                self._owners.move_to_end(trajectory_id)
-
-    def _check_abort(self, caller: Caller, request: Any) -> None:
-        """Lets an agent abort only its own turns, and a group only if it owns all of the group's
-        turns."""
-        if caller.role is not Role.AGENT:
-            return
-        selector = request.WhichOneof("selector")
-        if selector == "all":
-            raise DomainError(
-                Reason.ROLE_NOT_ALLOWED,
-                f"{caller} may abort only its own trajectories and groups, not all",
-                {"caller": caller.name, "role": Role.AGENT, "selector": "all"},
-            )
-        if selector == "trajectories":
-            self._check_own(caller, request.trajectories.trajectory_ids)
-        elif selector == "groups":
-            wanted = set(request.groups.group_ids)
-            for turn in self.turns_in_flight():
-                record = turn.record
-                if record.group_id in wanted and self._is_anothers(caller, record.trajectory_id):
-                    what = f"a turn of group {record.group_id}"
-                    raise _not_own(caller, what, record.trajectory_id)
-
-
-def _not_own(caller: Caller, what: str, trajectory_id: str) -> DomainError:
-    return DomainError(
-        Reason.ROLE_NOT_ALLOWED,
-        f"{what} belongs to another agent, not to {caller}",
-        {"caller": caller.name, "role": Role.AGENT, "trajectory_id": trajectory_id},
-    )
-
-
-def _key(caller: Caller) -> tuple[str, str]:
+def key_of(caller: Caller) -> tuple[str, str]:
     return caller.kind, caller.name
-
-
-def _always(_: str) -> bool:
-    return True
-
-
-def _nothing(*_: object) -> None:
-    pass

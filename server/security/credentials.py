@@ -40,7 +40,7 @@ from penstock.common.token_file import (
     hash_token,
     parse_token_file,
 )
-from penstock.server.config.settings import ConfigError, Security
+from penstock.server.config.settings import ConfigError, SecuritySection
 from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
 
@@ -125,7 +125,7 @@ class TokenStore:
 class Credentials:
     """The server's own certificate, and the authentication of callers."""
 
-    def __init__(self, security: Security, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, security: SecuritySection, now: Callable[[], float] = time.time) -> None:
         """Raises ConfigError if a file cannot be read."""
         self._now = now
         self._tls = _TlsFiles.of(security)
@@ -235,7 +235,7 @@ class _TlsFiles:
     signatures: tuple[Signature, ...] = ()
 
     @classmethod
-    def of(cls, security: Security) -> _TlsFiles | None:
+    def of(cls, security: SecuritySection) -> _TlsFiles | None:
         if security.certificate is None or security.key is None:
             return None
         return cls(security.certificate, security.key, security.client_ca)

@@ -69,7 +69,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _EVERY,
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _EVERY,
 }
-"""The roles that may use each other rpc. `caller_limits` further restricts an agent to what it
+"""The roles that may use each other rpc. `ownership` further restricts an agent to what it
 owns."""
 
 # Size that HTTP/2 adds to the name and value of each header (RFC 9113, section 6.5.2).

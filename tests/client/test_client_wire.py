@@ -520,7 +520,7 @@ async def test_a_worker_goes_on_with_a_server_that_was_restarted(tmp_path, caplo
         worker = penstock.worker(WorkerSettings(concurrency=2), generate, reward)
         working = asyncio.create_task(worker.run())
         await begun.wait()
-        await first.serving.stop(0.0)
+        await first.life.stop(0.0)
         async with (
             serve(tmp_path, f"listen={first.address}") as second,
             client_of(second) as submitter,

@@ -16,9 +16,10 @@ import grpc
 import numpy as np
 import pytest
 
+from penstock.server.assembly import Serving
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import EngineLoadFailed, StagedWeights
-from penstock.server.serving import Serving, bind
+from penstock.server.lifecycle import Lifecycle, bind
 from penstock.wire.channel import client_options
 from tests.faults.scoring import Scorer, runs
 from tests.faults.trajectories import Seen, Trajectories
@@ -246,8 +247,9 @@ async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
     engine = await VllmEngine.start(engine_arguments(["--model", str(path), *OPTIONS]))
     (process,) = [p for p in engines_of(os.getpid()) if p not in before]
     renderer = TokenizerRenderer.load(str(path), engine.description.eos_token_ids)
-    serving = Serving(server, engine, renderer, loaded)
-    await serving.start()
+    serving = Serving(engine, renderer, loaded)
+    life = Lifecycle(serving, server)
+    await life.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=client_options())
     wire = Wire(channel)
     exchange = await hello(wire, EPOCH)
@@ -277,7 +279,7 @@ async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
         )
     finally:
         await channel.close()
-        await serving.stop(0.0)
+        await life.stop(0.0)
 
 
 def versions_of(path: Path) -> Callable[[int], Tensors]:

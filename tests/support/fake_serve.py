@@ -35,14 +35,15 @@ from typing import Any
 import click
 from safetensors import safe_open
 
+from penstock.server.assembly import Serving
 from penstock.server.config import settings as configuration
 from penstock.server.config.settings import ConfigError, ServeConfig
 from penstock.server.engine.protocol import AdapterLimits, TensorMeta
 from penstock.server.http.server import HttpAddressInUse, open_http
 from penstock.server.journal.records import JournalInUse, JournalUnreadable
 from penstock.server.journals import open_journal
+from penstock.server.lifecycle import AddressInUse, Lifecycle, bind
 from penstock.server.security.gate import open_gate
-from penstock.server.serving import AddressInUse, Serving, bind
 from tests.support.fakes import MAX_CONTEXT, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine
 
 
@@ -134,24 +135,25 @@ async def serve(config: ServeConfig, options: EngineOptions) -> int:
     if stop.is_set():
         return 0
     engine = make_engine(options)
-    life = await live_in_a_process(engine) if options.engine_process else None
-    serving = Serving(server, engine, ByteRenderer(), config, journal, gate, http)
-    await serving.start()
+    process = await live_in_a_process(engine) if options.engine_process else None
+    serving = Serving(engine, ByteRenderer(), config, journal, gate, http)
+    life = Lifecycle(serving, server)
+    await life.start()
     host = config.listen.rpartition(":")[0]
     version = serving.switch.active_version
     click.echo(f"penstock serving fake on {host}:{port} (weight version {version})")
     if http is not None:
         click.echo(f"penstock endpoints on {http.url}")
-    failing = asyncio.ensure_future(serving.failed())
+    failing = asyncio.ensure_future(life.failed())
     await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
     if failing.done():
         click.echo(f"penstock serve: {failing.result()}", err=True)
-        await serving.stop(0.0)
+        await life.stop(0.0)
         return 1
     failing.cancel()
-    await serving.stop()
-    if life is not None:
-        life.cancel()
+    await life.stop()
+    if process is not None:
+        process.cancel()
     return 0
 
 

@@ -17,14 +17,15 @@ import numpy as np
 import xxhash
 from google.protobuf.message_factory import GetMessageClass
 
+from penstock.server.assembly import Serving
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.http.server import open_http
 from penstock.server.journal.records import EncodedRecord
 from penstock.server.journals import open_journal
+from penstock.server.lifecycle import Lifecycle, bind
 from penstock.server.rpc.boundary import SERVICES
 from penstock.server.security.gate import open_gate
-from penstock.server.serving import Serving, bind
 from penstock.server.text.renderer import Renderer
 from penstock.v1 import (
     conversation_pb2,
@@ -172,11 +173,15 @@ def sampling(max_tokens: int = 16, **fields: Any) -> Any:
 class Harness:
     """A running server and its internals."""
 
-    serving: Serving
+    life: Lifecycle
     engine: FakeEngine
     port: int
     wire: Any
     channel: grpc.aio.Channel
+
+    @property
+    def serving(self) -> Serving:
+        return self.life.serving
 
     @property
     def address(self) -> str:
@@ -342,7 +347,7 @@ def hold_back_switches(
     """Block the journal record of a switch; other records are written as usual. Set the returned
     future to make that record count as durable."""
     written: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-    journal = harness.serving._journal
+    journal = harness.serving.journal
     begin_append = journal.begin_append
 
     def held(records: Any, **options: Any) -> Any:
@@ -489,11 +494,13 @@ async def serve(
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls, gate)
     http = open_http(loaded, port, gate.credentials)
     journal = await open_journal(loaded.journal)
-    serving = Serving(server, engine, renderer or ByteRenderer(), loaded, journal, gate, http)
-    await serving.start()
+    life = Lifecycle(
+        Serving(engine, renderer or ByteRenderer(), loaded, journal, gate, http), server
+    )
+    await life.start()
     channel = open_channel(f"127.0.0.1:{port}", security)
     try:
-        yield Harness(serving, engine, port, Wire(channel), channel)
+        yield Harness(life, engine, port, Wire(channel), channel)
     finally:
         await channel.close()
-        await serving.stop(0.0)
+        await life.stop(0.0)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.config.settings import JournalSection
+from penstock.server.config.journal import JournalSection
 from tests.support.ports import HeldPort
 
 # The program fetched by `.ci/programs.py`, used if the machine has none installed.

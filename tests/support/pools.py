@@ -7,14 +7,15 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.server.assembly import Serving
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.journals import open_journal
+from penstock.server.lifecycle import Lifecycle, bind
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.rules import PoolRules
 from penstock.server.security.gate import open_gate
-from penstock.server.serving import Serving, bind
 from penstock.wire.security import open_channel
 from tests.support.fakes import ByteRenderer, FakeEngine
 from tests.support.harness import Harness, Wire, serve, until
@@ -54,14 +55,14 @@ async def serve_hub(
     engine = PoolEngine(addresses, rules=rules)
     await engine.described()
     journal = await open_journal(loaded.journal)
-    serving = Serving(server, engine, ByteRenderer(), loaded, journal, gate)
-    await serving.start()
+    life = Lifecycle(Serving(engine, ByteRenderer(), loaded, journal, gate), server)
+    await life.start()
     channel = open_channel(f"127.0.0.1:{port}")
     try:
-        yield Harness(serving, engine, port, Wire(channel), channel), engine  # type: ignore[arg-type]
+        yield Harness(life, engine, port, Wire(channel), channel), engine  # type: ignore[arg-type]
     finally:
         await channel.close()
-        await serving.stop(0.0)
+        await life.stop(0.0)
 
 
 @contextlib.asynccontextmanager

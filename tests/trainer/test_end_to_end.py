@@ -21,6 +21,7 @@ from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
 from penstock.client.calls import Calls
 from penstock.client.scoring import Agent, single_turn
 from penstock.client.tasks import Purpose
+from penstock.server.assembly import Serving
 from penstock.server.config import settings as server_config
 from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import MemoryBudget
@@ -32,7 +33,7 @@ from penstock.server.engine.protocol import (
     TensorMeta,
 )
 from penstock.server.journals import open_journal
-from penstock.server.serving import Serving, bind
+from penstock.server.lifecycle import Lifecycle, bind
 from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.state.ledger import StepEntry, read_ledger
 from penstock.wire.reasons import Reason
@@ -95,9 +96,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Server:
-    serving: Serving
+    life: Lifecycle
     engine: LoadingEngine
     address: str
+
+    @property
+    def serving(self) -> Serving:
+        return self.life.serving
 
 
 @contextlib.asynccontextmanager
@@ -112,12 +117,12 @@ async def serving(
     loaded = server_config.load(None, [f"listen={listen}", *settings])
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
     journal = await open_journal(loaded.journal)
-    running = Serving(server, engine, ByteRenderer(), loaded, journal)
-    await running.start()
+    life = Lifecycle(Serving(engine, ByteRenderer(), loaded, journal), server)
+    await life.start()
     try:
-        yield Server(running, engine, f"127.0.0.1:{port}")
+        yield Server(life, engine, f"127.0.0.1:{port}")
     finally:
-        await running.stop(0.0)
+        await life.stop(0.0)
 
 
 @contextlib.asynccontextmanager
@@ -426,7 +431,7 @@ async def test_a_server_that_is_killed_is_given_its_weights_again(
         trainer = await start_trainer(path)
         await first.engine.loads(3)
         before = first.engine.versions[-1]
-        await first.serving.stop(0.0)
+        await first.life.stop(0.0)
         async with serving(tiny, listen=first.address) as second:
             code, _, err = await trainer.end()
             assert code == 0, err
@@ -529,7 +534,7 @@ async def test_sigterm_ends_a_trainer_whose_server_was_killed_and_it_resumes(
         path = configure(tmp_path, tiny, first.address, run={"steps": 100_000}, **sections)
         trainer = await start_trainer(path)
         await first.engine.loads(2)
-        await first.serving.stop(0.0)
+        await first.life.stop(0.0)
         said = await trainer.says("lost the server")
         trainer.process.send_signal(signal.SIGTERM)
         code, _, err = await trainer.end(60)
@@ -570,7 +575,7 @@ async def test_a_server_lost_after_sigterm_is_not_waited_for(tiny: Path, tmp_pat
         await switching.wait()
         trainer.process.send_signal(signal.SIGTERM)
         await trainer.says("SIGTERM: stopping")
-        await server.serving.stop(0.0)
+        await server.life.stop(0.0)
         code, _, err = await trainer.end(60)
     assert code == ASKED, err
     (step,) = records(tmp_path)

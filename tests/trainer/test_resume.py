@@ -897,7 +897,7 @@ async def test_receipts_that_were_lost_with_the_stream_keep_no_places(
             stand.config, stand.log, resume=False, failpoints="train.published=stop@1"
         )
         await stopped(nursery.pid)
-        stand.server.serving.trainer.end(DomainError(Reason.DRAINING, "lost"))
+        stand.server.serving.session.end(DomainError(Reason.DRAINING, "lost"))
         await asyncio.sleep(0.2)
         os.kill(nursery.pid, signal.SIGCONT)
         assert await nursery.end() == 0, stand.said

@@ -172,7 +172,7 @@ class LogJournal:
         self._writing: asyncio.Task[None] | None = None
         self._compacting: asyncio.Task[None] | None = None
         self._pace = CompactionPace()
-        self.on_full: OnFull = no_way_to_give
+        self._on_full: OnFull = no_way_to_give
         self._failure: DomainError | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._snapshot: Snapshot | None = None
@@ -265,9 +265,9 @@ class LogJournal:
 
     # Appending
 
-    async def start(self, snapshot: Snapshot) -> None:
+    async def start(self, snapshot: Snapshot, on_full: OnFull = no_way_to_give) -> None:
         """Open a new segment and begin to write; called after `replay`. Raises OSError."""
-        self._snapshot = snapshot
+        self._snapshot, self._on_full = snapshot, on_full
         newest = max((number for number, _ in self._files.all), default=0)
         await self._in_thread(lambda: self._segments.rotate(newest + 1))
         self._writing = asyncio.create_task(self._write_batches(), name="journal")
@@ -282,7 +282,7 @@ class LogJournal:
             message = f"the journal's disk has no room for {byte_count} more bytes"
         else:
             return
-        self.on_full(wanted)
+        self._on_full(wanted)
         self._pace.press()
         self._room_needed.set()
         self._wake.set()

@@ -34,7 +34,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from penstock.common.failpoints import hit
-from penstock.server.config.settings import JournalSection
+from penstock.server.config.journal import JournalSection
 from penstock.server.core.errors import DomainError
 from penstock.server.journal.compaction_pace import CompactionPace
 from penstock.server.journal.jetstream.answers import JetStreamError
@@ -109,7 +109,7 @@ class JetStreamJournal:
         self._writing: asyncio.Task[None] | None = None
         self._compacting: asyncio.Task[None] | None = None
         self._pace = CompactionPace()
-        self.on_full: OnFull = no_way_to_give
+        self._on_full: OnFull = no_way_to_give
         self._failure: DomainError | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._snapshot: Snapshot | None = None
@@ -166,9 +166,9 @@ class JetStreamJournal:
 
     # Appending
 
-    async def start(self, snapshot: Snapshot) -> None:
+    async def start(self, snapshot: Snapshot, on_full: OnFull = no_way_to_give) -> None:
         """Clean up and begin to write; called after `replay`. Raises OSError."""
-        self._snapshot = snapshot
+        self._snapshot, self._on_full = snapshot, on_full
         try:
             await self._log.clear()
         except JetStreamError as error:
@@ -180,7 +180,7 @@ class JetStreamJournal:
         wanted = frame_length(byte_count) + self._pending_bytes + HEADROOM_BYTES
         kept, limit = self._kept + self._other, self._most_kept
         if kept + wanted > limit:
-            self.on_full(wanted)
+            self._on_full(wanted)
             self._pace.press()
             self._wake.set()
             raise DomainError(

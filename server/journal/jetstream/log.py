@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 
-from penstock.server.config.settings import JournalSection
+from penstock.server.config.journal import JournalSection
 from penstock.server.journal.jetstream.answers import Fenced, JetStreamError, StreamState
 from penstock.server.journal.jetstream.connection import Connection
 from penstock.server.journal.jetstream.frames import (

@@ -125,7 +125,7 @@ def read_contents(journal: StoredJournal) -> Contents:
                 group.size,
                 group.admitted_version,
                 tuple(
-                    AttemptLine(a.trajectory_id, a.retry_count, a.leased, a.final)
+                    AttemptLine(a.trajectory_id, a.retry_count, a.state.leased, a.state.final)
                     for a in group.attempts
                 ),
             )

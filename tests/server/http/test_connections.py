@@ -203,7 +203,7 @@ async def test_who_takes_its_time_and_keeps_sending_is_served(impatient: Harness
 
 
 def connections(server: Harness) -> list[Any]:
-    http: Any = server.serving._http
+    http: Any = server.serving.http
     return list(http._server.server_state.connections)
 
 

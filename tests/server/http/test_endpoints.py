@@ -518,7 +518,7 @@ async def test_a_stop_tells_the_agent_when_to_come_back(tmp_path: Path):
             )
             await until(lambda: len(server.serving.turns.sampling) == 2)
             await server.sampled("a")
-            await server.serving.stop(0.0)
+            await server.life.stop(0.0)
             refused = await whole
             cut = await streamed
     assert refused.status_code == 503

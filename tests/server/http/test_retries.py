@@ -205,7 +205,7 @@ async def test_a_turn_that_is_being_given_is_not_sampled_as_another_request_says
         first = asyncio.create_task(http.post(url, json=ASKED))
         await server.sampled("a")
         # The turn waits until the journal has room before it continues.
-        journal: Any = server.serving._journal
+        journal: Any = server.serving.journal
         check_room, refused = journal.check_room, 0
 
         def full(_: int) -> None:

@@ -395,7 +395,7 @@ async def test_the_message_before_a_full_turn_outlives_its_abort_and_its_retry(s
 async def test_an_answer_that_was_aborted_goes_on_as_soon_as_there_is_room(tmp_path: Path):
     settings = ("http.listen=127.0.0.1:0", f"journal.folder={tmp_path / 'journal'}")
     async with serve(tmp_path, *settings, step_seconds=0.005) as server:
-        journal: Any = server.serving._journal
+        journal: Any = server.serving.journal
         check_room, refused = journal.check_room, 0
 
         def full(_: int) -> None:

@@ -133,10 +133,11 @@ class Running:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Running]:
+    from penstock.server.assembly import Serving
     from penstock.server.config import settings as config
     from penstock.server.http.server import open_http
+    from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.security.gate import open_gate
-    from penstock.server.serving import Serving, bind
     from penstock.server.vllm.engine import VllmEngine, engine_arguments
     from penstock.server.vllm.parsers import VllmParsers
 
@@ -150,15 +151,16 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ru
     tokenizer = load_tokenizer(str(model))
     parser = VllmParsers(tokenizer, "hermes", "")
     renderer = TokenizerRenderer(tokenizer, engine.description.eos_token_ids, parser)
-    serving = Serving(server, engine, renderer, loaded, gate=gate, http=http)
-    await serving.start()
+    serving = Serving(engine, renderer, loaded, gate=gate, http=http)
+    life = Lifecycle(serving, server)
+    await life.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=client_options())
     loaded_model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     state = loaded_model.state_dict()
     state.pop("lm_head.weight", None)
     yield Running(serving, Wire(channel), state)
     await channel.close()
-    await serving.stop(0.0)
+    await life.stop(0.0)
 
 
 async def node_agent(base: str, stream: bool, **_: Any) -> str:

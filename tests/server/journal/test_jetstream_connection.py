@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
-from penstock.server.config.settings import JournalSection
+from penstock.server.config.journal import JournalSection
 from penstock.server.journal.jetstream.answers import Refused, Unreachable
 from penstock.server.journal.jetstream.connection import Connection
 

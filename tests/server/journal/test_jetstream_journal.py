@@ -592,7 +592,7 @@ async def test_what_is_refused_has_it_compacted(
         state.clear()
         await journal.append([record("closed")])
         asked: list[int] = []
-        journal.on_full = asked.append
+        journal._on_full = asked.append
         async with asyncio.timeout(20):
             while True:
                 try:

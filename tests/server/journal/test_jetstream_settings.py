@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
 from penstock.server.config import settings as config
-from penstock.server.config.settings import JournalSection
+from penstock.server.config.journal import JournalSection
 from penstock.server.core.errors import DomainError
 from penstock.server.journal.records import JournalUnreadable, MemoryJournal
 from penstock.server.journals import open_journal

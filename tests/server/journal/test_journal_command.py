@@ -122,7 +122,7 @@ async def exchange_settled(harness: Harness) -> None:
     async with asyncio.timeout(20):
         while not any(group.step for group in harness.serving.buffer.groups):
             await asyncio.sleep(0.01)
-    await harness.serving._journal.append(())
+    await harness.serving.journal.append(())
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ async def test_a_journal_that_is_compacted_meanwhile_is_read_as_it_was_at_some_m
         done = asyncio.Event()
 
         async def write() -> None:
-            journal: Any = harness.serving._journal
+            journal: Any = harness.serving.journal
             while journal.compactions < 3:
                 await journal.append([tasks_known(["x" * 200_000])])
             done.set()

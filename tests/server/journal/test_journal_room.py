@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from penstock.server.config.settings import JournalSection
+from penstock.server.config.journal import JournalSection
 from penstock.server.core.errors import DomainError
 from penstock.server.journal import compaction_pace
 from penstock.server.journal.disk import snapshot as journal_snapshot
@@ -172,7 +172,7 @@ async def test_a_server_never_uses_the_disk_beyond_the_bound(
     ) as harness:
         peak = Peak(folder)
         watching = asyncio.create_task(peak.watch())
-        journal = harness.serving._journal
+        journal = harness.serving.journal
         assert isinstance(journal, LogJournal)
         refused = n = 0
         async with asyncio.timeout(120):
@@ -195,7 +195,7 @@ async def test_a_server_never_uses_the_disk_beyond_the_bound(
                     assert read_failure(error).reason == "DISK_FULL"
                     refused += 1
                     for group in list(harness.serving.buffer.groups):
-                        harness.serving.buffer.discard(group.group_id)
+                        harness.serving.buffer.drop(group.group_id)
                     await asyncio.sleep(0.1)
                 peak.look()
         watching.cancel()

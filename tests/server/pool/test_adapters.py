@@ -316,7 +316,7 @@ async def test_a_turn_goes_on_under_the_adapter_of_the_engine_it_is_placed_on_ne
         last.engine.add_adapter = never  # type: ignore[method-assign]
         pushing = asyncio.ensure_future(push(pool.hub, 2, policy="keep"))
         await waits.wait()
-        await last.serving._server.stop(0.0)
+        await last.life._server.stop(0.0)
         await pushing
         turns = [await call for call in calls]
         for n, turn in enumerate(turns):

@@ -201,7 +201,7 @@ async def test_a_host_that_dies_meanwhile_is_gone_round(tmp_path: Path) -> None:
     rules = replace(QUICK, branches=1, differences=False)
     async with serve_pool(tmp_path, 3, rules=rules, hosts="abc") as pool:
         await pool.hub.upload(1)
-        await pool.engines[0].serving.stop(0.0)
+        await pool.engines[0].life.stop(0.0)
         await pool.hub.upload(2)
         assert [engine.engine.version for engine in pool.engines[1:]] == [2, 2]
         # The hub sends to one of the two, and that one passes it on.

@@ -277,7 +277,7 @@ async def test_siblings_stay_together_after_their_engine_has_gone(tmp_path: Path
         members = [pool.member(number) for number in range(4)]
         home = next(number for number in range(4) if members[number].given)
         if how == "lost":
-            await pool.engines[home].serving.stop(0.0)
+            await pool.engines[home].life.stop(0.0)
             await until(lambda: members[home].state is State.LOST)
         else:
             others = [engine.address for engine in pool.engines if engine is not pool.engines[home]]

@@ -159,7 +159,7 @@ async def test_a_turn_whose_engine_stops_goes_on_at_the_exact_token_elsewhere(
     async with serve_pool(tmp_path, 2, step_seconds=SLOW) as pool:
         turning = await begin(pool, "a")
         number = holder(pool)
-        await pool.engines[number].serving.stop(0.0)
+        await pool.engines[number].life.stop(0.0)
         turn = await turning
         assert len(turn.tokens) == 200
         check(turn)
@@ -172,7 +172,7 @@ async def test_with_no_engine_left_turns_wait_for_one_that_comes(tmp_path: Path)
     async with contextlib.AsyncExitStack() as stack:
         pool = await stack.enter_async_context(serve_pool(tmp_path, 1, step_seconds=SLOW))
         turning = await begin(pool, "a", 100)
-        await pool.engines[0].serving.stop(0.0)
+        await pool.engines[0].life.stop(0.0)
         await until(lambda: pool.engine.stats().waiting == 1)
         folder = tmp_path / "another"
         folder.mkdir()
@@ -356,7 +356,7 @@ async def test_an_engine_server_with_a_journal_serves_again_once_its_hub_has_giv
             hub, engine = await stack.enter_async_context(serve_hub(tmp_path / "hub", [address]))
             await until(lambda: engine.members[0].state is State.SERVING)
             await hub.upload(1)
-            await first.serving.stop(0.0)
+            await first.life.stop(0.0)
             await until(lambda: engine.members[0].state is State.LOST)
             await stack.enter_async_context(serve(again, f"listen={address}", *settings))
             async with asyncio.timeout(20):

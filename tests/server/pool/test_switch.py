@@ -331,7 +331,7 @@ async def test_another_process_at_the_address_of_one_is_given_it_from_the_beginn
             await until(lambda: member.version == 2 and member.state is State.SERVING)
         else:
             await until(lambda: 2 in member.reserved)
-        stopping = asyncio.create_task(before.serving.stop(0.0))
+        stopping = asyncio.create_task(before.life.stop(0.0))
         await until(lambda: member.state is State.LOST)
         gates[1].set()
         await stopping

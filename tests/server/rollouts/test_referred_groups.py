@@ -51,7 +51,7 @@ def finished_in(folder: Path) -> list[Any]:
 
 
 def journal_of(harness: Harness) -> LogJournal:
-    journal = harness.serving._journal
+    journal = harness.serving.journal
     assert isinstance(journal, LogJournal)
     return journal
 

@@ -66,7 +66,7 @@ class Disk:
 
     def __init__(self, harness: Harness, kind: str) -> None:
         self.reached, self.go_on = asyncio.Event(), asyncio.Event()
-        journal: Any = harness.serving._journal
+        journal: Any = harness.serving.journal
         begin_append = journal.begin_append
 
         def late(records: Any, **fields: Any) -> Any:
@@ -83,7 +83,7 @@ class Disk:
 
 
 async def compact(harness: Harness) -> None:
-    journal: Any = harness.serving._journal
+    journal: Any = harness.serving.journal
     await journal.append(())
     await journal._begin_compaction()
     await journal._compacting
@@ -175,7 +175,7 @@ async def test_an_attempt_with_a_branch_that_ran_out_waits_for_its_sibling_over_
         group.attempts[0].deadline -= 3600
         harness.serving.queue.deadline_sooner.notify()
         await until(lambda: group.attempts[0].state.final)
-        await harness.serving._journal.append(())
+        await harness.serving.journal.append(())
         left = killed(tmp_path / "s")
         call.cancel()
     async with on_disk(left) as harness:
@@ -188,7 +188,7 @@ async def test_no_id_that_an_agent_takes_is_that_of_an_attempt_that_was_never_op
     tmp_path: Path,
 ) -> None:
     async with on_disk(tmp_path / "s") as harness:
-        failed = asyncio.ensure_future(harness.serving.failed())
+        failed = asyncio.ensure_future(harness.life.failed())
         for run in ("first", "second"):
             exchange = await hello(harness.wire, 1 + (run == "second"), run_id=run)
             # Group ids are unique within a run.
@@ -350,7 +350,7 @@ async def test_a_group_that_is_being_written_down_goes_with_its_run(tmp_path: Pa
 
 async def test_a_compaction_does_not_bring_back_what_went_with_its_run(tmp_path: Path) -> None:
     async with on_disk(tmp_path / "s") as harness:
-        journal: Any = harness.serving._journal
+        journal: Any = harness.serving.journal
         exchange = await hello(harness.wire, 1, run_id="first")
         await submit(harness, "task", group_size=1)
         call, (given,) = await lease(harness, 1)
@@ -412,7 +412,7 @@ async def test_groups_that_were_selected_as_the_stream_was_lost_come_on_the_next
         exchange.send(demand=Demand(group_count=2))
         await disk.reached.wait()
         exchange.call.cancel()
-        await until(lambda: not harness.serving.trainer.connected)
+        await until(lambda: not harness.serving.session.connected)
         disk.go_on.set()
         exchange = await hello(harness.wire, 2, weight_version=2, **contract)
         # The new stream also gets the notices that the lost stream did not deliver.
@@ -445,7 +445,7 @@ async def test_a_stream_that_is_lost_while_a_step_computes_takes_no_place_of_the
             await work(harness, await call.read())
         batch = await take(2)
         exchange.call.cancel()
-        await until(lambda: not harness.serving.trainer.connected)
+        await until(lambda: not harness.serving.session.connected)
         exchange = await hello(harness.wire, 2, **contract)
         # The step is done: upload its weights, and send the receipt for the
         # deliveries of the lost stream.
@@ -478,7 +478,7 @@ async def test_a_group_that_cannot_be_read_leaves_its_place_to_another(
         await work(harness, given)
         await until(lambda: harness.serving.buffer.buffered_count == 1)
         harness.serving.buffer.kept.clear()
-        journal: Any = harness.serving._journal
+        journal: Any = harness.serving.journal
         read = journal.read
 
         async def unreadable(_: Any) -> bytes:

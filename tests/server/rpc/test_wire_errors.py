@@ -466,10 +466,10 @@ async def test_a_path_that_is_no_text_stops_nobody(harness: Harness, path: bytes
 
 
 async def test_a_grpc_server_that_ends_by_itself_ends_everything(harness: Harness) -> None:
-    failed = asyncio.ensure_future(harness.serving.failed())
+    failed = asyncio.ensure_future(harness.life.failed())
     await harness.generate("before")
     assert not failed.done()
-    await harness.serving._server.stop(0)
+    await harness.life._server.stop(0)
     assert "gRPC server ended" in await asyncio.wait_for(failed, 20)
 
 

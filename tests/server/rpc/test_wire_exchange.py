@@ -98,7 +98,7 @@ async def test_groups_without_receipt_are_delivered_again_and_no_others(harness:
     )
     exchange.half_close()
     assert await exchange.call.code() == grpc.StatusCode.OK
-    assert harness.serving.trainer.drops == {"NOT_WANTED": 1}
+    assert harness.serving.buffer.drops == {"NOT_WANTED": 1}
     # The trainer resumes from its state after step 1: b was trained later, d never.
     exchange = await hello(harness.wire, 2, resume_step=1, groups_per_step=4)
     exchange.send(demand={"group_count": 4})
@@ -122,7 +122,7 @@ async def test_a_receipt_for_a_server_before_means_no_group_of_this_one(tmp_path
             exchange.send(receipt=receipt)
             exchange.half_close()
             assert await exchange.call.code() == grpc.StatusCode.OK
-            assert harness.serving.trainer.drops.get("NO_USE", 0) == (name == "a")
+            assert harness.serving.buffer.drops.get("NO_USE", 0) == (name == "a")
             assert harness.serving.buffer.held_count == (0 if name == "a" else 1)
     assert delivered[0] < delivered[1]
 
@@ -268,7 +268,7 @@ async def test_another_run_takes_nothing_over_and_what_is_dropped_is_counted(
     assert await ended(exchange) == (grpc.StatusCode.ABORTED, "SESSION_REPLACED")
     other.send(demand={"group_count": 1})
     assert (await other.receive("notice")).reason == "RUN_REPLACED"
-    assert harness.serving.trainer.drops == {"RUN_REPLACED": 2}
+    assert harness.serving.buffer.drops == {"RUN_REPLACED": 2}
     await finish_groups(harness, "a")
     assert (await other.receive("delivery")).group.task_id == "a"
 
@@ -288,7 +288,7 @@ async def test_a_run_that_begins_anew_takes_nothing_over_from_its_earlier_start(
         exchange = await hello(harness.wire, epoch, start_id=start_id, resume_step=1)
         answer = await harness.wire.SubmitTasks(SubmitTasksRequest(tasks=waiting))
         assert (answer.accepted_count, answer.duplicate_count) == (0, 1)
-        assert harness.serving.trainer.drops == {}
+        assert harness.serving.buffer.drops == {}
     # No trainer is connected to receive notices of groups dropped now.
     exchange.half_close()
     assert await exchange.call.read() is grpc.aio.EOF
@@ -299,7 +299,7 @@ async def test_a_run_that_begins_anew_takes_nothing_over_from_its_earlier_start(
     notice = await exchange.receive("notice")
     assert notice.reason == "RUN_REPLACED"
     assert notice.message == "run run was restarted from scratch: 0 tasks, 2 groups dropped"
-    assert harness.serving.trainer.drops["RUN_REPLACED"] == 2
+    assert harness.serving.buffer.drops["RUN_REPLACED"] == 2
     exchange.send(demand={"group_count": 3})
     await finish_groups(harness, "a", "c", "d")
     # The group that was too large before the new start causes no notice.

@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from penstock.server.lifecycle import AddressInUse, bind
 from penstock.server.rpc.boundary import SERVICES
-from penstock.server.serving import AddressInUse, bind
 from penstock.v1 import trajectory_pb2
 from penstock.wire.failure import read_failure
 from tests.support.fakes import expected_tokens
@@ -127,7 +127,7 @@ async def test_a_stop_finishes_turns_and_refuses_new_ones(tmp_path: Path) -> Non
         leases = running.wire.LeaseTasks(LeaseTasksRequest(agent_id="a", concurrency=1))
         turn = asyncio.ensure_future(running.generate("t", sampling_params=sampling(60)))
         await running.sampled("t")
-        stopping = asyncio.ensure_future(running.serving.stop())
+        stopping = asyncio.ensure_future(running.life.stop())
         await asyncio.sleep(0.1)
         draining = (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -150,7 +150,7 @@ async def test_a_stop_aborts_what_does_not_finish_in_time(tmp_path: Path) -> Non
         turn = asyncio.ensure_future(running.generate("t", sampling_params=sampling(400)))
         await running.sampled("t")
         async with asyncio.timeout(20):
-            await running.serving.stop()
+            await running.life.stop()
         finished = (await turn).finished
         assert finished.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED
 

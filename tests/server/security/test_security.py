@@ -26,8 +26,8 @@ from penstock.common.token_file import (
 )
 from penstock.server.config import settings as config
 from penstock.server.config.settings import ConfigError
+from penstock.server.lifecycle import bind
 from penstock.server.security.gate import ALLOWED, ANYBODY
-from penstock.server.serving import bind
 from penstock.trainer.assembly import security_of
 from penstock.trainer.config.trainer import ServerConfig
 from penstock.trainer.core.errors import ConfigInvalid

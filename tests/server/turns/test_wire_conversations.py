@@ -296,7 +296,7 @@ async def test_a_turn_that_was_cut_off_by_the_servers_death_is_gone_on_with(
         turn = asyncio.ensure_future(server.generate("t", **fields))
         await server.sampled("t")
         # The opening was queued before this append. Sampling itself never waits for the disk.
-        await server.serving._journal.append([])
+        await server.serving.journal.append([])
         shutil.copytree(before / "journal", after / "journal")
         server.engine.freeze_at = None
         server.engine._wake.set()

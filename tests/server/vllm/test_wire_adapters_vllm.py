@@ -171,8 +171,9 @@ class Server:
 async def server(
     models: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncGenerator[Server]:
+    from penstock.server.assembly import Serving
     from penstock.server.config import settings as config
-    from penstock.server.serving import Serving, bind
+    from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.text.renderer import TokenizerRenderer
     from penstock.server.vllm.engine import VllmEngine, engine_arguments
 
@@ -183,12 +184,13 @@ async def server(
     options += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
     engine = await VllmEngine.start(engine_arguments(options))
     renderer = TokenizerRenderer.load(str(models[0]), engine.description.eos_token_ids)
-    serving = Serving(listening, engine, renderer, loaded)
-    await serving.start()
+    serving = Serving(engine, renderer, loaded)
+    life = Lifecycle(serving, listening)
+    await life.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=client_options())
     yield Server(Wire(channel), serving, engine, stage)
     await channel.close()
-    await serving.stop(0.0)
+    await life.stop(0.0)
 
 
 async def test_full_weights_can_be_uploaded_until_there_is_an_adapter(

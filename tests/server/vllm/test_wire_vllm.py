@@ -54,8 +54,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def wire(models: list[Path]) -> AsyncGenerator[Any]:
     """Raw calls to a real server on real vLLM."""
+    from penstock.server.assembly import Serving
     from penstock.server.config import settings as config
-    from penstock.server.serving import Serving, bind
+    from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.text.renderer import TokenizerRenderer
     from penstock.server.vllm.engine import VllmEngine, engine_arguments
 
@@ -64,12 +65,12 @@ async def wire(models: list[Path]) -> AsyncGenerator[Any]:
     options = ["--model", str(models[0]), "--dtype", "float32", "--max-model-len", "512"]
     engine = await VllmEngine.start(engine_arguments(options))
     renderer = TokenizerRenderer.load(str(models[0]), engine.description.eos_token_ids)
-    serving = Serving(server, engine, renderer, loaded)
-    await serving.start()
+    life = Lifecycle(Serving(engine, renderer, loaded), server)
+    await life.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=client_options())
     yield Wire(channel)
     await channel.close()
-    await serving.stop(0.0)
+    await life.stop(0.0)
 
 
 async def generate(wire: Any, trajectory_id: str, **fields: Any) -> Turn:

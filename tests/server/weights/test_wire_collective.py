@@ -655,7 +655,7 @@ async def test_an_engine_that_hangs_in_a_collective_is_lost(quick: Harness) -> N
         failure = await call.failure(call.round())
         assert failure.code is grpc.StatusCode.UNAVAILABLE
         assert failure.reason == "ENGINE_LOST"
-        assert "hangs" in await quick.serving.failed()
+        assert "hangs" in await quick.life.failed()
 
 
 async def test_a_stop_does_not_wait_for_a_trainer(tmp_path: Path) -> None:

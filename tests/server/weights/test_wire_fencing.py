@@ -112,7 +112,7 @@ async def test_a_trainer_that_is_replaced_while_its_tasks_are_looked_at(harness:
     late = asyncio.create_task(harness.serving.tasks.submit_tasks(many))
     # The call yields to the event loop midway.
     await asyncio.sleep(0)
-    harness.serving.trainer._epoch = 8
+    harness.serving.session._epoch = 8
     with pytest.raises(DomainError) as caught:
         await late
     assert caught.value.reason == "STALE_EPOCH"
@@ -121,24 +121,24 @@ async def test_a_trainer_that_is_replaced_while_its_tasks_are_looked_at(harness:
 
 async def test_a_trainer_that_goes_before_its_welcome_is_gone(tmp_path: Path) -> None:
     async with serve(tmp_path, f"journal.folder={tmp_path / 'journal'}") as harness:
-        trainer, appended = harness.serving.trainer, asyncio.Event()
-        append = trainer._journal.append
+        journal, session = harness.serving.journal, harness.serving.session
+        append, appended = journal.append, asyncio.Event()
 
         async def stuck(records: Any) -> None:
             appended.set()
             await asyncio.Event().wait()
 
-        trainer._journal.append = stuck  # type: ignore[method-assign]
+        journal.append = stuck  # type: ignore[method-assign]
         leaving = Exchange(harness.wire)
         contract = StalenessContract(max_lag=1, groups_per_step=1)
         leaving.send(hello=Hello(run_id="run", trainer_epoch=5, staleness=contract))
         await appended.wait()
-        assert trainer.connected
+        assert session.connected
         leaving.call.cancel()
-        await until(lambda: not trainer.connected)
-        trainer._journal.append = append  # type: ignore[method-assign]
+        await until(lambda: not session.connected)
+        journal.append = append  # type: ignore[method-assign]
         await hello(harness.wire, 6)
-        assert trainer.connected
+        assert session.connected
 
 
 async def test_an_upload_by_an_older_epoch_is_refused_though_nobody_said_hello(

@@ -17,13 +17,14 @@ from penstock.client import Patience, Task, Trajectory, Worker, WorkerSettings
 from penstock.client.calls import Calls
 from penstock.client.scoring import single_turn
 from penstock.client.tasks import Purpose
+from penstock.server.assembly import Serving
 from penstock.server.config import settings as server_config
 from penstock.server.core.aio import Broadcast
 from penstock.server.engine.protocol import TensorMeta
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import Holder, LeaseRules
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.serving import Serving, bind
+from penstock.server.lifecycle import Lifecycle, bind
 from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.weights.sender import Sender
 from penstock.v1 import task_service_pb2, trajectory_pb2
@@ -46,9 +47,13 @@ ServerTask = codec.twin(task_service_pb2.Task)
 
 @dataclass
 class Server:
-    serving: Serving
+    life: Lifecycle
     engine: FakeEngine
     address: str
+
+    @property
+    def serving(self) -> Serving:
+        return self.life.serving
 
 
 @contextlib.asynccontextmanager
@@ -56,12 +61,12 @@ async def serving(folder: Path, listen: str = "127.0.0.1:0") -> AsyncGenerator[S
     engine = FakeEngine(0.001, tensors={"a.weight": TensorMeta((3,))})
     loaded = server_config.load(None, [f"listen={listen}", f"weights.stage_folder={folder}"])
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
-    started = Serving(server, engine, ByteRenderer(), loaded)
-    await started.start()
+    life = Lifecycle(Serving(engine, ByteRenderer(), loaded), server)
+    await life.start()
     try:
-        yield Server(started, engine, f"127.0.0.1:{port}")
+        yield Server(life, engine, f"127.0.0.1:{port}")
     finally:
-        await started.stop(0.0)
+        await life.stop(0.0)
 
 
 async def lengths(task: Task, trajectory: Trajectory) -> float:

@@ -1,0 +1,203 @@
+"""One HTTP connection's request and answer: both bounded in bytes and time, and charged to their caller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers
+
+from penstock.server.core.errors import DomainError
+from penstock.server.http import errors as http_errors
+from penstock.server.http.server import CLIENT_NAMES, WRITE_BUFFER_BYTES
+from penstock.server.http.surface import Surface
+from penstock.server.security.callers import Callers
+from penstock.server.security.credentials import AUTHORIZATION
+from penstock.server.security.gate import Presented
+from penstock.wire.reasons import Reason
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+# This much of a body, or its end, must arrive within each `limits.stalled_seconds`.
+PIECE_BYTES = 262_144
+
+Unread = Callable[[int], contextlib.AbstractContextManager[None]]
+
+
+class Gone(Exception):
+    """The connection was lost, or its client stopped reading."""
+
+
+class Bodies:
+    """Reads the bodies of requests."""
+
+    def __init__(
+        self, callers: Callers, check_memory: Callable[[int], None], stalled_seconds: float
+    ) -> None:
+        """`check_memory` raises MEMORY_BUDGET if this many bytes do not fit."""
+        self._callers = callers
+        self._check_memory = check_memory
+        self._stalled_seconds = stalled_seconds
+
+    @contextlib.asynccontextmanager
+    async def read(self, scope: Scope, receive: Receive) -> AsyncGenerator[bytes]:
+        """Yields the whole body, which is charged to its caller's account until the block exits."""
+        most = self._callers.message_bytes
+        announced = Headers(scope=scope).get("content-length", "0")
+        body, size, more = bytearray(), int(announced) if announced.isdigit() else 0, True
+        now = asyncio.get_running_loop().time
+        with self._callers.arriving(self._check_memory) as keep:
+            try:
+                # The timeout covers a whole piece. A byte at a time could hold the body in memory
+                # forever.
+                async with asyncio.timeout(self._stalled_seconds) as limit:
+                    while more and size <= most:
+                        message = await receive()
+                        if message["type"] == "http.disconnect":
+                            raise Gone
+                        part = message.get("body", b"")
+                        keep(len(part))
+                        before = len(body) // PIECE_BYTES
+                        body += part
+                        if len(body) // PIECE_BYTES > before:
+                            limit.reschedule(now() + self._stalled_seconds)
+                        more, size = message.get("more_body", False), max(size, len(body))
+            except TimeoutError:
+                raise DomainError(
+                    Reason.MALFORMED_MESSAGE,
+                    f"the body stalled at {len(body)} bytes: less than {PIECE_BYTES} more arrived within "
+                    f"{self._stalled_seconds:g} s",
+                    {"body_bytes": len(body), "seconds": self._stalled_seconds},
+                ) from None
+            if size > most:
+                raise DomainError(
+                    Reason.MESSAGE_TOO_LARGE,
+                    f"the body has at least {size} bytes; at most {most} are allowed",
+                    {"message_bytes": size, "limit": most},
+                )
+            yield bytes(body)
+
+
+class Sending:
+    """Sends one answer, and charges it to its caller's account until it is read."""
+
+    def __init__(
+        self, send: Send, cut_off: Callable[[], None], stalled_seconds: float, unread: Unread
+    ) -> None:
+        self._put = send
+        self._cut_off = cut_off
+        self._stalled_seconds = stalled_seconds
+        self._unread = unread
+        self._begun = self._ended = False
+
+    async def json(
+        self, text: str, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Sends a whole answer."""
+        body = text.encode()
+        length = {"content-length": str(len(body))}
+        with self._unread(len(body)):
+            await self._start(status, "application/json", {**length, **(headers or {})})
+            await self._piece(body)
+            await self.end()
+
+    async def event(self, event: str) -> None:
+        """Sends one event of a streamed answer."""
+        if not self._begun:
+            await self._start(
+                200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
+            )
+        data = event.encode()
+        with self._unread(len(data)):
+            await self._piece(data)
+            if len(data) > WRITE_BUFFER_BYTES:
+                await self._piece(b"")
+
+    async def _piece(self, data: bytes) -> None:
+        """Sends a piece once the previous one has been taken."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """Ends a streamed answer."""
+        await self._send({"type": "http.response.body", "body": b""})
+        self._ended = True
+
+    async def refuse(self, surface: Surface, error: DomainError) -> None:
+        """Sends an error, if the answer has not ended yet."""
+        # The call has already ended, and its charges with it.
+        self._unread = _uncounted
+        with contextlib.suppress(Gone):
+            if not self._begun:
+                body = json.dumps(surface.error(error))
+                status = http_errors.status_of(error)
+                await self.json(body, status, http_errors.headers_of(error))
+            elif not self._ended:
+                await self.event(surface.error_event(error))
+                await self.end()
+
+    async def _start(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
+        self._begun = True
+        pairs = [(b"content-type", kind.encode())]
+        pairs += [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._stalled_seconds):
+                await self._put(message)
+        except TimeoutError:
+            self._cut_off()
+            self._ended = True
+            logger.warning(
+                "client read nothing for %g s; closed the connection", self._stalled_seconds
+            )
+            raise Gone from None
+
+
+def _uncounted(_: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs the work and cancels it if the client disconnects. Raises Gone."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(gone())
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def presented(scope: Scope) -> Presented:
+    """What gRPC would present for the same caller."""
+    headers = [
+        (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+    ]
+    names = {name for name, _ in headers}
+    if AUTHORIZATION not in names:
+        # Anthropic's SDKs send their API key in this header.
+        headers = [
+            (AUTHORIZATION, f"Bearer {value}") if name == "x-api-key" else (name, value)
+            for name, value in headers
+        ]
+    host, port = scope.get("client") or ("", 0)
+    peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+    shown = [name.encode() for name in scope.get(CLIENT_NAMES, ())]
+    return Presented(headers, peer, lambda: {"x509_common_name": shown} if shown else {})

@@ -1,0 +1,188 @@
+"""A server's life from the first bind to the last answer.
+
+Order of start: port bound (a port in use fails before a model is loaded) -> journal locked -> engine ->
+journal read -> handlers -> serving, logged in one line.
+
+Order of a stop (SIGTERM, SIGINT): health NOT_SERVING -> no new turns, no new leases -> turns in flight
+finish within `drain_seconds`, the rest end ABORTED -> the trainer's session ends with DRAINING -> open
+calls end -> engine closed -> journal closed.
+
+If the engine dies, so does the server: health NOT_SERVING, turns end with ENGINE_LOST. The process logs the
+reason and exits with 1, so that its supervisor starts another. The same happens if the journal can no
+longer be written.
+
+A server started in the middle of a run, according to its journal or its configuration, holds turns back.
+It is NOT_SERVING until the trainer's version is active.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, cast
+
+import grpc
+
+from penstock.server.assembly import Serving
+from penstock.server.config.settings import SecuritySection, check_exposure
+from penstock.server.core.errors import DomainError
+from penstock.server.gauges import observe
+from penstock.server.groups.recovery import recover_from
+from penstock.server.journal.records import SnapshotItem, server_started
+from penstock.server.routes import endpoints, handlers
+from penstock.server.rpc.boundary import service_handlers
+from penstock.server.rpc.reflection import add_reflection
+from penstock.server.security.gate import Gate
+from penstock.wire.channel import server_options
+from penstock.wire.reasons import Reason
+
+FOR_EVER_SECONDS = 1e9
+
+
+class AddressInUse(Exception):
+    """The server cannot listen on the address."""
+
+
+def bind(
+    listen: str, concurrent_calls: int, gate: Gate | None = None
+) -> tuple[grpc.aio.Server, int]:
+    """Create a gRPC server bound to HOST:PORT, not yet serving. Returns it and the port it got.
+
+    Without a gate it accepts calls from this host only and does not authenticate them.
+
+    Raises AddressInUse if another process has the port or the host is not this machine's, and
+    ConfigError if the server would be open to anyone.
+    """
+    credentials = None if gate is None else gate.credentials.server_credentials()
+    if gate is None:
+        check_exposure(listen, SecuritySection())
+    server = grpc.aio.server(
+        interceptors=() if gate is None else (gate,),
+        # gRPC lets in twice as many calls. The gate refuses the second half and tells when to retry.
+        options=server_options(2 * concurrent_calls),
+        maximum_concurrent_rpcs=concurrent_calls if gate is None else 2 * concurrent_calls,
+    )
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, credentials)
+    except RuntimeError as error:
+        raise AddressInUse(f"cannot listen on {listen}: {error}") from error
+    return server, port
+
+
+class Lifecycle:
+    """Starts and stops an assembled server."""
+
+    def __init__(self, serving: Serving, server: grpc.aio.Server) -> None:
+        """`server` is bound and has no handlers yet."""
+        self.serving = serving
+        self._server = server
+        self._background: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Recover from the journal and begin to serve. Raises JournalUnreadable and OSError."""
+        serving = self.serving
+        observe(serving)
+        await self._recover()
+        guarded = serving.ownership.guard(handlers(serving))
+        stalled_seconds = serving.config.limits.stalled_seconds
+        self._server.add_generic_rpc_handlers(service_handlers(guarded, stalled_seconds))
+        serving.health.add_to(self._server)
+        add_reflection(self._server)
+        await serving.health.publish()
+        await self._server.start()
+        if serving.http is not None:
+            await serving.http.start(cast("Any", endpoints(serving)))
+        self._background += [
+            asyncio.create_task(serving.closing.expire_leases(), name="lease clock"),
+            asyncio.create_task(serving.own.expire(), name="clock of callers' own trajectories"),
+        ]
+
+    async def _recover(self) -> None:
+        """Restore what the journal holds. Raises JournalUnreadable."""
+        serving, switch = self.serving, self.serving.switch
+        found = await recover_from(serving.journal)
+        serving.state.restore(found, serving.journal)
+        await serving.messages.restore(serving.store.records())
+        starts = found.starts + 1
+        awaiting = serving.config.weights.await_trainer or found.weight_version > 0
+        if awaiting:
+            serving.admission.await_trainer()
+        await switch.await_trainer(awaiting)
+
+        # A separate variable, so that the closure does not keep the rest of `found`, which may be large.
+        left_version = found.weight_version
+
+        def state() -> Iterator[SnapshotItem]:
+            # Until the trainer has published again, this is still the middle of its run.
+            version = switch.active_version or (left_version if switch.awaiting_trainer else 0)
+            return serving.state.snapshot(starts, version)
+
+        await serving.journal.start(state, serving.own.give_way)
+        await serving.journal.append([server_started(starts)])
+
+    async def failed(self) -> str:
+        """Return, with the reason, when the server can no longer serve."""
+        switch = self.serving.switch
+        lost = asyncio.create_task(self.serving.engine.lost())
+        ended = asyncio.create_task(self._ended())
+        unwritable = self.serving.journal.failed
+        try:
+            await asyncio.wait(
+                [lost, ended, unwritable, *self._background], return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            ended.cancel()
+        if ended.done():
+            lost.cancel()
+            return ended.result()
+        if unwritable.done():
+            lost.cancel()
+            await switch.refuse(DomainError(Reason.JOURNAL_FAILED, unwritable.result()))
+            return unwritable.result()
+        for task in self._background:
+            if task.done():
+                lost.cancel()
+                task.result()
+        reason = await lost
+        await switch.refuse(DomainError(Reason.ENGINE_LOST, f"the engine is lost: {reason}"))
+        return f"the engine is lost: {reason}"
+
+    async def _ended(self) -> str:
+        """Return, with the reason, if gRPC itself has ended the server, which no call should cause."""
+        try:
+            # Without a timeout, cancelling this wait would cancel the server's termination itself.
+            await self._server.wait_for_termination(FOR_EVER_SECONDS)
+        except Exception as error:
+            return f"the gRPC server ended: {error!r}"
+        return "the gRPC server ended"
+
+    async def stop(self, drain_seconds: float | None = None) -> None:
+        """Drain and stop; see the module's docstring for the order."""
+        serving = self.serving
+        refusal = DomainError(
+            Reason.DRAINING, "the server is shutting down", retry_after_seconds=5.0
+        )
+        await serving.health.drain()
+        serving.opening.drain(refusal)
+        serving.tasks.drain(refusal)
+        limit = serving.config.drain_seconds if drain_seconds is None else drain_seconds
+        try:
+            async with asyncio.timeout(limit):
+                await serving.turns.wait_idle()
+        except TimeoutError:
+            await serving.turns.abort(serving.turns.in_flight)
+        serving.session.end(refusal)
+        if serving.http is not None:
+            await serving.http.stop()
+        await self._server.stop(grace=2.0)
+        await serving.closing.wait_durable()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await serving.engine.close()
+        await serving.uploads.close()
+        await serving.weights.close()
+        await serving.journal.close()
