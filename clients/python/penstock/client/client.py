@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """Load of a server at the time of the call."""
-
     running_turn_count: int
     waiting_turn_count: int
     kv_cache_usage: float
@@ -38,12 +36,9 @@ class ServerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Identity, versions, limits and load of a server."""
-
     server_version: str
     model: str
     active_weight_version: int
-    """The version that samples now."""
     staged_weight_versions: tuple[int, ...]
     max_context_length: int
     vocab_size: int
@@ -51,7 +46,6 @@ class ServerInfo:
     """Name of the torch dtype that uploaded tensors must have."""
     load: ServerLoad
     replicas: tuple[Replica, ...]
-    """One per engine behind the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +63,7 @@ class Replica:
 
 
 def version_of(replica: rollout_service_pb2.ReplicaInfo) -> int | None:
-    """Returns the version that an engine samples with, or None if its server does not know.
+    """Returns None if the server does not know the version.
 
     On the wire, 0 stands for both "unknown" and the base model. It means the base model if the
     engine takes turns or is the server's own.

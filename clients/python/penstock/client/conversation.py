@@ -34,8 +34,6 @@ _TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call by the policy."""
-
     tool_call_id: str
     name: str
     arguments_json: str
@@ -57,7 +55,6 @@ class Message:
     role: Role
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Tool calls in an assistant's message."""
     tool_call_id: str = ""
     """Id of the call that a tool's message answers."""
     reasoning: str = ""
@@ -66,8 +63,6 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the policy may call."""
-
     name: str
     description: str = ""
     parameters: Mapping[str, Json] = field(default_factory=dict[str, Json])
@@ -80,7 +75,6 @@ MessageLike: TypeAlias = Message | Mapping[str, str]
 Observation: TypeAlias = (
     str | MessageLike | Sequence[MessageLike] | Sequence[int] | NDArray[np.int32]
 )
-"""Text, one message or several, or tokens."""
 
 
 class PromptKind(Enum):
@@ -101,7 +95,6 @@ class WirePrompt:
 
     @property
     def kind(self) -> PromptKind | None:
-        """The form that is set, if any."""
         if self.tokens is not None:
             return PromptKind.TOKENS
         if self.conversation is not None:
@@ -152,7 +145,6 @@ def write_prompt(
 
 
 def read_message(message: conversation_pb2.ChatMessage) -> Message:
-    """Reads a message from the wire."""
     calls = tuple(ToolCall(c.tool_call_id, c.name, c.arguments_json) for c in message.tool_calls)
     return Message(
         _ROLE_NAMES.get(message.role, "assistant"),
@@ -164,7 +156,6 @@ def read_message(message: conversation_pb2.ChatMessage) -> Message:
 
 
 def read_tool(tool: conversation_pb2.Tool) -> Tool:
-    """Reads a tool from the wire."""
     return Tool(tool.name, tool.description, from_struct(tool.parameters))
 
 

@@ -16,11 +16,9 @@ class PenstockError(Exception):
     """A refused or failed call. Root of every error that this package raises about the server."""
 
     code: grpc.StatusCode
-    """gRPC status of the call."""
     reason: str
     """Machine-readable reason from `penstock.wire.reasons`; empty if the server gave none."""
     message: str
-    """Message for people."""
     metadata: dict[str, str]
     """The values that the message mentions."""
     retry_after_seconds: float | None
@@ -89,7 +87,6 @@ _LEAVES: dict[grpc.StatusCode, type[PenstockError]] = {
 
 
 def from_failure(failure: Failure) -> PenstockError:
-    """Returns the error for a failure that was read from a status."""
     leaf = _LEAVES.get(failure.code, PenstockError)
     retry_after = failure.retry_after_seconds
     if retry_after is None and failure.is_full:
@@ -104,5 +101,4 @@ def from_failure(failure: Failure) -> PenstockError:
 
 
 def from_rpc(error: grpc.RpcError) -> PenstockError:
-    """Returns the error for an exception that gRPC raised."""
     return from_failure(read_failure(error))

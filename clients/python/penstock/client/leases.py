@@ -51,8 +51,6 @@ _OUTWAIT_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attempt:
-    """One attempt at a task."""
-
     task: Task
     trajectory: Trajectory
     """The first turn opens it; `complete` or `fail` closes it."""
@@ -64,8 +62,6 @@ class Attempt:
 
 
 class LeaseListener(Protocol):
-    """Receives events that endanger leases."""
-
     def server_lost(self, error: PenstockError) -> None:
         """The server is unreachable or does not lease now. The client keeps trying."""
         ...
@@ -84,8 +80,6 @@ class LeaseListener(Protocol):
 
 
 class LoggedLeases:
-    """The default listener, which logs each event."""
-
     def server_lost(self, error: PenstockError) -> None:
         logger.warning("lost the server: %s", error)
 
@@ -97,7 +91,6 @@ class LoggedLeases:
 
 
 def default_agent_id() -> str:
-    """Returns HOST-PID, a name for this process."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
@@ -244,8 +237,7 @@ class Leases:
             await backoff.wait()
 
     async def _reach(self) -> None:
-        """Waits for the server without a limit, then renews the held leases before anything
-        else."""
+        """Waits for the server without a limit, then first renews the held leases."""
         silence = ServerUnavailable(f"no answer from {self._calls.address} yet")
         loop = asyncio.get_running_loop()
         handle = loop.call_later(_SILENCE_SECONDS, self._say_lost, silence)

@@ -44,10 +44,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The server's answer to a close."""
-
     group_completed: bool
-    """Whether this close completed its group."""
     retried: bool = False
     """Whether the attempt failed and will be made again, under another trajectory id."""
 
@@ -61,7 +58,6 @@ class ProcessRecord:
     status: int | None
     """Exit status; None if a signal or a limit ended it."""
     signal: int | None
-    """Number of the signal that ended it."""
     seconds: float
     """Time from its start to the end of its last descendant."""
     peak_bytes: int
@@ -72,7 +68,6 @@ class ProcessRecord:
     """Content of the result file; None if the file does not exist."""
 
     def described(self) -> str:
-        """Describes how it ended, for people."""
         if self.signal is None:
             return f"exit status {self.status}"
         try:
@@ -82,10 +77,7 @@ class ProcessRecord:
 
 
 def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
-    """Converts an outcome to a message.
-
-    Raises ValueError for a reward that is not finite, and for any other value that cannot be sent.
-    """
+    """Raises ValueError for a value that cannot be sent, such as a reward that is not finite."""
     try:
         return _write_failed(outcome) if isinstance(outcome, Failed) else _write_scored(outcome)
     except Exception as error:
@@ -95,8 +87,7 @@ def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
 
 
 def as_utf8(text: str) -> str:
-    """Replaces each lone surrogate in a text, because UTF-8 has none. File names can contain
-    them."""
+    """Replaces lone surrogates, which file names can contain and UTF-8 cannot."""
     return text.encode(errors="replace").decode()
 
 

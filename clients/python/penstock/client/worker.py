@@ -47,10 +47,7 @@ _GIVE_BACK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """How a worker works."""
-
     concurrency: int = 8
-    """Number of attempts in flight."""
     agent_id: str = field(default_factory=default_agent_id)
     """Names this process, for metrics and traces."""
     purpose: Purpose | None = None
@@ -100,7 +97,6 @@ class Worker:
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was called."""
         return self._stopped.is_set()
 
     def stop(self) -> None:
@@ -108,11 +104,8 @@ class Worker:
         self._stopped.set()
 
     async def run(self) -> Statistics:
-        """Works until stopped, or until `attempts` attempts were made.
-
-        Raises PenstockError if the server refuses to lease, and WorkerMisconfigured if a group is
-        larger than the concurrency.
-        """
+        """Raises PenstockError if the server refuses to lease, and WorkerMisconfigured if a group is larger
+        than the concurrency."""
         settings = self._settings
         leases = Leases(
             self._calls,
@@ -205,7 +198,6 @@ class Worker:
             await asyncio.wait(list(self._running.values()), timeout=timeout)
 
     async def _attempt(self, attempt: Attempt) -> None:
-        """Processes one attempt, from its lease to its outcome."""
         with tracer.start_as_current_span("penstock.attempt") as span:
             span.set_attribute("penstock.task_id", attempt.task.task_id)
             span.set_attribute("penstock.group_id", attempt.group_id)
@@ -322,8 +314,7 @@ class Worker:
         return self._book.close(attempt, failed=isinstance(outcome, Failed))
 
     async def _let_run_out(self, attempt: Attempt) -> None:
-        """Waits until the lease of an attempt that cannot be closed has expired, if siblings wait
-        for it. Records whether the server makes the attempt again."""
+        """Waits until the lease of an attempt that cannot be closed has expired, if siblings wait."""
         if self._leases is None or not self._book.holds(attempt):
             return
         trajectory_id = attempt.trajectory.trajectory_id
@@ -343,8 +334,7 @@ class Worker:
         return self._book.close(attempt, failed=True)
 
     def _failed(self, error: BaseException) -> Failed:
-        """Converts an exception to a failure. Logs the first failure of each reason with its
-        traceback."""
+        """Logs the first failure of each reason with its traceback."""
         failed = as_failed(error)
         if failed.reason not in self._shown:
             self._shown.add(failed.reason)
@@ -375,8 +365,7 @@ class Worker:
         logger.warning("the server is back after %.1f s", seconds)
 
     def leases_expired(self, trajectory_ids: Sequence[str], retried_ids: Collection[str]) -> None:
-        """Cancels attempts whose work would be lost. Attempts being scored or closed find out when
-        they close."""
+        """Attempts being scored or closed find out when they close."""
         logger.warning("%d leases expired; giving up their attempts", len(trajectory_ids))
         expired = set(trajectory_ids)
         if self._per_group:

@@ -64,7 +64,6 @@ class EpisodeLimits:
     """Time limit for one call of the environment. Exceeding it fails the attempt."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError with the value it got."""
         if self.turns < 1 or self.invalid_actions < 0 or self.step_seconds <= 0:
             raise ValueError(
                 "episode: turns must be at least 1, invalid_actions at least 0 and step_seconds above 0, "
@@ -81,8 +80,6 @@ class EpisodeLimits:
 
 @dataclass
 class _Course:
-    """The course of an episode so far."""
-
     rewards: list[float] = field(default_factory=list[float])
     invalid_count: int = 0
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -131,8 +128,7 @@ class _Calls:
         return step
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Closes the environment. With `at_once` it does not wait for a thread slot, because a call
-        that hangs may hold one forever."""
+        """With `at_once` it waits for no thread slot, because a call that hangs may hold one forever."""
         if at_once:
             self._threads = CallThreads(1)
         if callable(getattr(self._environment, "close", None)):

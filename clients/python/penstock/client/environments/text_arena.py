@@ -109,7 +109,6 @@ class TextArena:
             return self._observe("")
 
     def step(self, action: str) -> Step:
-        """Makes the policy's move, then the opponents' moves."""
         with self._own_random():
             before = self._is_marked(self._seat)
             done, _ = self._wrapped.step(action)
@@ -147,8 +146,7 @@ class TextArena:
         raise EnvironmentInvalid(f"cannot start {self._game_name}: {refusal}") from refusal
 
     def _let_others_move(self, done: bool) -> bool:
-        """Plays the opponents' moves until it is the policy's turn or the game is over. Returns
-        whether it is over."""
+        """Plays until it is the policy's turn or the game is over. Returns whether it is over."""
         for _ in range(_MOST_OPPONENT_MOVES):
             if done or self._state.current_player_id == self._seat:
                 return done

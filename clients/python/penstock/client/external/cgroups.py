@@ -23,8 +23,6 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cgroup:
-    """The cgroup of one attempt."""
-
     folder: Path
     version: int
 
@@ -47,14 +45,12 @@ class Cgroup:
 
 @dataclass(frozen=True)
 class Cgroups:
-    """Makes cgroups below a parent."""
-
     parent: Path
     version: int
     _number: itertools.count[int] = field(default_factory=itertools.count)
 
     def make(self, limit_bytes: int) -> Cgroup:
-        """Makes a cgroup for one attempt. Raises OSError."""
+        """Raises OSError."""
         folder = self.parent / f"penstock-{os.getpid()}-{next(self._number)}"
         folder.mkdir()
         made = Cgroup(folder, self.version)
@@ -98,8 +94,7 @@ def _limit(cgroup: Cgroup, limit_bytes: int) -> None:
 
 
 def _delegate(own: Path) -> None:
-    """Enables the memory controller for children of a cgroup. Raises OSError if it is not
-    delegated."""
+    """Enables the memory controller for children. Raises OSError if it is not delegated."""
     if "memory" not in (own / "cgroup.controllers").read_text().split():
         raise OSError("the memory controller is not available")
     if "memory" in (own / "cgroup.subtree_control").read_text().split():

@@ -30,8 +30,6 @@ PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "LC_ALL", "LC_CTYPE")
 
 @dataclass(frozen=True)
 class Access:
-    """How a process reaches the server."""
-
     base_url: str
     """Base URL of the compatible endpoints; empty for none."""
     key: str

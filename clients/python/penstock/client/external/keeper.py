@@ -82,7 +82,6 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int) -> None:
-    """Calls prctl. Raises OSError."""
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
@@ -116,8 +115,7 @@ def keep(order: Order) -> None:
 
 
 def noticed(number: int, frame: object) -> None:
-    """Does nothing. With a handler installed, the kernel wakes `wait` through the wakeup
-    descriptor."""
+    """With a handler installed, the kernel wakes `wait` through the wakeup descriptor."""
 
 
 def start(order: Order) -> int:
@@ -180,8 +178,7 @@ def let_go_of_output() -> None:
 
 
 def wait(child: int, control: socket.socket, woken: int) -> int | None:
-    """Reaps until the command has ended and returns its wait status. Returns None if the worker
-    asks for its end."""
+    """Reaps until the command has ended. Returns None if the worker asks for its end."""
     poll = select.poll()
     poll.register(control, select.POLLIN | select.POLLHUP)
     poll.register(woken, select.POLLIN)

@@ -76,13 +76,10 @@ class Admitted:
 
     @property
     def path(self) -> str:
-        """Path of the attempt's base URL."""
         return f"/v1/attempts/{quote(self.trajectory_id, safe='')}"
 
 
 class Relay:
-    """Serves the processes of one worker."""
-
     def __init__(self, calls: Calls, security: Security) -> None:
         """Raises CredentialsUnusable, and ValueError for an invalid address."""
         self._calls = calls
@@ -100,7 +97,6 @@ class Relay:
         """Port at which processes in the host's network reach the relay."""
 
     async def open(self, http_port: int) -> None:
-        """Starts to relay requests to the server's `http_port`."""
         self._http_port = http_port
         if self._security.encrypted:
             self._tls = _tls(self._security)

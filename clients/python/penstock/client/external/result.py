@@ -59,7 +59,6 @@ class ResultInvalid(AttemptFailed):
 
 
 def with_output(text: str, output: str) -> str:
-    """Appends the end of the output to a failure message."""
     shown = output.strip()
     if not shown:
         return f"{text}; it wrote nothing"
@@ -69,8 +68,7 @@ def with_output(text: str, output: str) -> str:
 
 
 def reward_of_status(record: ProcessRecord) -> Outcome:
-    """1.0 for status 0, 0.0 for another. Raises ProcessFailed if the status says nothing about the
-    answer."""
+    """Raises ProcessFailed if the status says nothing about the answer."""
     if record.status is None or record.status in _COULD_NOT_RUN:
         raise ProcessFailed(with_output(record.described(), record.output))
     return Outcome(1.0 if record.status == 0 else 0.0)

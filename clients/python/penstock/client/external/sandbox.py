@@ -36,8 +36,6 @@ class SandboxMissing(Exception):
 
 @dataclass(frozen=True)
 class Sandbox:
-    """How to call bubblewrap."""
-
     program: str
     share_network: bool = False
     read: Sequence[Path] = ()

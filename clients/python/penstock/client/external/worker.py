@@ -16,7 +16,7 @@ from penstock.wire.security import Security
 def load_worker(
     external: CommandSettings, security: Security, settings: WorkerSettings
 ) -> Callable[[Calls], CommandWorker]:
-    """Returns a factory that makes the command's worker for a server. Raises BadFunction."""
+    """Raises BadFunction."""
     reward: Agent | None = None
     if external.reward not in (None, EXIT_STATUS, RESULT_FILE):
         reward = load_function(external.reward, "--reward")
@@ -42,12 +42,10 @@ class CommandWorker:
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was called."""
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Asks `run` to return. Running processes can finish within the drain bound, then they are
-        ended."""
+        """Running processes can finish within the drain bound, then they are ended."""
         self._stopped.set()
         self._worker.stop()
 
@@ -63,8 +61,7 @@ class CommandWorker:
             await self._processes.close()
 
     async def _open(self) -> bool:
-        """Opens the processes. Returns False if the worker was stopped while it waited for its
-        server."""
+        """Returns False if the worker was stopped while it waited for its server."""
         opening = asyncio.create_task(self._processes.open())
         stopping = asyncio.create_task(self._stopped.wait())
         try:

@@ -93,8 +93,7 @@ def read_arguments(path: Path | None) -> dict[str, Any]:
 def make_arguments(
     given: Mapping[str, Any], *, model: str, max_context_length: int | None
 ) -> Namespace:
-    """Makes the namespace for a server that samples from `model`. `max_context_length` is None if
-    unknown."""
+    """`max_context_length` is None if unknown."""
     served = {
         "hf_checkpoint": model,
         "rollout_max_context_len": max_context_length,

@@ -88,8 +88,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """The training decision for a trajectory."""
-
     untrained: NDArray[np.bool_]
     """Mask of tokens that the policy wrote and no sample claims, shape [n]."""
     broke_off: bool
@@ -99,7 +97,7 @@ class Trained:
 
 
 def claim_of(sample: Sample, reward: float | None) -> Claim:
-    """Returns the claim of a sample. Raises LossMaskInvalid."""
+    """Raises LossMaskInvalid."""
     count, length = len(sample.tokens), sample.response_length
     mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
     if not 0 <= length <= count:
@@ -116,8 +114,6 @@ def claim_of(sample: Sample, reward: float | None) -> Claim:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A trajectory while claims are being placed."""
-
     written: Written
     trained: NDArray[np.bool_]
     owners: list[int]
@@ -153,11 +149,7 @@ def _put(
     places: Sequence[_Place],
     tries: list[int],
 ) -> bool:
-    """Places claims, starting from the last token that each still wants. Returns whether all found
-    places.
-
-    `tries` bounds the search.
-    """
+    """Places claims, the last token that each still wants first. `tries` bounds the search."""
     if not order:
         return True
     (index, wanted), rest = order[0], order[1:]
@@ -192,8 +184,7 @@ def _strangeness(wanted: NDArray[np.bool_], place: _Place) -> int:
 
 
 def _find(claim: Claim, written: Sequence[Written]) -> list[NDArray[np.bool_]]:
-    """Returns, per trajectory, a mask of the claim's tokens that the policy wrote after the same
-    prefix."""
+    """Returns, per trajectory, which of the claim's tokens the policy wrote after the same prefix."""
     end, wanted = claim.end, claim.trained[: claim.end]
     common = [_common(claim.token_ids[:end], w.token_ids) for w in written]
     # A trajectory that ends earlier also counts: the sample may have added tokens that were not

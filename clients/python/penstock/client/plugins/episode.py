@@ -27,15 +27,12 @@ _FAILED = {Sample.Status.ABORTED: "ABORTED", Sample.Status.FAILED: "FAILED"}
 
 @dataclass(eq=False)
 class Episode:
-    """An attempt by a slime function, with its samples and outcome."""
-
     trajectory: Trajectory
     sample: Sample
     """The sample that the function receives."""
     router: AttemptRouter
     reward_key: str | None = None
-    """Name of the reward's entry that counts if the reward is a table. The others become
-    metrics."""
+    """The entry that counts if the reward is a table. The others become metrics."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The task's sampling settings, under the names that the function receives."""
     returned: list[Sample] = field(default_factory=list[Sample])
@@ -51,7 +48,6 @@ class Episode:
         _EPISODES[self.trajectory.trajectory_id] = self
 
     def drop(self, reason: str) -> None:
-        """Marks the group as unwanted."""
         if not self.unwanted:
             self.unwanted = reason
             if self.on_dropped is not None:
@@ -108,8 +104,7 @@ class Episode:
         return replace(scored, metadata=metadata)
 
     async def fill(self) -> None:
-        """Fills the sample from the trajectory's only turn. Raises RequestUnsupported if neither
-        the server nor a tokenizer has its text."""
+        """Fills the sample from the trajectory's only turn. Raises RequestUnsupported without its text."""
         sample, turn = self.sample, self.trajectory.last_turn
         ((_, written),) = await self.router.written()
         tokens: list[int] = written.token_ids.tolist()

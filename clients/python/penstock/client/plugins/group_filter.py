@@ -77,14 +77,11 @@ class GroupSample(Protocol):
 
     @property
     def behaviour_logprobs(self) -> NDArray[np.float32]:
-        """Log-probability that each token was sampled with; zero for tokens that were not
-        sampled."""
+        """Zero for tokens that were not sampled."""
         ...
 
     @property
-    def reward(self) -> float:
-        """Reward as the agent gave it."""
-        ...
+    def reward(self) -> float: ...
 
 
 class Group(Protocol):
@@ -136,8 +133,7 @@ def slime_filter(
 
 
 def _samples(group: Group, delivered: Delivered, args: Namespace) -> list[Any]:
-    """Returns the attempts of a group: one sample each, or lists if a function made several of
-    one."""
+    """Returns one sample per attempt, or lists if a function made several of one."""
     read = {sample.trajectory_id: sample for sample in group.samples}
     sent = {trajectory.trajectory_id: trajectory for trajectory in delivered.group.trajectories}
     attempts: dict[str, list[_DeliveredSample]] = defaultdict(list)
@@ -160,8 +156,6 @@ def _samples(group: Group, delivered: Delivered, args: Namespace) -> list[Any]:
 
 
 class _DeliveredSample(Sample):
-    """A trajectory as a filter sees it."""
-
     def __init__(
         self,
         trajectory: trajectory_pb2.Trajectory,
@@ -201,7 +195,7 @@ class _DeliveredSample(Sample):
         return super().__getattribute__(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns its fields, including those not read yet. Raises NotDelivered."""
+        """Includes fields not read yet. Raises NotDelivered."""
         for name in _LATE:
             getattr(self, name)
         made = super().to_dict()
@@ -249,8 +243,7 @@ class _Metadata(dict[str, Any]):
         )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the entry. Raises if it is missing, because the default might differ from its
-        value."""
+        """Raises if the entry is missing, because the default might differ from its value."""
         return self[key]
 
     def __contains__(self, key: object) -> bool:
@@ -263,8 +256,7 @@ class _Metadata(dict[str, Any]):
 
 
 def _written(trajectory: trajectory_pb2.Trajectory, count: int) -> NDArray[np.bool_]:
-    """Returns a mask of its `count` tokens that the policy wrote, without those shared with a
-    parent."""
+    """Returns a mask of the tokens that the policy wrote, without those shared with a parent."""
     written = np.zeros(count, np.bool_)
     at = trajectory.parent_token_count
     for segment in trajectory.segments:

@@ -60,8 +60,7 @@ def score_of(value: Any, key: str | None = "score") -> Outcome:
 
 
 def _number(value: Any) -> float | None:
-    """Converts numbers, including numpy's and torch's. Returns None if it is not a single
-    number."""
+    """Converts numbers, including numpy's and torch's; None if it is not a single number."""
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         return None
     try:
@@ -93,7 +92,6 @@ def verl_reward(function: Callable[..., Any], args: Mapping[str, Any]) -> Agent:
 
 
 def trl_reward(function: Callable[..., Any], *, whole_group: bool) -> Agent:
-    """Makes a reward of a TRL reward function."""
     takes_all = any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD
         for parameter in inspect.signature(function).parameters.values()
@@ -144,5 +142,4 @@ def _prompt(task: Task) -> Any:
 
 
 def messages_of(task: Task) -> list[dict[str, Any]]:
-    """Returns the messages of a task as dictionaries."""
     return [write_chat_message(message) for message in cast("Sequence[Message]", task.prompt or ())]

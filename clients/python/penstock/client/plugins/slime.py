@@ -56,8 +56,6 @@ class FanOutUnderGroupReward(Exception):
 
 
 class SlimeAgent:
-    """An agent for a worker, with `generate` and `reward_group`."""
-
     def __init__(
         self,
         generate: Callable[..., Any] | None,
@@ -80,12 +78,10 @@ class SlimeAgent:
         """Whether the last such task was a training task."""
 
     def connect(self, calls: Calls) -> None:
-        """Sets the server. Call it before the first attempt."""
         self._calls = calls
 
     async def args(self) -> Namespace:
-        """Returns the one namespace of this process. The first call asks the server for its
-        values."""
+        """Returns the one namespace of this process. The first call asks the server."""
         async with self._asking:
             if self._args is None:
                 assert self._calls is not None
@@ -121,7 +117,6 @@ class SlimeAgent:
         vars(args).update(told)
 
     async def begin(self, task: Task, trajectory: Trajectory) -> Episode:
-        """Makes the episode for an attempt before its function has seen it."""
         await self.use_sampling(task)
         args = await self.args()
         sample = make_sample(task, trajectory, args)
@@ -264,8 +259,7 @@ def make_sample(task: Task, trajectory: Attempted, args: Namespace) -> Sample:
 
 
 def _prompt(task: Task, args: Namespace, tools: Any) -> str | list[dict[str, Any]]:
-    """Restores the row's prompt: a text, rendered if `args.apply_chat_template` is set, or
-    messages."""
+    """Restores the row's prompt. Text is rendered if `args.apply_chat_template` is set."""
     if isinstance(task.prompt, np.ndarray):
         tokenizer: Any = load_tokenizer(args.hf_checkpoint)
         return str(tokenizer.decode(task.prompt.tolist()))

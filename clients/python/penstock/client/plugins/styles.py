@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class Style(StrEnum):
-    """The system whose signatures the functions have."""
-
     PENSTOCK = "penstock"
     """`generate(task, trajectory)`, `reward(task, trajectory)`."""
     SLIME = "slime"
@@ -33,8 +31,6 @@ class Style(StrEnum):
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions that a worker calls."""
-
     generate: Agent
     reward: Agent | None
     connect: Callable[[Calls], None]
@@ -49,7 +45,7 @@ def load_functions(
     *,
     whole_group: bool,
 ) -> Functions:
-    """Loads functions of another system by name, `pkg.module:function`. Raises BadFunction."""
+    """Raises BadFunction."""
     if style is Style.SLIME:
         agent = load_slime(generate, reward, args, whole_group=whole_group)
         if whole_group and reward is None:
@@ -80,7 +76,7 @@ def load_slime(
     *,
     whole_group: bool,
 ) -> SlimeAgent:
-    """Loads functions written for slime. Raises BadFunction."""
+    """Raises BadFunction."""
     if args.get("group_rm") and not whole_group:
         raise BadFunction("--args sets group_rm: use --group-reward instead")
     modules.install()

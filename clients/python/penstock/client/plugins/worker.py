@@ -23,8 +23,7 @@ def load_worker(
     arguments: Path | None,
     settings: WorkerSettings,
 ) -> Callable[[Calls], Worker | WholeRollout]:
-    """Returns a factory that makes the worker for functions of another system. Raises
-    BadFunction."""
+    """Raises BadFunction."""
     style = Style(style_name)
     try:
         args = read_arguments(arguments)
