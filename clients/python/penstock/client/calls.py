@@ -14,7 +14,6 @@ Retries are divided as follows:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass
@@ -99,10 +98,8 @@ class Calls:
     ) -> rollout.GetServerInfoResponse:
         """Describes the server. With `wait_for_ready`, waits for the server without a limit."""
         request = codec.twin(rollout.GetServerInfoRequest)()
-        response = rollout.GetServerInfoResponse
-        if wait_for_ready:
-            return await self._unary(_ROLLOUT, "GetServerInfo", request, response, patient=None)
-        return await self._unary(_ROLLOUT, "GetServerInfo", request, response)
+        response, patient = rollout.GetServerInfoResponse, None if wait_for_ready else False
+        return await self._unary(_ROLLOUT, "GetServerInfo", request, response, patient=patient)
 
     async def get_trajectory(
         self, request: rollout.GetTrajectoryRequest, *, patient: bool = False
@@ -132,28 +129,24 @@ class Calls:
         response = tasks.CompleteTrajectoryResponse
         return await self._unary(_TASKS, "CompleteTrajectory", request, response, patient=True)
 
-    async def turn_events(
+    def turn_events(
         self, request: TurnRequest, timeout: float | None, metadata: telemetry.Metadata
     ) -> AsyncGenerator[TurnEvent]:
-        """Closing the iterator cancels the call. Raises PenstockError; ServerUnavailable if it was lost."""
+        """Closing the iterator cancels the call.
+
+        Raises PenstockError; ServerUnavailable if the stream was lost.
+        """
         opens = request.DESCRIPTOR.name == "GenerateRequest"
         method = "Generate" if opens else "Continue"
         response = rollout.GenerateResponse if opens else rollout.ContinueResponse
-        stream = self._stream(_ROLLOUT, method, request, response, timeout, metadata)
-        async with contextlib.aclosing(stream) as events:
-            async for event in events:
-                yield event
+        return self._stream(_ROLLOUT, method, request, response, timeout, metadata)
 
-    async def lease_tasks(
+    def lease_tasks(
         self, request: tasks.LeaseTasksRequest
     ) -> AsyncGenerator[tasks.LeaseTasksResponse]:
         """Closing the iterator gives the leases up. Raises the errors of `turn_events`."""
         response = tasks.LeaseTasksResponse
-        metadata = telemetry.outgoing()
-        stream = self._stream(_TASKS, "LeaseTasks", request, response, None, metadata)
-        async with contextlib.aclosing(stream) as leases:
-            async for lease in leases:
-                yield lease
+        return self._stream(_TASKS, "LeaseTasks", request, response, None, telemetry.outgoing())
 
     async def _unary(
         self,
@@ -224,7 +217,7 @@ class Calls:
 
 
 async def outlasts(overload: Backoff, failed: PenstockError) -> bool:
-    """Waits as long as a full server asked. Returns False if it named no delay or the bound is reached."""
+    """Waits as long as a full server asked. Returns False if it named no delay, or past the bound."""
     if not isinstance(failed, Overloaded) or failed.retry_after_seconds is None:
         return False
     return await overload.wait(at_least=failed.retry_after_seconds)

@@ -141,7 +141,14 @@ def write_prompt(
     if shown is None and not tools:
         return WirePrompt()
     messages = [_as_message(message) for message in cast("Sequence[object]", shown or ())]
-    return WirePrompt(conversation=_write_conversation(messages, tools))
+    conversation = _Conversation(
+        messages=[_write_message(message) for message in messages],
+        tools=[
+            _Tool(name=t.name, description=t.description, parameters=to_struct(t.parameters))
+            for t in tools
+        ],
+    )
+    return WirePrompt(conversation=conversation)
 
 
 def read_message(message: conversation_pb2.ChatMessage) -> Message:
@@ -181,18 +188,6 @@ def _as_message(message: object) -> Message:
     raise TypeError(f"expected text, messages or tokens, got {type(message).__name__}")
 
 
-def _write_conversation(
-    messages: Sequence[Message], tools: Sequence[Tool]
-) -> conversation_pb2.Conversation:
-    return _Conversation(
-        messages=[_write_message(message) for message in messages],
-        tools=[
-            _Tool(name=t.name, description=t.description, parameters=to_struct(t.parameters))
-            for t in tools
-        ],
-    )
-
-
 def write_chat_message(message: Message) -> dict[str, Any]:
     """Converts a message to the format of OpenAI's chat completions, without its reasoning."""
     written: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -208,6 +203,12 @@ def write_chat_message(message: Message) -> dict[str, Any]:
     if message.tool_call_id:
         written["tool_call_id"] = message.tool_call_id
     return written
+
+
+def write_chat_tool(tool: Tool) -> dict[str, Any]:
+    """Converts a tool to the format of OpenAI's chat completions."""
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
 
 
 def _write_message(message: Message) -> conversation_pb2.ChatMessage:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from penstock.wire.failure import NO_ANSWER, Failure, read_failure
+from penstock.wire.failure import NO_ANSWER, read_failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,7 +86,8 @@ _LEAVES: dict[grpc.StatusCode, type[PenstockError]] = {
 }
 
 
-def from_failure(failure: Failure) -> PenstockError:
+def from_rpc(error: grpc.RpcError) -> PenstockError:
+    failure = read_failure(error)
     leaf = _LEAVES.get(failure.code, PenstockError)
     retry_after = failure.retry_after_seconds
     if retry_after is None and failure.is_full:
@@ -98,7 +99,3 @@ def from_failure(failure: Failure) -> PenstockError:
         metadata=failure.metadata,
         retry_after_seconds=retry_after,
     )
-
-
-def from_rpc(error: grpc.RpcError) -> PenstockError:
-    return from_failure(read_failure(error))

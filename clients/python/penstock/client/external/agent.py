@@ -247,7 +247,7 @@ class ExternalProcesses:
             "control": -1,
             "command": settings.command,
             "folder": str(folder),
-            "sandbox": self._sandbox.command(folder, [folder]) if self._sandbox else [],
+            "sandbox": self._sandbox.command(folder) if self._sandbox else [],
             "listen": self._inner_ports(),
             "cgroups": [str(cgroup.folder)] if cgroup else [],
             "data_bytes": limit if cgroup is None else 0,

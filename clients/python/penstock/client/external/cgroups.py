@@ -28,14 +28,9 @@ class Cgroup:
 
     def was_out_of_memory(self) -> bool:
         """Returns whether the kernel killed one of its processes because of the limit."""
-        name, key = {1: ("memory.oom_control", "oom_kill"), 2: ("memory.events", "oom_kill")}[
-            self.version
-        ]
-        for line in (self.folder / name).read_text().splitlines():
-            words = line.split()
-            if words[0] == key:
-                return int(words[1]) > 0
-        return False
+        name = {1: "memory.oom_control", 2: "memory.events"}[self.version]
+        lines = (self.folder / name).read_text().splitlines()
+        return int(dict(line.split() for line in lines).get("oom_kill", 0)) > 0
 
     def remove(self) -> None:
         """Removes it if it has no processes. Otherwise its keeper removes it later."""

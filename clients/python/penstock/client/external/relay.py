@@ -27,8 +27,8 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -77,6 +77,16 @@ class Admitted:
     @property
     def path(self) -> str:
         return f"/v1/attempts/{quote(self.trajectory_id, safe='')}"
+
+    @contextmanager
+    def in_flight(self) -> Generator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self.calls.add(task)
+        try:
+            yield
+        finally:
+            self.calls.discard(task)
 
 
 class Relay:
@@ -149,14 +159,8 @@ class Relay:
         """Forwards connections to a listening socket to the server's gRPC address, byte by byte."""
 
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            admitted.calls.add(task)
-            try:
+            with admitted.in_flight(), closing(writer):
                 await self._forward(reader, writer)
-            finally:
-                admitted.calls.discard(task)
-                writer.close()
 
         server = await asyncio.start_server(forward, sock=listener.dup())
         admitted.closers.append(server.close)
@@ -185,13 +189,8 @@ class Relay:
             return _refusal(404, "not_found", "this attempt has no such path")
         if not hmac.compare_digest(_key_of(request).encode(), admitted.key.encode()):
             return _refusal(401, "invalid_api_key", "the key is not the key of this attempt")
-        task = asyncio.current_task()
-        assert task is not None
-        admitted.calls.add(task)
-        try:
+        with admitted.in_flight():
             return await self._relay(request, path)
-        finally:
-            admitted.calls.discard(task)
 
     async def _relay(self, request: web.Request, path: str) -> web.StreamResponse:
         body = await request.read()

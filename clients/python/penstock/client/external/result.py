@@ -128,13 +128,10 @@ def failure_in(result: Mapping[str, Any]) -> Failed | None:
             )
 
 
-def outcome_in(result: Mapping[str, Any] | None) -> Outcome | Failed:
-    """Returns the outcome that a result holds. Raises ResultInvalid."""
+def outcome_in(result: Mapping[str, Any] | None) -> Outcome:
+    """Reads a result that reports no failure. Raises ResultInvalid."""
     if result is None:
         raise ResultInvalid("the command ended with status 0 but wrote no result file")
-    failed = failure_in(result)
-    if failed is not None:
-        return failed
     if "reward" not in result:
         raise ResultInvalid("the result file holds neither reward nor failure")
     metrics = _table(result, "metrics")

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from penstock.client.calls import Calls
 from penstock.client.external.agent import CommandUnusable, ExternalProcesses
 from penstock.client.external.settings import EXIT_STATUS, RESULT_FILE, CommandSettings
 from penstock.client.functions import BadFunction, load_function
-from penstock.client.scoring import Agent, group_reward, is_group_reward
+from penstock.client.scoring import Agent, is_group_reward
 from penstock.client.statistics import Statistics
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
 from penstock.wire.security import Security
@@ -35,8 +36,9 @@ class CommandWorker:
         reward: Agent | None,
         settings: WorkerSettings,
     ) -> None:
-        score = None if reward is None else _scored_by(processes, is_group_reward(reward))
+        settings = replace(settings, group_reward=settings.group_reward or is_group_reward(reward))
         self._processes = processes
+        score = None if reward is None else processes.reward
         self._worker = Worker(calls, processes.generate, score, settings)
         self._stopped = asyncio.Event()
 
@@ -73,14 +75,3 @@ class CommandWorker:
             for task in (opening, stopping):
                 task.cancel()
             await asyncio.wait([opening, stopping])
-
-
-def _scored_by(processes: ExternalProcesses, whole_group: bool) -> Agent:
-    if not whole_group:
-        return processes.reward
-
-    @group_reward
-    async def reward(task: object, trajectories: object) -> object:
-        return await processes.reward(task, trajectories)  # type: ignore[arg-type]
-
-    return reward

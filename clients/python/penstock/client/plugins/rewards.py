@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 from penstock.client.blocking import is_async, run_in_thread
 from penstock.client.conversation import Message, PromptKind, write_chat_message
 from penstock.client.outcome import Failed, Outcome
-from penstock.client.scoring import group_reward
 
 if TYPE_CHECKING:
     from penstock.client.scoring import Agent
@@ -123,7 +122,7 @@ def trl_reward(function: Callable[..., Any], *, whole_group: bool) -> Agent:
     async def one(task: Task, trajectory: Trajectory) -> Outcome | Failed:
         return (await ask(task, [trajectory]))[0]
 
-    return group_reward(ask) if whole_group else one
+    return ask if whole_group else one
 
 
 def _answer(trajectory: Trajectory) -> str:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from penstock.client.conversation import PromptKind
+from penstock.client.conversation import PromptKind, write_chat_tool
 from penstock.client.outcome import Failed, Outcome
 from penstock.client.plugins.arguments import make_arguments
 from penstock.client.plugins.episode import Episode, current_episode
@@ -241,11 +241,7 @@ def make_sample(task: Task, trajectory: Attempted, args: Namespace) -> Sample:
     nested = row.get(args.metadata_key)
     metadata = dict(cast("Mapping[str, Any]", nested)) if isinstance(nested, Mapping) else row
     if task.tools:
-        functions = [
-            {"name": t.name, "description": t.description, "parameters": dict(t.parameters)}
-            for t in task.tools
-        ]
-        metadata["tools"] = [{"type": "function", "function": function} for function in functions]
+        metadata["tools"] = [write_chat_tool(tool) for tool in task.tools]
     index = task.index * task.group_size + trajectory.sample_index
     return Sample(
         group_index=task.index,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from penstock.client.functions import BadFunction
+from penstock.client.functions import BadFunction, find
 from penstock.client.plugins import modules
 from penstock.client.plugins.rewards import trl_reward, verl_reward
 from penstock.client.plugins.slime import SlimeAgent, takes_evaluation
-from penstock.client.scoring import Agent, group_reward, single_turn
-from penstock.common.functions import FunctionInvalid, find_function
+from penstock.client.scoring import Agent, single_turn
 
 if TYPE_CHECKING:
     from penstock.client.calls import Calls
@@ -50,7 +49,7 @@ def load_functions(
         agent = load_slime(generate, reward, args, whole_group=whole_group)
         if whole_group and reward is None:
             raise BadFunction("--group-reward requires --reward")
-        scores = group_reward(_bound(agent)) if whole_group else None
+        scores = agent.reward_group if whole_group else None
         return Functions(agent.generate, scores, agent.connect)
     if reward is None:
         raise BadFunction(f"--style {style} requires --reward")
@@ -96,24 +95,3 @@ def _find_generate(name: str) -> Callable[..., Any]:
     # it.
     named = {"evaluation": False} if takes_evaluation(function) else None
     return find(name, "--generate", ("args", "sample", "sampling_params"), named)
-
-
-def find(
-    name: str,
-    option: str,
-    positional: tuple[str, ...] | None,
-    named: Mapping[str, object] | None = None,
-) -> Callable[..., Any]:
-    """Returns the function that an option names. Raises BadFunction."""
-    try:
-        return cast("Callable[..., Any]", find_function(name, positional, named))
-    except FunctionInvalid as error:
-        raise BadFunction(f"{option} {name}: {error}") from error
-
-
-def _bound(agent: SlimeAgent) -> Agent:
-    # A bound method cannot carry the group-reward mark.
-    async def reward(task: Any, trajectories: Any) -> Any:
-        return await agent.reward_group(task, trajectories)
-
-    return reward
