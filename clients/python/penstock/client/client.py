@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from penstock.client.calls import Calls, Patience
 from penstock.client.leases import Leases, default_agent_id
@@ -19,9 +19,6 @@ from penstock.client.worker import Worker, WorkerSettings
 from penstock.v1 import rollout_service_pb2, task_service_pb2
 from penstock.wire import codec
 from penstock.wire.security import Security
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +96,7 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -15,16 +15,6 @@ if TYPE_CHECKING:
 class PenstockError(Exception):
     """A refused or failed call. Root of every error that this package raises about the server."""
 
-    code: grpc.StatusCode
-    reason: str
-    """Machine-readable reason from `penstock.wire.reasons`; empty if the server gave none."""
-    message: str
-    metadata: dict[str, str]
-    """The values that the message mentions."""
-    retry_after_seconds: float | None
-    """Delay after which a retry is likely to help. Zero if a retry can help but the server named none.
-    None if the server gave no hint."""
-
     def __init__(
         self,
         message: str,
@@ -37,9 +27,13 @@ class PenstockError(Exception):
         super().__init__(f"{reason}: {message}" if reason else message)
         self.code = code
         self.reason = reason
+        """Machine-readable reason from `penstock.wire.reasons`; empty if the server gave none."""
         self.message = message
         self.metadata = dict(metadata or {})
+        """The values that the message mentions."""
         self.retry_after_seconds = retry_after_seconds
+        """Delay after which a retry is likely to help. Zero if a retry can help but the server named
+        none. None if the server gave no hint."""
 
 
 class ServerUnavailable(PenstockError):

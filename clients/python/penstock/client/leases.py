@@ -35,7 +35,6 @@ from penstock.wire import codec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from types import TracebackType
 
 logger = logging.getLogger("penstock.client")
 
@@ -147,12 +146,7 @@ class Leases:
         self._start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __aiter__(self) -> Self:
@@ -295,11 +289,9 @@ class Leases:
         except _UNREACHABLE:
             # `_receive` detects a lost server through its stream, and renews when it is back.
             return
-        expired = [
-            trajectory_id
-            for trajectory_id in response.expired_trajectory_ids
-            if self._runs_out(trajectory_id)
-        ]
+        # An attempt whose close was accepted has no lease any more.
+        unclosed = {key for key, trajectory in self._held.items() if trajectory.outcome is None}
+        expired = [key for key in response.expired_trajectory_ids if key in unclosed]
         for trajectory_id in expired:
             self.release(trajectory_id)
         if expired:
@@ -311,11 +303,6 @@ class Leases:
             self._ready = deque(kept)
             self._room.set()
             self._listener.leases_expired(expired, retried)
-
-    def _runs_out(self, trajectory_id: str) -> bool:
-        trajectory = self._held.get(trajectory_id)
-        # An attempt whose close was accepted has no lease any more.
-        return trajectory is not None and trajectory.outcome is None
 
     def _say_lost(self, error: PenstockError) -> None:
         self._down_reason = error.reason

@@ -79,7 +79,17 @@ class ProcessRecord:
 def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
     """Raises ValueError for a value that cannot be sent, such as a reward that is not finite."""
     try:
-        return _write_failed(outcome) if isinstance(outcome, Failed) else _write_scored(outcome)
+        if isinstance(outcome, Failed):
+            reason = as_utf8(outcome.reason[:_REASON_LENGTH])
+            return _Outcome(failure=_Failure(reason=reason, message=as_utf8(outcome.message)))
+        if not all(math.isfinite(number) for number in (outcome.reward, *outcome.turn_rewards)):
+            raise ValueError(f"a reward must be finite, not {outcome.reward}")
+        return _Outcome(
+            reward=outcome.reward,
+            metrics=dict(outcome.metrics),
+            metadata=to_struct(outcome.metadata),
+            turn_rewards=outcome.turn_rewards,
+        )
     except Exception as error:
         # The values come from the agent. They can have any type, nest without end, or exceed any
         # float.
@@ -89,23 +99,6 @@ def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
 def as_utf8(text: str) -> str:
     """Replaces lone surrogates, which file names can contain and UTF-8 cannot."""
     return text.encode(errors="replace").decode()
-
-
-def _write_failed(failed: Failed) -> trajectory_pb2.Outcome:
-    reason = as_utf8(failed.reason[:_REASON_LENGTH])
-    return _Outcome(failure=_Failure(reason=reason, message=as_utf8(failed.message)))
-
-
-def _write_scored(outcome: Outcome) -> trajectory_pb2.Outcome:
-    numbers = (outcome.reward, *outcome.turn_rewards)
-    if not all(math.isfinite(number) for number in numbers):
-        raise ValueError(f"a reward must be finite, not {outcome.reward}")
-    return _Outcome(
-        reward=outcome.reward,
-        metrics=dict(outcome.metrics),
-        metadata=to_struct(outcome.metadata),
-        turn_rewards=outcome.turn_rewards,
-    )
 
 
 def read_outcome(outcome: trajectory_pb2.Outcome) -> Outcome | Failed | None:

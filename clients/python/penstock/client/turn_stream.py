@@ -141,15 +141,11 @@ class TurnStream:
                     request = None if progress.started else request
                     continue
                 fruitless = 0 if progress.token_count > before else fruitless + 1
-                if not self._goes_on(fruitless):
+                aborted = progress.finished is not None and progress.finished.aborted
+                if not (aborted and self._resume_aborted() and fruitless < _FRUITLESS_RESUMES):
                     return
                 progress.finished = None
                 request = self._resume
-
-    def _goes_on(self, fruitless: int) -> bool:
-        turn = self._progress.finished
-        aborted = turn is not None and turn.aborted
-        return aborted and self._resume_aborted() and fruitless < _FRUITLESS_RESUMES
 
     async def _stand(self, timeout: float | None) -> _Stand:
         """The module docstring lists the cases."""
@@ -169,7 +165,7 @@ class TurnStream:
                 f"no answer from {self._calls.address} within the turn's timeout",
                 code=grpc.StatusCode.DEADLINE_EXCEEDED,
             ) from error
-        record = read_trajectory(held.trajectory, is_open=held.open)
+        record = read_trajectory(held)
         self._check_extensible(record)
         if record.turn_count <= progress.index:
             progress.forget()
@@ -194,20 +190,20 @@ class TurnStream:
         )
         response = await self._calls.renew_lease(request, patient=True)
         if self._trajectory_id in response.expired_trajectory_ids:
-            raise NotAllowedNow(
-                f"the lease of {self._trajectory_id} is gone",
-                code=grpc.StatusCode.FAILED_PRECONDITION,
-                reason=Reason.LEASE_EXPIRED,
-                metadata={"trajectory_id": self._trajectory_id},
-            )
+            raise self._refusal(f"the lease of {self._trajectory_id} is gone", Reason.LEASE_EXPIRED)
+
+    def _refusal(self, message: str, reason: Reason) -> NotAllowedNow:
+        return NotAllowedNow(
+            message,
+            code=grpc.StatusCode.FAILED_PRECONDITION,
+            reason=reason,
+            metadata={"trajectory_id": self._trajectory_id},
+        )
 
     def _check_extensible(self, record: TrajectoryRecord) -> None:
         if not record.open:
-            raise NotAllowedNow(
-                f"trajectory {self._trajectory_id} is closed",
-                code=grpc.StatusCode.FAILED_PRECONDITION,
-                reason=Reason.TRAJECTORY_CLOSED,
-                metadata={"trajectory_id": self._trajectory_id},
+            raise self._refusal(
+                f"trajectory {self._trajectory_id} is closed", Reason.TRAJECTORY_CLOSED
             )
         held = record.policy_count_before(self._progress.index)
         if held < self._policy_count_before:
@@ -301,8 +297,7 @@ async def get_trajectory(
     calls: Calls, trajectory_id: str, *, patient: bool = False
 ) -> TrajectoryRecord:
     """`patient` waits for a lost server."""
-    response = await _ask_trajectory(calls, trajectory_id, patient=patient)
-    return read_trajectory(response.trajectory, is_open=response.open)
+    return read_trajectory(await _ask_trajectory(calls, trajectory_id, patient=patient))
 
 
 async def get_turns(calls: Calls, trajectory_id: str) -> list[Turn]:
@@ -315,7 +310,7 @@ async def get_turns(calls: Calls, trajectory_id: str) -> list[Turn]:
         held = await _ask_trajectory(calls, trajectory_id, patient=True)
     except NotFound:
         return []
-    record = read_trajectory(held.trajectory, is_open=held.open)
+    record = read_trajectory(held)
     turns = [
         Turn(index, tuple(record.policy_segments(index)), FinishReason.STOP)
         for index in range(record.turn_count)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
     from penstock.client.calls import TurnRequest
     from penstock.v1 import rollout_service_pb2
-
-
-N = TypeVar("N", bound=np.generic)
 
 
 class FinishReason(StrEnum):
@@ -99,12 +97,12 @@ class Turn:
     @cached_property
     def token_ids(self) -> NDArray[np.int32]:
         """The policy's tokens, shape [n]."""
-        return _concatenate([s.token_ids for s in self.segments], np.dtype(np.int32))
+        return _token_ids(self.segments)
 
     @cached_property
     def logprobs(self) -> NDArray[np.float32]:
         """Log-probability of each token, shape [n]."""
-        return _concatenate([s.logprobs for s in self.segments], np.dtype(np.float32))
+        return _logprobs(self.segments)
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
@@ -189,7 +187,7 @@ class TurnProgress:
         if not self.context_token_count:
             held, own = (sum(len(s.token_ids) for s in part) for part in (record.segments, written))
             self.context_token_count = record.parent_token_count + held - own
-        known = _common_count(self.segments, written)
+        known = common_count(_token_ids(self.segments), _token_ids(written))
         self.segments, self.token_count = [], 0
         missing: list[SegmentView] = []
         for segment in written:
@@ -249,42 +247,34 @@ def read_segment(segment: trajectory_pb2.Segment) -> SegmentView:
     )
 
 
-def read_trajectory(trajectory: trajectory_pb2.Trajectory, *, is_open: bool) -> TrajectoryRecord:
+def read_trajectory(held: rollout_service_pb2.GetTrajectoryResponse) -> TrajectoryRecord:
+    trajectory = held.trajectory
     return TrajectoryRecord(
         trajectory.trajectory_id,
         tuple(read_segment(segment) for segment in trajectory.segments),
         read_finish_reason(trajectory.finish_reason),
         trajectory.turn_count,
         read_outcome(trajectory.outcome),
-        is_open,
+        held.open,
         trajectory.parent_token_count,
     )
 
 
-def _common_count(first: Sequence[SegmentView], second: Sequence[SegmentView]) -> int:
-    a, b = (_concatenate([s.token_ids for s in x], np.dtype(np.int32)) for x in (first, second))
-    length = min(len(a), len(b))
-    differing = np.flatnonzero(a[:length] != b[:length])
+def common_count(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
+    """Returns the number of tokens that two runs share from the beginning."""
+    length = min(len(first), len(second))
+    differing = np.flatnonzero(first[:length] != second[:length])
     return int(differing[0]) if len(differing) else length
 
 
 def _merge_runs(segments: Iterable[SegmentView]) -> list[SegmentView]:
     """Merges segments into one per run of equal weight version and temperature."""
-    runs: list[list[SegmentView]] = []
-    for segment in segments:
-        last = runs[-1][-1] if runs else None
-        if (
-            last
-            and last.weight_version == segment.weight_version
-            and last.temperature == segment.temperature
-        ):
-            runs[-1].append(segment)
-        else:
-            runs.append([segment])
+    grouped = groupby(segments, lambda segment: (segment.weight_version, segment.temperature))
+    runs = [list(run) for _, run in grouped]
     return [
         SegmentView(
-            _concatenate([s.token_ids for s in run], np.dtype(np.int32)),
-            _concatenate([s.logprobs for s in run], np.dtype(np.float32)),
+            _token_ids(run),
+            _logprobs(run),
             run[0].weight_version,
             run[0].turn_index,
             run[0].temperature,
@@ -293,7 +283,13 @@ def _merge_runs(segments: Iterable[SegmentView]) -> list[SegmentView]:
     ]
 
 
-def _concatenate(arrays: Sequence[NDArray[N]], dtype: np.dtype[N]) -> NDArray[N]:
-    if len(arrays) == 1:
-        return arrays[0]
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+def _token_ids(segments: Sequence[SegmentView]) -> NDArray[np.int32]:
+    if len(segments) == 1:
+        return segments[0].token_ids
+    return np.concatenate([np.empty(0, np.int32), *(s.token_ids for s in segments)])
+
+
+def _logprobs(segments: Sequence[SegmentView]) -> NDArray[np.float32]:
+    if len(segments) == 1:
+        return segments[0].logprobs
+    return np.concatenate([np.empty(0, np.float32), *(s.logprobs for s in segments)])

@@ -301,7 +301,8 @@ class Worker:
             refused |= isinstance(error, Overloaded) and error.retry_after_seconds is None
             if refused and isinstance(outcome, Outcome):
                 return await self._close(attempt, self._failed(error), own_sent=own_sent)
-            if own is not None and not own_sent and _reason(error) == Reason.OUTCOME_DIFFERS:
+            differs = isinstance(error, PenstockError) and error.reason == Reason.OUTCOME_DIFFERS
+            if own is not None and not own_sent and differs:
                 # The function sent its own outcome but did not receive the answer.
                 return await self._close(attempt, own, own_sent=True)
             logger.info("attempt %s is lost: %s", trajectory.trajectory_id, error)
@@ -380,10 +381,6 @@ class Worker:
 
 def _token_count(attempt: Attempt) -> int:
     return sum(len(s.token_ids) for turn in attempt.trajectory.turns for s in turn.segments)
-
-
-def _reason(error: Exception) -> str:
-    return error.reason if isinstance(error, PenstockError) else ""
 
 
 def _goes_on() -> bool:
