@@ -217,7 +217,7 @@ class Calls:
 
 
 async def outlasts(overload: Backoff, failed: PenstockError) -> bool:
-    """Waits as long as a full server asked. Returns False if it named no delay, or past the bound."""
+    """Waits as long as a full server asked. Returns False without a delay, or past the bound."""
     if not isinstance(failed, Overloaded) or failed.retry_after_seconds is None:
         return False
     return await overload.wait(at_least=failed.retry_after_seconds)

@@ -65,11 +65,10 @@ def version_of(replica: rollout_service_pb2.ReplicaInfo) -> int | None:
     On the wire, 0 stands for both "unknown" and the base model. It means the base model if the
     engine takes turns or is the server's own.
     """
-    serving, paused = (
+    known = not replica.address or replica.state in (
         rollout_service_pb2.REPLICA_STATE_SERVING,
         rollout_service_pb2.REPLICA_STATE_PAUSED,
     )
-    known = not replica.address or replica.state in (serving, paused)
     return replica.active_weight_version or (0 if known else None)
 
 

@@ -259,8 +259,8 @@ class _Stand:
 async def _tokens(
     events: AsyncGenerator[TurnEvent], progress: TurnProgress
 ) -> AsyncGenerator[SegmentView]:
-    """Raises ServerUnavailable if the stream ends before its turn, or if the turn that ends does not
-    match the tokens that arrived."""
+    """Raises ServerUnavailable if the stream ends before its turn, or if the turn that ends does
+    not match the tokens that arrived."""
     async with contextlib.aclosing(events) as stream:
         async for event in stream:
             match event.WhichOneof("event"):
@@ -301,8 +301,7 @@ async def get_trajectory(
 
 
 async def get_turns(calls: Calls, trajectory_id: str) -> list[Turn]:
-    """Returns the turns of an open trajectory that another process took; none if it was never
-    opened.
+    """Returns the turns that another process took; none if the trajectory was never opened.
 
     Only the last turn includes its text and finish reason, because the server holds no others.
     """

@@ -104,8 +104,8 @@ class Worker:
         self._stopped.set()
 
     async def run(self) -> Statistics:
-        """Raises PenstockError if the server refuses to lease, and WorkerMisconfigured if a group is larger
-        than the concurrency."""
+        """Raises PenstockError if the server refuses to lease, and WorkerMisconfigured if a group is
+        larger than the concurrency."""
         settings = self._settings
         leases = Leases(
             self._calls,

@@ -35,7 +35,7 @@ from penstock.client.environments.environment import (
 )
 from penstock.client.environments.threads import CallThreads, CallTimeout, within
 from penstock.client.outcome import Outcome
-from penstock.client.turns import FinishReason, Turn
+from penstock.client.turns import FinishReason
 
 if TYPE_CHECKING:
     from penstock.client.tasks import Task
@@ -128,7 +128,7 @@ class _Calls:
         return step
 
     async def close(self, *, at_once: bool = False) -> None:
-        """With `at_once` it waits for no thread slot, because a call that hangs may hold one forever."""
+        """With `at_once` it waits for no slot, because a call that hangs may hold one forever."""
         if at_once:
             self._threads = CallThreads(1)
         if callable(getattr(self._environment, "close", None)):
@@ -179,7 +179,9 @@ async def _take_turns(
 ) -> str:
     """Takes turns and steps until the end. Returns how the episode ended."""
     while True:
-        turn = await _whole_turn(trajectory, shown)
+        turn = await trajectory.turn(shown)
+        while turn.aborted:
+            turn = await trajectory.resume()
         if turn.finish_reason is FinishReason.LENGTH and not len(turn.token_ids):
             return "CONTEXT"
         step = await calls.step(turn.text)
@@ -195,18 +197,9 @@ async def _take_turns(
         shown = step.observation
 
 
-async def _whole_turn(trajectory: Trajectory, shown: Observation | None) -> Turn:
-    turn = await trajectory.turn(shown)
-    while turn.aborted:
-        turn = await trajectory.resume()
-    return turn
-
-
 def _opening(task: Task, shown: Observation | None) -> Observation | None:
-    """Returns the start of the first turn: the task's prompt, if any, and what reset returned.
-
-    Raises TaskUnusable if both are missing or they do not fit together.
-    """
+    """Joins the task's prompt, if any, and what reset returned. Raises TaskUnusable if both are
+    missing or they do not fit together."""
     if shown is None:
         if task.prompt is None:
             raise TaskUnusable("reset returned no observation, and the task has no prompt")

@@ -49,12 +49,8 @@ class ReasoningGym:
                 f"tries must be at least 1 and discount from 0 to 1, got tries {tries} "
                 f"and discount {discount}"
             )
-        self._name, self._tries, self._discount, self._feedback = (
-            data_set,
-            tries,
-            discount,
-            feedback,
-        )
+        self._name, self._feedback = data_set, feedback
+        self._tries, self._discount = tries, discount
         self._tried = 0
         self._entry: Mapping[str, Any] = {}
 
@@ -107,8 +103,8 @@ class ReasoningGym:
 
 
 def extract_answer(text: str, expected: str) -> str:
-    """Returns the part of a reply to score: the text in `<answer>` tags if there is any; else the last
-    integer if an integer is expected; else the whole reply."""
+    """Returns the part of a reply to score: the text in `<answer>` tags if there is any; else the
+    last integer if an integer is expected; else the whole reply."""
     tagged: Sequence[str] = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     if tagged:
         return str(tagged[-1]).strip()

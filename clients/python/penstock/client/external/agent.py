@@ -393,11 +393,8 @@ class ExternalProcesses:
 
 
 def _own_folder() -> list[Path]:
-    """The folder that the worker was started in, if it can be shown to processes.
-
-    It is not shown if it contains the home folder, with its secrets, or the folder of temporary
-    files, with the attempts of other workers.
-    """
+    """The folder that the worker was started in, unless it contains the home folder, with its
+    secrets, or the folder of temporary files, with the attempts of other workers."""
     here = Path.cwd()
     private = (Path.home(), Path(tempfile.gettempdir()))
     return [] if any(path.resolve().is_relative_to(here) for path in private) else [here]

@@ -194,7 +194,9 @@ class Relay:
 
     async def _relay(self, request: web.Request, path: str) -> web.StreamResponse:
         body = await request.read()
-        headers = _forwarded(request.headers)
+        headers = CIMultiDict(request.headers)
+        for name in _NOT_FORWARDED:
+            headers.popall(name, None)
         if self._tokens is not None:
             headers.extend(self._tokens.metadata())
         query = request.rel_url.raw_query_string
@@ -209,7 +211,9 @@ class Relay:
                     return _refusal(
                         503, "server_unavailable", f"cannot reach the server: {error.strerror}"
                     )
-                await self._find_port()
+                with suppress(PenstockError):
+                    info = await self._calls.get_server_info()
+                    self._http_port = info.http_port or self._http_port
                 continue
             except aiohttp.ClientError as error:
                 return _refusal(
@@ -234,10 +238,6 @@ class Relay:
             if self._security.encrypted
             else None,
         )
-
-    async def _find_port(self) -> None:
-        with suppress(PenstockError):
-            self._http_port = (await self._calls.get_server_info()).http_port or self._http_port
 
 
 def _tls(security: Security) -> ssl.SSLContext:
@@ -265,13 +265,6 @@ async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.
         await response.write(piece)
     await response.write_eof()
     return response
-
-
-def _forwarded(headers: object) -> CIMultiDict[str]:
-    found: CIMultiDict[str] = CIMultiDict(headers)  # type: ignore[arg-type]
-    for name in _NOT_FORWARDED:
-        found.popall(name, None)
-    return found
 
 
 def _key_of(request: web.Request) -> str:

@@ -75,7 +75,7 @@ class CommandSettings:
 
 
 def read_size(text: str) -> int:
-    """Units are powers of 1024: "2GiB", "512M", "1048576". Raises ValueError with the text it got."""
+    """Units are powers of 1024: "2GiB", "512M", "1048576". Raises ValueError."""
     match = SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise ValueError(

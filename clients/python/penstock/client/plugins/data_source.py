@@ -23,8 +23,8 @@ from penstock.client.worker import WorkerMisconfigured
 class Rollout(Protocol):
     """The methods of `WholeRollout` that a data source uses."""
 
-    @property
-    def calling_thread(self) -> int: ...
+    calling_thread: int
+
     @property
     def given_back_count(self) -> int: ...
     async def take(self, count: int, *, aside: bool) -> list[list[Sample]]: ...
@@ -70,7 +70,7 @@ class DataSource:
         return groups
 
     def _loop_aside(self) -> asyncio.AbstractEventLoop | None:
-        """Returns the event loop that this call blocks, unless the function's own call waits too."""
+        """Returns the loop that this call blocks, unless the function's own call waits too."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:

@@ -13,7 +13,7 @@ from penstock.client.outcome import Failed, Outcome
 from penstock.client.plugins.claims import Trained, claim_of, settle
 from penstock.client.plugins.rewards import score_of
 from penstock.client.plugins.router import meta_info_of
-from penstock.client.plugins.samples import Sample
+from penstock.client.plugins.samples import FINISHED, Sample
 from penstock.client.plugins.told_metadata import told_metadata
 from penstock.wire.agent_marks import write_status, write_untrained, write_unwanted
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from penstock.client.plugins.router import AttemptRouter
     from penstock.client.trajectory import Trajectory
 
-_ENDED = Sample.Status.COMPLETED, Sample.Status.TRUNCATED
 _FAILED = {Sample.Status.ABORTED: "ABORTED", Sample.Status.FAILED: "FAILED"}
 
 
@@ -99,12 +98,12 @@ class Episode:
     def _outcome_of(self, sample: Sample) -> Outcome:
         scored = score_of(sample.reward, self.reward_key)
         metadata = told_metadata(self._given, sample.metadata)
-        if sample.status in _ENDED:
+        if sample.status in FINISHED:
             metadata = {**metadata, **write_status(sample.status.value)}
         return replace(scored, metadata=metadata)
 
     async def fill(self) -> None:
-        """Fills the sample from the trajectory's only turn. Raises RequestUnsupported without its text."""
+        """Uses the trajectory's only turn. Raises RequestUnsupported if its text is unknown."""
         sample, turn = self.sample, self.trajectory.last_turn
         ((_, written),) = await self.router.written()
         tokens: list[int] = written.token_ids.tolist()

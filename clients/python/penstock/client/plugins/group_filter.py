@@ -31,7 +31,7 @@ import numpy as np
 from penstock.client.blocking import is_async
 from penstock.client.plugins import modules
 from penstock.client.plugins.arguments import make_arguments
-from penstock.client.plugins.samples import Sample, read_filter_output
+from penstock.client.plugins.samples import FINISHED, Sample, read_filter_output
 from penstock.client.plugins.slime import make_sample
 from penstock.client.plugins.tokenizers import load_tokenizer
 from penstock.client.tasks import read_task
@@ -174,12 +174,14 @@ class _DeliveredSample(Sample):
             # The trainer trains none of it.
             untrained = written
         mask = written if untrained is None else written & ~untrained
+        # The other numbers of a table arrived as metrics.
+        key: str | None = args.reward_key
         super().__init__(
             tokens=read.token_ids.tolist(),
             response_length=count - start,
             loss_mask=mask[start:].astype(int).tolist(),
             rollout_log_probs=read.behaviour_logprobs[start:].tolist(),
-            reward=_reward(trajectory, read, args.reward_key),
+            reward={**trajectory.outcome.metrics, key: read.reward} if key else read.reward,
             remove_sample=not mask.any(),
             status=_status(trajectory),
             weight_versions=_versions(trajectory),
@@ -230,10 +232,8 @@ class _DeliveredSample(Sample):
 
 
 class _Metadata(dict[str, Any]):
-    """Metadata of a sample of which the trainer may know only a part.
-
-    The trainer cannot know whether a missing key was set. So reading one raises NotDelivered.
-    """
+    """Metadata of which the trainer may know only a part. So reading a missing key, which may have
+    been set, raises NotDelivered."""
 
     def __missing__(self, key: str) -> Any:
         raise NotDelivered(
@@ -266,16 +266,10 @@ def _written(trajectory: trajectory_pb2.Trajectory, count: int) -> NDArray[np.bo
     return written
 
 
-def _reward(trajectory: trajectory_pb2.Trajectory, read: GroupSample, key: str | None) -> Any:
-    """Returns the number, or the table of which it was the entry `key`. The table's other numbers
-    arrived as metrics."""
-    return {**trajectory.outcome.metrics, key: read.reward} if key else read.reward
-
-
 def _status(trajectory: trajectory_pb2.Trajectory) -> Sample.Status:
     """Returns the status that its function set, else one from the last turn's finish reason."""
     said = read_status(trajectory.outcome.metadata)
-    for status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+    for status in FINISHED:
         if said == status.value:
             return status
     return _STATUSES.get(trajectory.finish_reason, Sample.Status.COMPLETED)

@@ -101,7 +101,7 @@ class AttemptRouter:
         return await asyncio.wrap_future(turn)
 
     def text_of(self, turn: Turn, skip_special_tokens: bool) -> str:
-        """Returns the decoded tokens or, without a tokenizer, the server's text without special tokens.
+        """Decodes the tokens. Without a tokenizer, returns the server's text, without special tokens.
 
         Raises RequestUnsupported if the server's text is missing or incomplete.
         """
@@ -148,7 +148,7 @@ class AttemptRouter:
                 line.turn.cancel()
 
     async def stop(self) -> None:
-        """Cancels and waits for the turns in flight. Tasks that the function left running start none."""
+        """Ends the turns in flight. Tasks that the function left running can start none."""
         self._stopped = True
         self.cancel()
         if turns := [line.turn for line in self._lines if line.turn is not None]:

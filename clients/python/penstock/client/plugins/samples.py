@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 
 class _Status(Enum):
@@ -21,11 +21,26 @@ class _Status(Enum):
     FAILED = "failed"
 
 
-_FINISHED = {"stop": _Status.COMPLETED, "length": _Status.TRUNCATED, "abort": _Status.ABORTED}
+FINISHED = (_Status.COMPLETED, _Status.TRUNCATED)
+_BY_FINISH_REASON = {
+    "stop": _Status.COMPLETED,
+    "length": _Status.TRUNCATED,
+    "abort": _Status.ABORTED,
+}
 
 
 @dataclass
-class SpecInfo:
+class _Counts:
+    def to_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        return cls(**data)
+
+
+@dataclass
+class SpecInfo(_Counts):
     """Speculative decoding counts. The server does not report them, so they stay zero."""
 
     spec_accept_token_num: int = 0
@@ -46,16 +61,9 @@ class SpecInfo:
         """Tokens per verification step."""
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
-    def to_dict(self) -> dict[str, int]:
-        return dict(vars(self))
-
-    @staticmethod
-    def from_dict(data: Mapping[str, int]) -> SpecInfo:
-        return SpecInfo(**data)
-
 
 @dataclass
-class PrefixCacheInfo:
+class PrefixCacheInfo(_Counts):
     """Prompt tokens that the engine took from its prefix cache."""
 
     cached_tokens: int = 0
@@ -68,13 +76,6 @@ class PrefixCacheInfo:
     @property
     def prefix_cache_hit_rate(self) -> float:
         return self.cached_tokens / max(1, self.total_prompt_tokens)
-
-    def to_dict(self) -> dict[str, int]:
-        return dict(vars(self))
-
-    @staticmethod
-    def from_dict(data: Mapping[str, int]) -> PrefixCacheInfo:
-        return PrefixCacheInfo(**data)
 
 
 @dataclass
@@ -183,8 +184,8 @@ class Sample:
         if "weight_version" in meta_info:
             self.weight_versions.append(meta_info["weight_version"])
         finish: str = meta_info["finish_reason"]["type"]
-        if update_terminal_info and finish in _FINISHED:
-            self.status = _FINISHED[finish]
+        if update_terminal_info:
+            self.status = _BY_FINISH_REASON.get(finish, self.status)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns its fields, including extra attributes set on it."""
@@ -245,8 +246,10 @@ def flatten(samples: Any) -> list[Sample]:
 
 
 def read_filter_output(output: Any) -> DynamicFilterOutput:
-    """Reads a truth value, or an object with `keep` and `reason`. Raises TypeError for a bare tuple or
-    list, because it is truthy whatever it contains."""
+    """Reads a truth value, or an object with `keep` and `reason`.
+
+    Raises TypeError for a bare tuple or list, because it is truthy whatever it contains.
+    """
     if isinstance(output, DynamicFilterOutput):
         return output
     if hasattr(output, "keep"):

@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -39,7 +38,7 @@ from penstock.client.plugins.rewards import RewardMissing, call_plugin, messages
 from penstock.client.plugins.router import AttemptRouter
 from penstock.client.plugins.samples import Sample, flatten
 from penstock.client.plugins.sampling import sampling_arguments, write_sampling_params
-from penstock.client.plugins.slime_functions import load_function
+from penstock.client.plugins.slime_functions import load_function, takes_evaluation
 from penstock.client.plugins.tokenizers import find_tokenizer, load_tokenizer
 from penstock.client.tasks import Purpose
 
@@ -47,8 +46,7 @@ if TYPE_CHECKING:
     from penstock.client.calls import Calls
     from penstock.client.tasks import Task
     from penstock.client.trajectory import Trajectory
-
-LENGTH = "rollout_max_response_len"
+    from penstock.v1 import trajectory_pb2
 
 
 class FanOutUnderGroupReward(Exception):
@@ -108,7 +106,8 @@ class SlimeAgent:
         said = sampling_arguments(task.sampling)
         told = {name: value for name, value in said.items() if name not in self._given}
         if task.purpose is Purpose.EVAL:
-            told = {name: value for name, value in told.items() if name == LENGTH}
+            length = "rollout_max_response_len"
+            told = {length: told[length]} if length in told else {}
         else:
             self._trains = True
             vars(args).update(self._before)
@@ -214,28 +213,9 @@ class SlimeAgent:
             sample.reward = reward
 
 
-def takes_evaluation(function: Callable[..., Any]) -> bool:
-    """Whether a function's signature names `evaluation`, which it then receives by keyword."""
-    try:
-        return "evaluation" in inspect.signature(function).parameters
-    except ValueError:
-        # Some functions written in C have no signature.
-        return False
-
-
-class Attempted(Protocol):
-    """An attempt at a task: the trajectory that an agent drives, or a delivered one."""
-
-    @property
-    def trajectory_id(self) -> str: ...
-
-    @property
-    def sample_index(self) -> int:
-        """Position of the attempt in its group."""
-        ...
-
-
-def make_sample(task: Task, trajectory: Attempted, args: Namespace) -> Sample:
+def make_sample(
+    task: Task, trajectory: Trajectory | trajectory_pb2.Trajectory, args: Namespace
+) -> Sample:
     """Makes the sample of an attempt, as slime's data source makes it from a row."""
     row = dict(task.metadata)
     nested = row.get(args.metadata_key)

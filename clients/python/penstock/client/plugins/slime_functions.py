@@ -11,7 +11,7 @@ import threading
 import urllib.request
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 from urllib.parse import urlsplit
@@ -95,6 +95,15 @@ def load_function(path: str) -> Any:
         return find_function(path, None)
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def takes_evaluation(function: Callable[..., Any]) -> bool:
+    """Whether a function's signature names `evaluation`, which it then receives by keyword."""
+    try:
+        return "evaluation" in inspect.signature(function).parameters
+    except ValueError:
+        # Some functions written in C have no signature.
+        return False
 
 
 class SingletonMeta(type):
@@ -232,9 +241,6 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     return sample
 
 
-_FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
-
-
 async def generate_and_rm(
     args: Namespace, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Any:
@@ -243,7 +249,7 @@ async def generate_and_rm(
     mark = current_episode.set(find_episode(given[0]))
     try:
         # A group that was given back can hold finished samples, because of an unfinished sibling.
-        if not all(each.status in _FINISHED for each in given):
+        if not all(each.status in types.FINISHED for each in given):
             sample = await _generate_by(args, sample, sampling_params, evaluation)
         found = types.flatten(sample)
         for each in found:
@@ -269,8 +275,7 @@ async def _generate_by(
     function: Any = generate
     if path := sample.generate_function_path or args.custom_generate_function_path:
         function = load_function(path)
-    takes = "evaluation" in inspect.signature(function).parameters
-    named = {"evaluation": evaluation} if takes else {}
+    named = {"evaluation": evaluation} if takes_evaluation(function) else {}
     return await function(args, sample, _of_its_task(args, sampling_params), **named)
 
 

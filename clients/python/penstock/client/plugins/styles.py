@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.client.functions import BadFunction, find
 from penstock.client.plugins import modules
 from penstock.client.plugins.rewards import trl_reward, verl_reward
-from penstock.client.plugins.slime import SlimeAgent, takes_evaluation
+from penstock.client.plugins.slime import SlimeAgent
+from penstock.client.plugins.slime_functions import takes_evaluation
 from penstock.client.scoring import Agent, single_turn
 
 if TYPE_CHECKING:

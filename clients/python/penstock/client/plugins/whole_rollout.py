@@ -95,8 +95,8 @@ class WholeRollout:
         """The error that ended leasing. A call that asks for a group raises it."""
         self._dropped: list[tuple[Episode, asyncio.Task[None]]] = []
         """Groups' attempts that the function dropped since its last call; they are being closed."""
-        self._calling_thread = 0
-        """Identity of the thread in which the function runs."""
+        self.calling_thread = 0
+        """Identity of the thread in which the function was last called."""
         self._stopped = asyncio.Event()
         self._statistics = Statistics()
         self._reporter = Reporter(self._statistics, settings.report_seconds)
@@ -107,16 +107,6 @@ class WholeRollout:
     @property
     def stopping(self) -> bool:
         return self._stopped.is_set()
-
-    @property
-    def calling_thread(self) -> int:
-        return self._calling_thread
-
-    @property
-    def held(self) -> list[str]:
-        """Ids of the leased trajectories."""
-        attempts = (a for group in self._groups.values() for a in group.attempts.values())
-        return [attempt.trajectory.trajectory_id for attempt in attempts]
 
     async def run(self) -> Statistics:
         """Calls the function until stopped, or until `attempts` attempts were closed.
@@ -304,7 +294,7 @@ class WholeRollout:
             await self._agent.use_sampling(first)
 
     def _call_function(self, args: Any, rollout_id: int, source: DataSource) -> Any:
-        self._calling_thread = threading.get_ident()
+        self.calling_thread = threading.get_ident()
         if is_async(self._function):
             return run(self._function(args, rollout_id, source, evaluation=False))
         output: Any = self._function(args, rollout_id, source, evaluation=False)
