@@ -86,6 +86,7 @@ class WholeRollout:
         self._settings = settings
         self._given_back: deque[list[Sample]] = deque()
         self._groups: dict[str, _Group] = {}
+        """Groups with leased attempts, until each attempt is closed."""
         self._ready: deque[_Group] = deque()
         self._alone: Counter[tuple[str, int]] = Counter()
         """Places in groups whose attempt failed here and will be leased again. Negative if the new
@@ -175,6 +176,7 @@ class WholeRollout:
 
     @property
     def _given_count(self) -> int:
+        """Number of attempts that the function has."""
         return sum(len(group.attempts) for group in self._groups.values() if group.given)
 
     async def _next_group(
