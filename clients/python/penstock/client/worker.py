@@ -89,7 +89,15 @@ class Worker:
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._stopped = asyncio.Event()
         self._draining = False
-        self._leases: Leases | None = None
+        self._leases = Leases(
+            calls,
+            concurrency=settings.concurrency,
+            agent_id=settings.agent_id,
+            purpose=settings.purpose,
+            whole_groups=self._per_group,
+            resume_aborted=True,
+            listener=self,
+        )
         self._shown: set[str] = set()
         """Failure reasons that were already logged in full."""
         self._statistics = Statistics()
@@ -106,21 +114,10 @@ class Worker:
     async def run(self) -> Statistics:
         """Raises PenstockError if the server refuses to lease, and WorkerMisconfigured if a group is
         larger than the concurrency."""
-        settings = self._settings
-        leases = Leases(
-            self._calls,
-            concurrency=settings.concurrency,
-            agent_id=settings.agent_id,
-            purpose=settings.purpose,
-            whole_groups=self._per_group,
-            resume_aborted=True,
-            listener=self,
-        )
-        self._leases = leases
         try:
-            async with leases, asyncio.TaskGroup() as tasks:
-                stopper = tasks.create_task(self._stop_when_told(leases))
-                await self._feed(leases, tasks)
+            async with self._leases, asyncio.TaskGroup() as tasks:
+                stopper = tasks.create_task(self._stop_when_told())
+                await self._feed(tasks)
                 while self._running:
                     await asyncio.wait(self._running.values())
                 if self._stopped.is_set():
@@ -129,7 +126,7 @@ class Worker:
                     # `attempts` is used up. Some attempts may wait for siblings that this worker
                     # will not take.
                     stopper.cancel()
-                    await leases.stop_leasing()
+                    await self._leases.stop_leasing()
                     await self._give_back_waiting()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
@@ -137,11 +134,11 @@ class Worker:
             self._reporter.report(len(self._running), last=True)
         return self._statistics
 
-    async def _feed(self, leases: Leases, tasks: asyncio.TaskGroup) -> None:
+    async def _feed(self, tasks: asyncio.TaskGroup) -> None:
         begun = 0
         while self._settings.attempts is None or begun < self._settings.attempts:
             await self._slots.acquire()
-            attempt = await anext(leases, None)
+            attempt = await anext(self._leases, None)
             if attempt is None:
                 return
             self._check_group(attempt)
@@ -167,9 +164,9 @@ class Worker:
                 f"attempts in flight at once: concurrency is {concurrency}, set it to at least {size}"
             )
 
-    async def _stop_when_told(self, leases: Leases) -> None:
+    async def _stop_when_told(self) -> None:
         await self._stopped.wait()
-        await leases.stop_leasing()
+        await self._leases.stop_leasing()
         logger.info("stopping: %d attempts in flight", len(self._running))
         await self._wait_running(self._settings.drain_seconds)
         self._draining = True
@@ -316,7 +313,7 @@ class Worker:
 
     async def _let_run_out(self, attempt: Attempt) -> None:
         """Waits until the lease of an attempt that cannot be closed has expired, if siblings wait."""
-        if self._leases is None or not self._book.holds(attempt):
+        if not self._book.holds(attempt):
             return
         trajectory_id = attempt.trajectory.trajectory_id
         if not await self._leases.run_out(trajectory_id):
@@ -326,8 +323,7 @@ class Worker:
         """Drops an attempt. Returns the group if this was the last attempt it waited for."""
         trajectory_id = attempt.trajectory.trajectory_id
         self._statistics.add(None, _token_count(attempt))
-        if self._leases is not None:
-            self._leases.release(trajectory_id)
+        self._leases.release(trajectory_id)
         if trajectory_id not in self._final:
             self._book.lose(attempt)
             return None
@@ -357,8 +353,7 @@ class Worker:
             self._lose(attempt)
         self._book.clear()
         self._final.clear()
-        if self._leases is not None:
-            self._leases.release_all()
+        self._leases.release_all()
         # Attempts whose outcome is known are closed as soon as the server is back.
         self._cancel_unjudged()
 
