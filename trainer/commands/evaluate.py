@@ -265,19 +265,15 @@ def _load(task: str | None, scoring: Scoring) -> Callable[[Calls], Functions]:
 def _load_style(scoring: Scoring) -> Callable[[Calls], Functions]:
     """Loads functions that were written for another system. Raises BadFunction."""
     from penstock.client.functions import BadFunction
-    from penstock.client.plugins.arguments import ArgumentsInvalid, read_arguments
+    from penstock.client.plugins.arguments import read_arguments
     from penstock.client.plugins.styles import Style, load_functions
-    from penstock.client.scoring import is_group_reward
     from penstock.trainer.commands.evaluate_alone import Functions
 
     if scoring.environments is not None:
         raise BadFunction(
             "--style selects how functions are called: it cannot be combined with --environment"
         )
-    try:
-        args = read_arguments(scoring.arguments)
-    except ArgumentsInvalid as error:
-        raise BadFunction(f"--args {error}") from error
+    args = read_arguments(scoring.arguments)
     found = load_functions(
         *(Style(scoring.style), scoring.generate, scoring.reward, args),
         whole_group=scoring.group_reward,
@@ -285,7 +281,7 @@ def _load_style(scoring: Scoring) -> Callable[[Calls], Functions]:
 
     def connected(calls: Calls) -> Functions:
         found.connect(calls)
-        return Functions(found.generate, found.reward, per_group=is_group_reward(found.reward))
+        return Functions(found.generate, found.reward, per_group=scoring.group_reward)
 
     return connected
 

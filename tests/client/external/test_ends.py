@@ -199,7 +199,7 @@ async def test_a_sandbox_hides_the_workers_token(
         folder.parent, share_network=False, read=(tmp_path,), hidden=(tmp_path / "token",)
     )
     process = await asyncio.create_subprocess_exec(
-        *sandbox.command(folder, [folder]),
+        *sandbox.command(folder),
         *("/bin/sh", "-c", f"cat {tmp_path}/beside; cat {tmp_path}/token"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -218,7 +218,7 @@ def test_a_sandbox_shows_no_other_attempt_though_it_shows_the_folder_they_are_in
     (tmp_path / "linked").symlink_to("shown")
     sandbox = find_sandbox(work, share_network=False, read=(tmp_path / read,), hidden=())
     look = f"ls {work} {tmp_path / 'linked' / 'work'}; touch it"
-    command = [*sandbox.command(work / "mine", [work / "mine"]), "/bin/sh", "-c", look]
+    command = [*sandbox.command(work / "mine"), "/bin/sh", "-c", look]
     seen = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     assert "mine" in seen and "theirs" not in seen
     assert ("beside" in seen) == (read == "shown/work/beside")

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from penstock.cli.__main__ import main
 from penstock.client import InvalidRequest, Message, SamplingParams, Task, ToolCall
+from penstock.client.functions import BadFunction
 from penstock.client.plugins import group_filter, modules
-from penstock.client.plugins.arguments import ArgumentsInvalid, make_arguments, read_arguments
+from penstock.client.plugins.arguments import make_arguments, read_arguments
 from penstock.client.plugins.claims import (
     Claim,
     LossMaskInvalid,
@@ -264,9 +265,9 @@ def test_arguments_are_one_toml_table(tmp_path: Path) -> None:
     assert (args.max_turns, args.rollout_max_context_len, args.search) == (3, 9, {"k": 1})
     assert (args.hf_checkpoint, args.partial_rollout) == ("m", False)
     path.write_text("no toml")
-    with pytest.raises(ArgumentsInvalid, match="TOML"):
+    with pytest.raises(BadFunction, match="TOML"):
         read_arguments(path)
-    with pytest.raises(ArgumentsInvalid):
+    with pytest.raises(BadFunction):
         read_arguments(tmp_path / "absent.toml")
 
 

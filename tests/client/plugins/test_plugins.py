@@ -819,7 +819,7 @@ async def test_a_whole_rollout_that_is_stopped_gives_everything_back(
         running = asyncio.ensure_future(worker.run())
         # Wait until the function has made both groups and waits for a third.
         store = rig.server.serving.store
-        while len(done := [r for r in map(store.find, worker.held) if r and r.turn]) < 4 or any(
+        while len(done := [r for r in store.records() if r.turn]) < 4 or any(
             record.turn.in_flight for record in done if record.turn
         ):
             await asyncio.sleep(0.005)

@@ -34,12 +34,10 @@ class BlockingTrajectory:
 
     @property
     def task(self) -> Task | None:
-        """The task of this attempt."""
         return self._trajectory.task
 
     @property
     def sample_index(self) -> int:
-        """Position in the group."""
         return self._trajectory.sample_index
 
     @property
@@ -48,17 +46,14 @@ class BlockingTrajectory:
 
     @property
     def last_turn(self) -> Turn:
-        """The last turn. Raises IndexError before the first."""
         return self._trajectory.last_turn
 
     @property
     def text(self) -> str:
-        """The policy's text in its last turn."""
         return self._trajectory.text
 
     @property
     def process(self) -> ProcessRecord | None:
-        """Record of the external process, once it has ended."""
         return self._trajectory.process
 
     def turn(
@@ -69,17 +64,14 @@ class BlockingTrajectory:
         timeout: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Turn:
-        """Takes one turn, like `Trajectory.turn`."""
         return self._wait(
             self._trajectory.turn(observation, tools=tools, timeout=timeout, **sampling)
         )
 
     def resume(self, timeout: float | None = None) -> Turn:
-        """Continues a turn, like `Trajectory.resume`."""
         return self._wait(self._trajectory.resume(timeout))
 
     def get(self) -> TrajectoryRecord:
-        """Returns the server's record, like `Trajectory.get`."""
         return self._wait(self._trajectory.get())
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
@@ -87,7 +79,6 @@ class BlockingTrajectory:
 
 
 def is_async(function: Callable[..., object]) -> bool:
-    """Whether calling it returns a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object may have an async __call__.
     )

@@ -14,7 +14,6 @@ Retries are divided as follows:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass
@@ -42,8 +41,6 @@ _TASKS = "penstock.v1.TaskService"
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a client waits, and for what."""
-
     call_seconds: float = 30.0
     """Deadline of a unary call."""
     reconnect_seconds: float = 60.0
@@ -61,7 +58,6 @@ class Backoff:
         self._give_up_at: float | None = None
 
     def reset(self) -> None:
-        """Resets delay and bound after progress."""
         self._delay, self._give_up_at = self._first, None
 
     async def wait(self, at_least: float = 0.0) -> bool:
@@ -102,15 +98,12 @@ class Calls:
     ) -> rollout.GetServerInfoResponse:
         """Describes the server. With `wait_for_ready`, waits for the server without a limit."""
         request = codec.twin(rollout.GetServerInfoRequest)()
-        response = rollout.GetServerInfoResponse
-        if wait_for_ready:
-            return await self._unary(_ROLLOUT, "GetServerInfo", request, response, patient=None)
-        return await self._unary(_ROLLOUT, "GetServerInfo", request, response)
+        response, patient = rollout.GetServerInfoResponse, None if wait_for_ready else False
+        return await self._unary(_ROLLOUT, "GetServerInfo", request, response, patient=patient)
 
     async def get_trajectory(
         self, request: rollout.GetTrajectoryRequest, *, patient: bool = False
     ) -> rollout.GetTrajectoryResponse:
-        """Returns a trajectory as the server holds it."""
         response = rollout.GetTrajectoryResponse
         return await self._unary(_ROLLOUT, "GetTrajectory", request, response, patient=patient)
 
@@ -136,32 +129,24 @@ class Calls:
         response = tasks.CompleteTrajectoryResponse
         return await self._unary(_TASKS, "CompleteTrajectory", request, response, patient=True)
 
-    async def turn_events(
+    def turn_events(
         self, request: TurnRequest, timeout: float | None, metadata: telemetry.Metadata
     ) -> AsyncGenerator[TurnEvent]:
-        """Opens a turn's stream and yields its events. Closing the iterator cancels the call.
+        """Closing the iterator cancels the call.
 
         Raises PenstockError; ServerUnavailable if the stream was lost.
         """
         opens = request.DESCRIPTOR.name == "GenerateRequest"
         method = "Generate" if opens else "Continue"
         response = rollout.GenerateResponse if opens else rollout.ContinueResponse
-        stream = self._stream(_ROLLOUT, method, request, response, timeout, metadata)
-        async with contextlib.aclosing(stream) as events:
-            async for event in events:
-                yield event
+        return self._stream(_ROLLOUT, method, request, response, timeout, metadata)
 
-    async def lease_tasks(
+    def lease_tasks(
         self, request: tasks.LeaseTasksRequest
     ) -> AsyncGenerator[tasks.LeaseTasksResponse]:
-        """Opens a lease stream. Closing the iterator gives the leases up. Raises the errors of
-        `turn_events`."""
+        """Closing the iterator gives the leases up. Raises the errors of `turn_events`."""
         response = tasks.LeaseTasksResponse
-        metadata = telemetry.outgoing()
-        stream = self._stream(_TASKS, "LeaseTasks", request, response, None, metadata)
-        async with contextlib.aclosing(stream) as leases:
-            async for lease in leases:
-                yield lease
+        return self._stream(_TASKS, "LeaseTasks", request, response, None, telemetry.outgoing())
 
     async def _unary(
         self,
@@ -172,8 +157,7 @@ class Calls:
         *,
         patient: bool | None = False,
     ) -> M:
-        """Makes one call. If `patient`, waits for a lost server within the bound; if None, without
-        a limit."""
+        """If `patient`, waits for a lost server within the bound; if None, without a limit."""
         call = self._channel.unary_unary(
             f"/{service}/{method}",
             request_serializer=codec.encode,
@@ -233,8 +217,7 @@ class Calls:
 
 
 async def outlasts(overload: Backoff, failed: PenstockError) -> bool:
-    """Waits as long as a full server asked. Returns False if it named no delay or patience has run
-    out."""
+    """Waits as long as a full server asked. Returns False without a delay, or past the bound."""
     if not isinstance(failed, Overloaded) or failed.retry_after_seconds is None:
         return False
     return await overload.wait(at_least=failed.retry_after_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from penstock.client.calls import Calls, Patience
 from penstock.client.leases import Leases, default_agent_id
@@ -20,14 +20,9 @@ from penstock.v1 import rollout_service_pb2, task_service_pb2
 from penstock.wire import codec
 from penstock.wire.security import Security
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """Load of a server at the time of the call."""
-
     running_turn_count: int
     waiting_turn_count: int
     kv_cache_usage: float
@@ -38,12 +33,9 @@ class ServerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Identity, versions, limits and load of a server."""
-
     server_version: str
     model: str
     active_weight_version: int
-    """The version that samples now."""
     staged_weight_versions: tuple[int, ...]
     max_context_length: int
     vocab_size: int
@@ -51,7 +43,6 @@ class ServerInfo:
     """Name of the torch dtype that uploaded tensors must have."""
     load: ServerLoad
     replicas: tuple[Replica, ...]
-    """One per engine behind the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +60,15 @@ class Replica:
 
 
 def version_of(replica: rollout_service_pb2.ReplicaInfo) -> int | None:
-    """Returns the version that an engine samples with, or None if its server does not know.
+    """Returns None if the server does not know the version.
 
     On the wire, 0 stands for both "unknown" and the base model. It means the base model if the
     engine takes turns or is the server's own.
     """
-    serving, paused = (
+    known = not replica.address or replica.state in (
         rollout_service_pb2.REPLICA_STATE_SERVING,
         rollout_service_pb2.REPLICA_STATE_PAUSED,
     )
-    known = not replica.address or replica.state in (serving, paused)
     return replica.active_weight_version or (0 if known else None)
 
 
@@ -105,12 +95,7 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -34,8 +34,6 @@ _TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call by the policy."""
-
     tool_call_id: str
     name: str
     arguments_json: str
@@ -57,7 +55,6 @@ class Message:
     role: Role
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Tool calls in an assistant's message."""
     tool_call_id: str = ""
     """Id of the call that a tool's message answers."""
     reasoning: str = ""
@@ -66,8 +63,6 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the policy may call."""
-
     name: str
     description: str = ""
     parameters: Mapping[str, Json] = field(default_factory=dict[str, Json])
@@ -80,7 +75,6 @@ MessageLike: TypeAlias = Message | Mapping[str, str]
 Observation: TypeAlias = (
     str | MessageLike | Sequence[MessageLike] | Sequence[int] | NDArray[np.int32]
 )
-"""Text, one message or several, or tokens."""
 
 
 class PromptKind(Enum):
@@ -101,7 +95,6 @@ class WirePrompt:
 
     @property
     def kind(self) -> PromptKind | None:
-        """The form that is set, if any."""
         if self.tokens is not None:
             return PromptKind.TOKENS
         if self.conversation is not None:
@@ -148,11 +141,17 @@ def write_prompt(
     if shown is None and not tools:
         return WirePrompt()
     messages = [_as_message(message) for message in cast("Sequence[object]", shown or ())]
-    return WirePrompt(conversation=_write_conversation(messages, tools))
+    conversation = _Conversation(
+        messages=[_write_message(message) for message in messages],
+        tools=[
+            _Tool(name=t.name, description=t.description, parameters=to_struct(t.parameters))
+            for t in tools
+        ],
+    )
+    return WirePrompt(conversation=conversation)
 
 
 def read_message(message: conversation_pb2.ChatMessage) -> Message:
-    """Reads a message from the wire."""
     calls = tuple(ToolCall(c.tool_call_id, c.name, c.arguments_json) for c in message.tool_calls)
     return Message(
         _ROLE_NAMES.get(message.role, "assistant"),
@@ -164,7 +163,6 @@ def read_message(message: conversation_pb2.ChatMessage) -> Message:
 
 
 def read_tool(tool: conversation_pb2.Tool) -> Tool:
-    """Reads a tool from the wire."""
     return Tool(tool.name, tool.description, from_struct(tool.parameters))
 
 
@@ -190,18 +188,6 @@ def _as_message(message: object) -> Message:
     raise TypeError(f"expected text, messages or tokens, got {type(message).__name__}")
 
 
-def _write_conversation(
-    messages: Sequence[Message], tools: Sequence[Tool]
-) -> conversation_pb2.Conversation:
-    return _Conversation(
-        messages=[_write_message(message) for message in messages],
-        tools=[
-            _Tool(name=t.name, description=t.description, parameters=to_struct(t.parameters))
-            for t in tools
-        ],
-    )
-
-
 def write_chat_message(message: Message) -> dict[str, Any]:
     """Converts a message to the format of OpenAI's chat completions, without its reasoning."""
     written: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -217,6 +203,12 @@ def write_chat_message(message: Message) -> dict[str, Any]:
     if message.tool_call_id:
         written["tool_call_id"] = message.tool_call_id
     return written
+
+
+def write_chat_tool(tool: Tool) -> dict[str, Any]:
+    """Converts a tool to the format of OpenAI's chat completions."""
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
 
 
 def _write_message(message: Message) -> conversation_pb2.ChatMessage:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from penstock.wire.failure import NO_ANSWER, Failure, read_failure
+from penstock.wire.failure import NO_ANSWER, read_failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,18 +14,6 @@ if TYPE_CHECKING:
 
 class PenstockError(Exception):
     """A refused or failed call. Root of every error that this package raises about the server."""
-
-    code: grpc.StatusCode
-    """gRPC status of the call."""
-    reason: str
-    """Machine-readable reason from `penstock.wire.reasons`; empty if the server gave none."""
-    message: str
-    """Message for people."""
-    metadata: dict[str, str]
-    """The values that the message mentions."""
-    retry_after_seconds: float | None
-    """Delay after which a retry is likely to help. Zero if a retry can help but the server named none.
-    None if the server gave no hint."""
 
     def __init__(
         self,
@@ -39,9 +27,13 @@ class PenstockError(Exception):
         super().__init__(f"{reason}: {message}" if reason else message)
         self.code = code
         self.reason = reason
+        """Machine-readable reason from `penstock.wire.reasons`; empty if the server gave none."""
         self.message = message
         self.metadata = dict(metadata or {})
+        """The values that the message mentions."""
         self.retry_after_seconds = retry_after_seconds
+        """Delay after which a retry is likely to help. Zero if a retry can help but the server named
+        none. None if the server gave no hint."""
 
 
 class ServerUnavailable(PenstockError):
@@ -88,8 +80,8 @@ _LEAVES: dict[grpc.StatusCode, type[PenstockError]] = {
 }
 
 
-def from_failure(failure: Failure) -> PenstockError:
-    """Returns the error for a failure that was read from a status."""
+def from_rpc(error: grpc.RpcError) -> PenstockError:
+    failure = read_failure(error)
     leaf = _LEAVES.get(failure.code, PenstockError)
     retry_after = failure.retry_after_seconds
     if retry_after is None and failure.is_full:
@@ -101,8 +93,3 @@ def from_failure(failure: Failure) -> PenstockError:
         metadata=failure.metadata,
         retry_after_seconds=retry_after,
     )
-
-
-def from_rpc(error: grpc.RpcError) -> PenstockError:
-    """Returns the error for an exception that gRPC raised."""
-    return from_failure(read_failure(error))

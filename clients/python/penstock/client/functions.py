@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.common.functions import FunctionInvalid, find_function
 
@@ -15,11 +16,18 @@ class BadFunction(Exception):
 
 
 def load_function(name: str, option: str) -> Agent:
-    """Loads the function `name`. Modules in the working directory are importable.
+    """Loads a function of (task, trajectory). Raises BadFunction with the option and the name."""
+    return find(name, option, ("task", "trajectory"))
 
-    Raises BadFunction with the option and the name.
-    """
+
+def find(
+    name: str,
+    option: str,
+    positional: tuple[str, ...] | None,
+    named: Mapping[str, object] | None = None,
+) -> Callable[..., Any]:
+    """Modules in the working directory are importable. Raises BadFunction."""
     try:
-        return cast("Agent", find_function(name, ("task", "trajectory")))
+        return cast("Callable[..., Any]", find_function(name, positional, named))
     except FunctionInvalid as error:
         raise BadFunction(f"{option} {name}: {error}") from error

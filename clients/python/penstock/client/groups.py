@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 class _State(Enum):
     RUNNING = auto()
     ENDED = auto()
-    """Ended and waiting for its siblings."""
     SCORING = auto()
     SCORED = auto()
     FAILED = auto()
@@ -54,8 +53,7 @@ class ReadyGroup:
 
 
 class GroupBook:
-    """Keeps siblings by group. Pure: it only decides; the worker runs functions and closes
-    attempts."""
+    """Siblings by group. Pure: the worker runs functions and closes attempts."""
 
     def __init__(self, concurrency: int) -> None:
         self._groups: OrderedDict[str, _Group] = OrderedDict()
@@ -69,12 +67,11 @@ class GroupBook:
         self._groups[attempt.group_id].places[attempt.sample_index] = _Place(attempt)
 
     def end(self, attempt: Attempt) -> ReadyGroup | None:
-        """Records that an attempt can be scored. Returns its group if no sibling is awaited any
-        more."""
+        """Returns the attempt's group if no sibling is awaited any more."""
         return self._move(attempt, _State.ENDED)
 
     def close(self, attempt: Attempt, *, failed: bool) -> ReadyGroup | None:
-        """Records a final close. Returns the attempt's group if no sibling is awaited any more."""
+        """Records a final close. Returns like `end`."""
         return self._move(attempt, _State.FAILED if failed else _State.SCORED)
 
     def lose(self, attempt: Attempt) -> None:
@@ -86,18 +83,15 @@ class GroupBook:
                 del self._groups[attempt.group_id]
 
     def holds(self, attempt: Attempt) -> bool:
-        """Returns whether an attempt is the newest of its place, in a group that is still
-        tracked."""
+        """Whether an attempt is the newest of its place, in a group that is still tracked."""
         group = self._groups.get(attempt.group_id)
         place = group.places.get(attempt.sample_index) if group is not None else None
         return place is not None and place.attempt is attempt
 
     def waiting(self) -> list[Attempt]:
-        """Returns the attempts that have ended and wait for their siblings."""
         return [a for group in self._groups.values() for a in group.in_state(_State.ENDED)]
 
     def clear(self) -> None:
-        """Drops every group, for example after the server was lost."""
         self._groups.clear()
 
     def _move(self, attempt: Attempt, state: _State) -> ReadyGroup | None:

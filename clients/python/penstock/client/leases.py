@@ -35,7 +35,6 @@ from penstock.wire import codec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from types import TracebackType
 
 logger = logging.getLogger("penstock.client")
 
@@ -51,8 +50,6 @@ _OUTWAIT_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attempt:
-    """One attempt at a task."""
-
     task: Task
     trajectory: Trajectory
     """The first turn opens it; `complete` or `fail` closes it."""
@@ -64,8 +61,6 @@ class Attempt:
 
 
 class LeaseListener(Protocol):
-    """Receives events that endanger leases."""
-
     def server_lost(self, error: PenstockError) -> None:
         """The server is unreachable or does not lease now. The client keeps trying."""
         ...
@@ -84,8 +79,6 @@ class LeaseListener(Protocol):
 
 
 class LoggedLeases:
-    """The default listener, which logs each event."""
-
     def server_lost(self, error: PenstockError) -> None:
         logger.warning("lost the server: %s", error)
 
@@ -97,7 +90,6 @@ class LoggedLeases:
 
 
 def default_agent_id() -> str:
-    """Returns HOST-PID, a name for this process."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
@@ -154,12 +146,7 @@ class Leases:
         self._start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __aiter__(self) -> Self:
@@ -244,8 +231,7 @@ class Leases:
             await backoff.wait()
 
     async def _reach(self) -> None:
-        """Waits for the server without a limit, then renews the held leases before anything
-        else."""
+        """Waits for the server without a limit, then first renews the held leases."""
         silence = ServerUnavailable(f"no answer from {self._calls.address} yet")
         loop = asyncio.get_running_loop()
         handle = loop.call_later(_SILENCE_SECONDS, self._say_lost, silence)
@@ -303,11 +289,9 @@ class Leases:
         except _UNREACHABLE:
             # `_receive` detects a lost server through its stream, and renews when it is back.
             return
-        expired = [
-            trajectory_id
-            for trajectory_id in response.expired_trajectory_ids
-            if self._runs_out(trajectory_id)
-        ]
+        # An attempt whose close was accepted has no lease any more.
+        unclosed = {key for key, trajectory in self._held.items() if trajectory.outcome is None}
+        expired = [key for key in response.expired_trajectory_ids if key in unclosed]
         for trajectory_id in expired:
             self.release(trajectory_id)
         if expired:
@@ -319,11 +303,6 @@ class Leases:
             self._ready = deque(kept)
             self._room.set()
             self._listener.leases_expired(expired, retried)
-
-    def _runs_out(self, trajectory_id: str) -> bool:
-        trajectory = self._held.get(trajectory_id)
-        # An attempt whose close was accepted has no lease any more.
-        return trajectory is not None and trajectory.outcome is None
 
     def _say_lost(self, error: PenstockError) -> None:
         self._down_reason = error.reason

@@ -44,10 +44,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The server's answer to a close."""
-
     group_completed: bool
-    """Whether this close completed its group."""
     retried: bool = False
     """Whether the attempt failed and will be made again, under another trajectory id."""
 
@@ -61,7 +58,6 @@ class ProcessRecord:
     status: int | None
     """Exit status; None if a signal or a limit ended it."""
     signal: int | None
-    """Number of the signal that ended it."""
     seconds: float
     """Time from its start to the end of its last descendant."""
     peak_bytes: int
@@ -72,7 +68,6 @@ class ProcessRecord:
     """Content of the result file; None if the file does not exist."""
 
     def described(self) -> str:
-        """Describes how it ended, for people."""
         if self.signal is None:
             return f"exit status {self.status}"
         try:
@@ -82,12 +77,19 @@ class ProcessRecord:
 
 
 def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
-    """Converts an outcome to a message.
-
-    Raises ValueError for a reward that is not finite, and for any other value that cannot be sent.
-    """
+    """Raises ValueError for a value that cannot be sent, such as a reward that is not finite."""
     try:
-        return _write_failed(outcome) if isinstance(outcome, Failed) else _write_scored(outcome)
+        if isinstance(outcome, Failed):
+            reason = as_utf8(outcome.reason[:_REASON_LENGTH])
+            return _Outcome(failure=_Failure(reason=reason, message=as_utf8(outcome.message)))
+        if not all(math.isfinite(number) for number in (outcome.reward, *outcome.turn_rewards)):
+            raise ValueError(f"a reward must be finite, not {outcome.reward}")
+        return _Outcome(
+            reward=outcome.reward,
+            metrics=dict(outcome.metrics),
+            metadata=to_struct(outcome.metadata),
+            turn_rewards=outcome.turn_rewards,
+        )
     except Exception as error:
         # The values come from the agent. They can have any type, nest without end, or exceed any
         # float.
@@ -95,26 +97,8 @@ def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
 
 
 def as_utf8(text: str) -> str:
-    """Replaces each lone surrogate in a text, because UTF-8 has none. File names can contain
-    them."""
+    """Replaces lone surrogates, which file names can contain and UTF-8 cannot."""
     return text.encode(errors="replace").decode()
-
-
-def _write_failed(failed: Failed) -> trajectory_pb2.Outcome:
-    reason = as_utf8(failed.reason[:_REASON_LENGTH])
-    return _Outcome(failure=_Failure(reason=reason, message=as_utf8(failed.message)))
-
-
-def _write_scored(outcome: Outcome) -> trajectory_pb2.Outcome:
-    numbers = (outcome.reward, *outcome.turn_rewards)
-    if not all(math.isfinite(number) for number in numbers):
-        raise ValueError(f"a reward must be finite, not {outcome.reward}")
-    return _Outcome(
-        reward=outcome.reward,
-        metrics=dict(outcome.metrics),
-        metadata=to_struct(outcome.metadata),
-        turn_rewards=outcome.turn_rewards,
-    )
 
 
 def read_outcome(outcome: trajectory_pb2.Outcome) -> Outcome | Failed | None:

@@ -10,7 +10,7 @@ _SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The keywords of `Trajectory.turn`. Each replaces one field of the current parameters."""
+    """Each replaces one field of the current parameters."""
 
     temperature: float
     top_p: float
@@ -35,9 +35,7 @@ class SamplingParams:
     max_tokens: int = 0
     """Bound on the policy's tokens in one turn, across retries; zero uses the server's bound."""
     stop_token_ids: tuple[int, ...] = ()
-    """Stop after any of these tokens."""
     stop: tuple[str, ...] = ()
-    """Stop after any of these strings."""
     seed: int | None = None
     """None draws a new seed."""
     ignore_eos: bool = False

@@ -53,12 +53,10 @@ def group_reward(reward: F) -> F:
 
 
 def is_group_reward(reward: Agent | None) -> bool:
-    """Whether a reward was declared with `group_reward`."""
     return bool(getattr(reward, _GROUP_MARK, False))
 
 
 async def single_turn(task: Task, trajectory: Trajectory) -> None:
-    """The default `generate`: takes one turn on the task's prompt."""
     await trajectory.turn()
 
 

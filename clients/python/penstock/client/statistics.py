@@ -15,8 +15,6 @@ logger = logging.getLogger("penstock.rollout")
 
 @dataclass
 class Statistics:
-    """Counts since the worker started."""
-
     scored_count: int = 0
     failed_count: int = 0
     lost_count: int = 0
@@ -25,11 +23,9 @@ class Statistics:
     """Policy tokens of ended attempts."""
     reward_sum: float = 0.0
     failures: Counter[str] = field(default_factory=Counter[str])
-    """Failed attempts by reason."""
 
     @property
     def ended_count(self) -> int:
-        """Attempts that have ended in any way."""
         return self.scored_count + self.failed_count + self.lost_count
 
     def add(self, outcome: Outcome | Failed | None, token_count: int) -> None:

@@ -25,8 +25,6 @@ _Task = codec.twin(task_service_pb2.Task)
 
 
 class Purpose(StrEnum):
-    """What a task and its group are used for."""
-
     TRAIN = "train"
     """Its trajectories feed the optimizer."""
     EVAL = "eval"
@@ -58,7 +56,6 @@ class Task:
     tools: tuple[Tool, ...] = ()
     """Tools the policy may call; requires messages."""
     data_source: str = ""
-    """Name of the data source, for metrics."""
     index: int = 0
     """Position in the data."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -66,14 +63,11 @@ class Task:
 
     @property
     def prompt_kind(self) -> PromptKind | None:
-        """Form of the prompt; None if the agent builds it."""
         return PromptKind.MESSAGES if self.tools else prompt_kind(self.prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """Result of submitting tasks."""
-
     accepted_count: int
     duplicate_count: int
     pending_count: int
@@ -81,7 +75,6 @@ class Submission:
 
 
 def write_purpose(purpose: Purpose | None) -> trajectory_pb2.Purpose.ValueType:
-    """Converts a purpose to the wire; None becomes unspecified."""
     return trajectory_pb2.PURPOSE_UNSPECIFIED if purpose is None else _PURPOSES[purpose]
 
 

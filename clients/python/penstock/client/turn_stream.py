@@ -98,11 +98,7 @@ class TurnStream:
         self._policy_count_before = policy_count_before
 
     async def segments(self, known: bool, timeout: float | None) -> AsyncGenerator[SegmentView]:
-        """Runs the turn to its end, across lost streams, full servers and, if wanted, aborts.
-
-        Unless the state of the turn is `known`, it asks the server first. `timeout` bounds the
-        whole turn.
-        """
+        """Runs the turn to its end. Unless its state is `known`, it first asks the server."""
         progress = self._progress
         clock = asyncio.get_running_loop().time
         deadline = None if timeout is None else clock() + timeout
@@ -145,19 +141,14 @@ class TurnStream:
                     request = None if progress.started else request
                     continue
                 fruitless = 0 if progress.token_count > before else fruitless + 1
-                if not self._goes_on(fruitless):
+                aborted = progress.finished is not None and progress.finished.aborted
+                if not (aborted and self._resume_aborted() and fruitless < _FRUITLESS_RESUMES):
                     return
                 progress.finished = None
                 request = self._resume
 
-    def _goes_on(self, fruitless: int) -> bool:
-        turn = self._progress.finished
-        aborted = turn is not None and turn.aborted
-        return aborted and self._resume_aborted() and fruitless < _FRUITLESS_RESUMES
-
     async def _stand(self, timeout: float | None) -> _Stand:
-        """Determines the state of a turn whose stream was lost. The module docstring lists the
-        cases."""
+        """The module docstring lists the cases."""
         progress = self._progress
         try:
             async with asyncio.timeout(timeout):
@@ -174,7 +165,7 @@ class TurnStream:
                 f"no answer from {self._calls.address} within the turn's timeout",
                 code=grpc.StatusCode.DEADLINE_EXCEEDED,
             ) from error
-        record = read_trajectory(held.trajectory, is_open=held.open)
+        record = read_trajectory(held)
         self._check_extensible(record)
         if record.turn_count <= progress.index:
             progress.forget()
@@ -191,10 +182,7 @@ class TurnStream:
         return _Stand(missing, None, held.last_turn)
 
     async def _check_lease(self) -> None:
-        """Raises NotAllowedNow if this server does not hold a lease of the attempt.
-
-        Without a lease, the server would treat the request as an unleased trajectory.
-        """
+        """Without a lease, the server would treat the request as an unleased trajectory."""
         if not self._leased:
             return
         request = codec.twin(task_service_pb2.RenewLeaseRequest)(
@@ -202,21 +190,20 @@ class TurnStream:
         )
         response = await self._calls.renew_lease(request, patient=True)
         if self._trajectory_id in response.expired_trajectory_ids:
-            raise NotAllowedNow(
-                f"the lease of {self._trajectory_id} is gone",
-                code=grpc.StatusCode.FAILED_PRECONDITION,
-                reason=Reason.LEASE_EXPIRED,
-                metadata={"trajectory_id": self._trajectory_id},
-            )
+            raise self._refusal(f"the lease of {self._trajectory_id} is gone", Reason.LEASE_EXPIRED)
+
+    def _refusal(self, message: str, reason: Reason) -> NotAllowedNow:
+        return NotAllowedNow(
+            message,
+            code=grpc.StatusCode.FAILED_PRECONDITION,
+            reason=reason,
+            metadata={"trajectory_id": self._trajectory_id},
+        )
 
     def _check_extensible(self, record: TrajectoryRecord) -> None:
-        """Raises an error if the record cannot be extended."""
         if not record.open:
-            raise NotAllowedNow(
-                f"trajectory {self._trajectory_id} is closed",
-                code=grpc.StatusCode.FAILED_PRECONDITION,
-                reason=Reason.TRAJECTORY_CLOSED,
-                metadata={"trajectory_id": self._trajectory_id},
+            raise self._refusal(
+                f"trajectory {self._trajectory_id} is closed", Reason.TRAJECTORY_CLOSED
             )
         held = record.policy_count_before(self._progress.index)
         if held < self._policy_count_before:
@@ -229,8 +216,7 @@ class TurnStream:
 
     @contextlib.contextmanager
     def _span(self) -> Generator[telemetry.Metadata]:
-        """Opens a span for one turn. Yields the metadata that makes it the parent of the server's
-        span.
+        """Yields the metadata that makes it the parent of the server's span.
 
         It is not the current span: the turn is a generator, and the code between two of its
         segments belongs to the caller.
@@ -262,8 +248,6 @@ class TurnStream:
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
-    """The state of a turn on the server."""
-
     missing: list[SegmentView]
     """Tokens that the server holds but the client has not received."""
     request: TurnRequest | None
@@ -275,11 +259,8 @@ class _Stand:
 async def _tokens(
     events: AsyncGenerator[TurnEvent], progress: TurnProgress
 ) -> AsyncGenerator[SegmentView]:
-    """Yields the tokens of one stream.
-
-    Raises ServerUnavailable if the stream ends before its turn, or if the turn that ends does not
-    match the tokens that arrived.
-    """
+    """Raises ServerUnavailable if the stream ends before its turn, or if the turn that ends does
+    not match the tokens that arrived."""
     async with contextlib.aclosing(events) as stream:
         async for event in stream:
             match event.WhichOneof("event"):
@@ -305,7 +286,7 @@ async def _tokens(
 async def abort_turn(
     calls: Calls, trajectory_id: str, reason: str, *, patient: bool = False
 ) -> int:
-    """Stops a trajectory's turn. Returns the number of its tokens that are kept."""
+    """Returns the number of kept tokens."""
     selector = codec.twin(rollout_service_pb2.TrajectorySelector)(trajectory_ids=[trajectory_id])
     request = codec.twin(rollout_service_pb2.AbortRequest)(trajectories=selector, reason=reason)
     response = await calls.abort(request, patient=patient)
@@ -315,14 +296,12 @@ async def abort_turn(
 async def get_trajectory(
     calls: Calls, trajectory_id: str, *, patient: bool = False
 ) -> TrajectoryRecord:
-    """Returns a trajectory as the server holds it. `patient` waits for a lost server."""
-    response = await _ask_trajectory(calls, trajectory_id, patient=patient)
-    return read_trajectory(response.trajectory, is_open=response.open)
+    """`patient` waits for a lost server."""
+    return read_trajectory(await _ask_trajectory(calls, trajectory_id, patient=patient))
 
 
 async def get_turns(calls: Calls, trajectory_id: str) -> list[Turn]:
-    """Returns the turns of an open trajectory that another process took; none if it was never
-    opened.
+    """Returns the turns that another process took; none if the trajectory was never opened.
 
     Only the last turn includes its text and finish reason, because the server holds no others.
     """
@@ -330,7 +309,7 @@ async def get_turns(calls: Calls, trajectory_id: str) -> list[Turn]:
         held = await _ask_trajectory(calls, trajectory_id, patient=True)
     except NotFound:
         return []
-    record = read_trajectory(held.trajectory, is_open=held.open)
+    record = read_trajectory(held)
     turns = [
         Turn(index, tuple(record.policy_segments(index)), FinishReason.STOP)
         for index in range(record.turn_count)

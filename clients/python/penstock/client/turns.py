@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
     from penstock.client.calls import TurnRequest
     from penstock.v1 import rollout_service_pb2
-
-
-N = TypeVar("N", bound=np.generic)
 
 
 class FinishReason(StrEnum):
@@ -55,7 +53,6 @@ class SegmentView:
     weight_version: int
     """Version of the weights that sampled the tokens; zero for context."""
     turn_index: int
-    """Index of the turn, from zero."""
     temperature: float = 1.0
     """Temperature the tokens were sampled at; zero for context."""
     from_policy: bool = True
@@ -64,7 +61,6 @@ class SegmentView:
     """For segments that `stream` yields: number of the turn's tokens before this segment."""
 
     def after(self, count: int) -> SegmentView:
-        """Returns the segment without its first `count` tokens."""
         return replace(
             self,
             token_ids=self.token_ids[count:],
@@ -78,7 +74,6 @@ class Turn:
     """One turn of the policy, across aborts and resumes."""
 
     index: int
-    """Index in the trajectory, from zero."""
     segments: tuple[SegmentView, ...]
     """The policy's tokens, one segment per weight version."""
     finish_reason: FinishReason
@@ -102,12 +97,12 @@ class Turn:
     @cached_property
     def token_ids(self) -> NDArray[np.int32]:
         """The policy's tokens, shape [n]."""
-        return _concatenate([s.token_ids for s in self.segments], np.dtype(np.int32))
+        return _token_ids(self.segments)
 
     @cached_property
     def logprobs(self) -> NDArray[np.float32]:
         """Log-probability of each token, shape [n]."""
-        return _concatenate([s.logprobs for s in self.segments], np.dtype(np.float32))
+        return _logprobs(self.segments)
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
@@ -117,8 +112,6 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrajectoryRecord:
-    """A trajectory as the server holds it."""
-
     trajectory_id: str
     segments: tuple[SegmentView, ...]
     """Context and policy segments. Concatenated, their tokens are the sequence that the model saw,
@@ -133,11 +126,9 @@ class TrajectoryRecord:
     """For a branch, the number of tokens it shares with the beginning of its parent."""
 
     def policy_segments(self, turn_index: int) -> list[SegmentView]:
-        """Returns the segments that the policy wrote in one turn."""
         return [s for s in self.segments if s.from_policy and s.turn_index == turn_index]
 
     def policy_count_before(self, turn_index: int) -> int:
-        """Counts the tokens that the policy wrote before a turn."""
         before = (s for s in self.segments if s.from_policy and s.turn_index < turn_index)
         return sum(len(segment.token_ids) for segment in before)
 
@@ -148,7 +139,6 @@ class TurnProgress:
 
     index: int
     request: TurnRequest
-    """The request that started it."""
     started: bool = False
     """Whether the server is known to have started it."""
     segments: list[SegmentView] = field(default_factory=list[SegmentView])
@@ -156,17 +146,14 @@ class TurnProgress:
     context_token_count: int = 0
     finished: Turn | None = None
     on_start: Callable[[], None] | None = None
-    """Called when the server is known to have started it."""
 
     @classmethod
     def of(cls, turn: Turn, resume: TurnRequest) -> TurnProgress:
-        """Makes the progress of an aborted turn that is to be resumed."""
         count = sum(len(segment.token_ids) for segment in turn.segments)
         segments, context = list(turn.segments), turn.context_token_count
         return cls(turn.index, resume, True, segments, count, context)
 
     def start(self, event: rollout_service_pb2.TurnStarted) -> None:
-        """Records that the server has started the turn."""
         self._begin()
         # A resumed turn counts its earlier tokens as context, so the first count is the turn's own.
         self.context_token_count = self.context_token_count or event.context_token_count
@@ -200,7 +187,7 @@ class TurnProgress:
         if not self.context_token_count:
             held, own = (sum(len(s.token_ids) for s in part) for part in (record.segments, written))
             self.context_token_count = record.parent_token_count + held - own
-        known = _common_count(self.segments, written)
+        known = common_count(_token_ids(self.segments), _token_ids(written))
         self.segments, self.token_count = [], 0
         missing: list[SegmentView] = []
         for segment in written:
@@ -211,15 +198,13 @@ class TurnProgress:
         return missing
 
     def is_all_of(self, event: rollout_service_pb2.TurnFinished) -> bool:
-        """Whether all tokens of the turn have arrived."""
         return event.policy_token_count == self.token_count
 
     def said_of(self, event: rollout_service_pb2.TurnFinished) -> str:
-        """Describes how many tokens have arrived."""
         return f"{self.token_count} of {event.policy_token_count} tokens of a turn arrived"
 
     def finish(self, event: rollout_service_pb2.TurnFinished) -> Turn:
-        """Ends the turn. Raises PenstockError if tokens are missing."""
+        """Raises PenstockError if tokens are missing."""
         if not self.is_all_of(event):
             raise PenstockError(self.said_of(event))
         message = read_message(event.message) if event.HasField("message") else None
@@ -236,21 +221,18 @@ class TurnProgress:
         return self.finished
 
     def refused(self, error: PenstockError) -> bool:
-        """Returns whether an error means that the server never started the turn."""
+        """Whether an error means that the server never started the turn."""
         unsure = isinstance(error, ServerUnavailable | DeadlineExceeded)
         return not self.started and not unsure
 
 
 def read_finish_reason(reason: int) -> FinishReason | None:
-    """Reads a finish reason from the wire; None while the turn is running."""
+    """Returns None while the turn is running."""
     return _FINISH_REASONS.get(reason)
 
 
 def read_segment(segment: trajectory_pb2.Segment) -> SegmentView:
-    """Reads a segment from a twin message (`penstock.wire.codec`), without a copy.
-
-    Raises MalformedMessage if its arrays differ in length.
-    """
+    """Makes no copy. Raises MalformedMessage if its arrays differ in length."""
     token_ids, logprobs = codec.token_ids(segment), codec.logprobs(segment)
     from_policy = segment.author == trajectory_pb2.AUTHOR_POLICY
     if from_policy and len(token_ids) != len(logprobs):
@@ -265,44 +247,34 @@ def read_segment(segment: trajectory_pb2.Segment) -> SegmentView:
     )
 
 
-def read_trajectory(trajectory: trajectory_pb2.Trajectory, *, is_open: bool) -> TrajectoryRecord:
-    """Reads a trajectory from a twin message."""
+def read_trajectory(held: rollout_service_pb2.GetTrajectoryResponse) -> TrajectoryRecord:
+    trajectory = held.trajectory
     return TrajectoryRecord(
         trajectory.trajectory_id,
         tuple(read_segment(segment) for segment in trajectory.segments),
         read_finish_reason(trajectory.finish_reason),
         trajectory.turn_count,
         read_outcome(trajectory.outcome),
-        is_open,
+        held.open,
         trajectory.parent_token_count,
     )
 
 
-def _common_count(first: Sequence[SegmentView], second: Sequence[SegmentView]) -> int:
+def common_count(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
     """Returns the number of tokens that two runs share from the beginning."""
-    a, b = (_concatenate([s.token_ids for s in x], np.dtype(np.int32)) for x in (first, second))
-    length = min(len(a), len(b))
-    differing = np.flatnonzero(a[:length] != b[:length])
+    length = min(len(first), len(second))
+    differing = np.flatnonzero(first[:length] != second[:length])
     return int(differing[0]) if len(differing) else length
 
 
 def _merge_runs(segments: Iterable[SegmentView]) -> list[SegmentView]:
     """Merges segments into one per run of equal weight version and temperature."""
-    runs: list[list[SegmentView]] = []
-    for segment in segments:
-        last = runs[-1][-1] if runs else None
-        if (
-            last
-            and last.weight_version == segment.weight_version
-            and last.temperature == segment.temperature
-        ):
-            runs[-1].append(segment)
-        else:
-            runs.append([segment])
+    grouped = groupby(segments, lambda segment: (segment.weight_version, segment.temperature))
+    runs = [list(run) for _, run in grouped]
     return [
         SegmentView(
-            _concatenate([s.token_ids for s in run], np.dtype(np.int32)),
-            _concatenate([s.logprobs for s in run], np.dtype(np.float32)),
+            _token_ids(run),
+            _logprobs(run),
             run[0].weight_version,
             run[0].turn_index,
             run[0].temperature,
@@ -311,7 +283,13 @@ def _merge_runs(segments: Iterable[SegmentView]) -> list[SegmentView]:
     ]
 
 
-def _concatenate(arrays: Sequence[NDArray[N]], dtype: np.dtype[N]) -> NDArray[N]:
-    if len(arrays) == 1:
-        return arrays[0]
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+def _token_ids(segments: Sequence[SegmentView]) -> NDArray[np.int32]:
+    if len(segments) == 1:
+        return segments[0].token_ids
+    return np.concatenate([np.empty(0, np.int32), *(s.token_ids for s in segments)])
+
+
+def _logprobs(segments: Sequence[SegmentView]) -> NDArray[np.float32]:
+    if len(segments) == 1:
+        return segments[0].logprobs
+    return np.concatenate([np.empty(0, np.float32), *(s.logprobs for s in segments)])

@@ -47,10 +47,7 @@ _GIVE_BACK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """How a worker works."""
-
     concurrency: int = 8
-    """Number of attempts in flight."""
     agent_id: str = field(default_factory=default_agent_id)
     """Names this process, for metrics and traces."""
     purpose: Purpose | None = None
@@ -92,30 +89,8 @@ class Worker:
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._stopped = asyncio.Event()
         self._draining = False
-        self._leases: Leases | None = None
-        self._shown: set[str] = set()
-        """Failure reasons that were already logged in full."""
-        self._statistics = Statistics()
-        self._reporter = Reporter(self._statistics, settings.report_seconds)
-
-    @property
-    def stopping(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stopped.is_set()
-
-    def stop(self) -> None:
-        """Asks `run` to return. Attempts in flight are finished or given back. Idempotent."""
-        self._stopped.set()
-
-    async def run(self) -> Statistics:
-        """Works until stopped, or until `attempts` attempts were made.
-
-        Raises PenstockError if the server refuses to lease, and WorkerMisconfigured if a group is
-        larger than the concurrency.
-        """
-        settings = self._settings
-        leases = Leases(
-            self._calls,
+        self._leases = Leases(
+            calls,
             concurrency=settings.concurrency,
             agent_id=settings.agent_id,
             purpose=settings.purpose,
@@ -123,11 +98,26 @@ class Worker:
             resume_aborted=True,
             listener=self,
         )
-        self._leases = leases
+        self._shown: set[str] = set()
+        """Failure reasons that were already logged in full."""
+        self._statistics = Statistics()
+        self._reporter = Reporter(self._statistics, settings.report_seconds)
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Asks `run` to return. Attempts in flight are finished or given back. Idempotent."""
+        self._stopped.set()
+
+    async def run(self) -> Statistics:
+        """Raises PenstockError if the server refuses to lease, and WorkerMisconfigured if a group is
+        larger than the concurrency."""
         try:
-            async with leases, asyncio.TaskGroup() as tasks:
-                stopper = tasks.create_task(self._stop_when_told(leases))
-                await self._feed(leases, tasks)
+            async with self._leases, asyncio.TaskGroup() as tasks:
+                stopper = tasks.create_task(self._stop_when_told())
+                await self._feed(tasks)
                 while self._running:
                     await asyncio.wait(self._running.values())
                 if self._stopped.is_set():
@@ -136,7 +126,7 @@ class Worker:
                     # `attempts` is used up. Some attempts may wait for siblings that this worker
                     # will not take.
                     stopper.cancel()
-                    await leases.stop_leasing()
+                    await self._leases.stop_leasing()
                     await self._give_back_waiting()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
@@ -144,11 +134,11 @@ class Worker:
             self._reporter.report(len(self._running), last=True)
         return self._statistics
 
-    async def _feed(self, leases: Leases, tasks: asyncio.TaskGroup) -> None:
+    async def _feed(self, tasks: asyncio.TaskGroup) -> None:
         begun = 0
         while self._settings.attempts is None or begun < self._settings.attempts:
             await self._slots.acquire()
-            attempt = await anext(leases, None)
+            attempt = await anext(self._leases, None)
             if attempt is None:
                 return
             self._check_group(attempt)
@@ -174,9 +164,9 @@ class Worker:
                 f"attempts in flight at once: concurrency is {concurrency}, set it to at least {size}"
             )
 
-    async def _stop_when_told(self, leases: Leases) -> None:
+    async def _stop_when_told(self) -> None:
         await self._stopped.wait()
-        await leases.stop_leasing()
+        await self._leases.stop_leasing()
         logger.info("stopping: %d attempts in flight", len(self._running))
         await self._wait_running(self._settings.drain_seconds)
         self._draining = True
@@ -205,7 +195,6 @@ class Worker:
             await asyncio.wait(list(self._running.values()), timeout=timeout)
 
     async def _attempt(self, attempt: Attempt) -> None:
-        """Processes one attempt, from its lease to its outcome."""
         with tracer.start_as_current_span("penstock.attempt") as span:
             span.set_attribute("penstock.task_id", attempt.task.task_id)
             span.set_attribute("penstock.group_id", attempt.group_id)
@@ -309,7 +298,8 @@ class Worker:
             refused |= isinstance(error, Overloaded) and error.retry_after_seconds is None
             if refused and isinstance(outcome, Outcome):
                 return await self._close(attempt, self._failed(error), own_sent=own_sent)
-            if own is not None and not own_sent and _reason(error) == Reason.OUTCOME_DIFFERS:
+            differs = isinstance(error, PenstockError) and error.reason == Reason.OUTCOME_DIFFERS
+            if own is not None and not own_sent and differs:
                 # The function sent its own outcome but did not receive the answer.
                 return await self._close(attempt, own, own_sent=True)
             logger.info("attempt %s is lost: %s", trajectory.trajectory_id, error)
@@ -322,9 +312,8 @@ class Worker:
         return self._book.close(attempt, failed=isinstance(outcome, Failed))
 
     async def _let_run_out(self, attempt: Attempt) -> None:
-        """Waits until the lease of an attempt that cannot be closed has expired, if siblings wait
-        for it. Records whether the server makes the attempt again."""
-        if self._leases is None or not self._book.holds(attempt):
+        """Waits until the lease of an attempt that cannot be closed has expired, if siblings wait."""
+        if not self._book.holds(attempt):
             return
         trajectory_id = attempt.trajectory.trajectory_id
         if not await self._leases.run_out(trajectory_id):
@@ -334,8 +323,7 @@ class Worker:
         """Drops an attempt. Returns the group if this was the last attempt it waited for."""
         trajectory_id = attempt.trajectory.trajectory_id
         self._statistics.add(None, _token_count(attempt))
-        if self._leases is not None:
-            self._leases.release(trajectory_id)
+        self._leases.release(trajectory_id)
         if trajectory_id not in self._final:
             self._book.lose(attempt)
             return None
@@ -343,8 +331,7 @@ class Worker:
         return self._book.close(attempt, failed=True)
 
     def _failed(self, error: BaseException) -> Failed:
-        """Converts an exception to a failure. Logs the first failure of each reason with its
-        traceback."""
+        """Logs the first failure of each reason with its traceback."""
         failed = as_failed(error)
         if failed.reason not in self._shown:
             self._shown.add(failed.reason)
@@ -366,8 +353,7 @@ class Worker:
             self._lose(attempt)
         self._book.clear()
         self._final.clear()
-        if self._leases is not None:
-            self._leases.release_all()
+        self._leases.release_all()
         # Attempts whose outcome is known are closed as soon as the server is back.
         self._cancel_unjudged()
 
@@ -375,8 +361,7 @@ class Worker:
         logger.warning("the server is back after %.1f s", seconds)
 
     def leases_expired(self, trajectory_ids: Sequence[str], retried_ids: Collection[str]) -> None:
-        """Cancels attempts whose work would be lost. Attempts being scored or closed find out when
-        they close."""
+        """Attempts being scored or closed find out when they close."""
         logger.warning("%d leases expired; giving up their attempts", len(trajectory_ids))
         expired = set(trajectory_ids)
         if self._per_group:
@@ -391,10 +376,6 @@ class Worker:
 
 def _token_count(attempt: Attempt) -> int:
     return sum(len(s.token_ids) for turn in attempt.trajectory.turns for s in turn.segments)
-
-
-def _reason(error: Exception) -> str:
-    return error.reason if isinstance(error, PenstockError) else ""
 
 
 def _goes_on() -> bool:

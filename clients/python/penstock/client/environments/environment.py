@@ -33,7 +33,6 @@ class Step:
     reward: float = 0.0
     """Reward of this turn; finite. The episode's reward is the sum over turns."""
     done: bool = False
-    """Whether the episode has ended."""
     invalid: bool = False
     """Whether the action was invalid. `EpisodeLimits.invalid_actions` bounds how many an episode
     allows."""
@@ -67,8 +66,6 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTask:
-    """The episode that a task's metadata describes."""
-
     name: str
     """From `environment`: its name, as on the command line. Empty means the worker's only one."""
     seed: int

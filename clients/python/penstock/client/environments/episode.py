@@ -35,7 +35,7 @@ from penstock.client.environments.environment import (
 )
 from penstock.client.environments.threads import CallThreads, CallTimeout, within
 from penstock.client.outcome import Outcome
-from penstock.client.turns import FinishReason, Turn
+from penstock.client.turns import FinishReason
 
 if TYPE_CHECKING:
     from penstock.client.tasks import Task
@@ -64,7 +64,6 @@ class EpisodeLimits:
     """Time limit for one call of the environment. Exceeding it fails the attempt."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError with the value it got."""
         if self.turns < 1 or self.invalid_actions < 0 or self.step_seconds <= 0:
             raise ValueError(
                 "episode: turns must be at least 1, invalid_actions at least 0 and step_seconds above 0, "
@@ -81,8 +80,6 @@ class EpisodeLimits:
 
 @dataclass
 class _Course:
-    """The course of an episode so far."""
-
     rewards: list[float] = field(default_factory=list[float])
     invalid_count: int = 0
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -131,8 +128,7 @@ class _Calls:
         return step
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Closes the environment. With `at_once` it does not wait for a thread slot, because a call
-        that hangs may hold one forever."""
+        """With `at_once` it waits for no slot, because a call that hangs may hold one forever."""
         if at_once:
             self._threads = CallThreads(1)
         if callable(getattr(self._environment, "close", None)):
@@ -183,7 +179,9 @@ async def _take_turns(
 ) -> str:
     """Takes turns and steps until the end. Returns how the episode ended."""
     while True:
-        turn = await _whole_turn(trajectory, shown)
+        turn = await trajectory.turn(shown)
+        while turn.aborted:
+            turn = await trajectory.resume()
         if turn.finish_reason is FinishReason.LENGTH and not len(turn.token_ids):
             return "CONTEXT"
         step = await calls.step(turn.text)
@@ -199,18 +197,9 @@ async def _take_turns(
         shown = step.observation
 
 
-async def _whole_turn(trajectory: Trajectory, shown: Observation | None) -> Turn:
-    turn = await trajectory.turn(shown)
-    while turn.aborted:
-        turn = await trajectory.resume()
-    return turn
-
-
 def _opening(task: Task, shown: Observation | None) -> Observation | None:
-    """Returns the start of the first turn: the task's prompt, if any, and what reset returned.
-
-    Raises TaskUnusable if both are missing or they do not fit together.
-    """
+    """Joins the task's prompt, if any, and what reset returned. Raises TaskUnusable if both are
+    missing or they do not fit together."""
     if shown is None:
         if task.prompt is None:
             raise TaskUnusable("reset returned no observation, and the task has no prompt")

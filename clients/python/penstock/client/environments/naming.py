@@ -42,8 +42,7 @@ _SECTIONS = (EPISODE, OWN, *FAMILIES)
 def load_agent(
     environments: EnvironmentSettings,
 ) -> Callable[[Task, Trajectory], Awaitable[Outcome]]:
-    """Returns an agent that plays one episode per task. Raises BadFunction with the value it
-    got."""
+    """Returns an agent that plays one episode per task. Raises BadFunction."""
     names = environments.names
     sections = _read_settings(environments.settings)
     try:
@@ -63,8 +62,7 @@ def load_agent(
 
 
 def choose(wanted: str, names: Sequence[str]) -> str:
-    """Returns the environment for a task that asks for `wanted`, from a worker that offers `names`.
-    Raises TaskUnusable."""
+    """Returns the environment for a task that asks for `wanted`. Raises TaskUnusable."""
     if wanted in names or (wanted and wanted.partition(":")[0] in set(names) & set(FAMILIES)):
         return wanted
     if not wanted and len(names) == 1:
@@ -87,8 +85,7 @@ def _read_settings(settings: Sequence[str]) -> dict[str, Table]:
 
 
 def _check(name: str, sections: Mapping[str, Table]) -> Factory:
-    """Returns the factory after trying it once, so that errors surface before an attempt is
-    leased."""
+    """Tries the factory once, so that errors surface before an attempt is leased."""
     try:
         make = _find(name, sections)
         if name == TEXTARENA:

@@ -24,8 +24,6 @@ _INTEGER = re.compile(r"-?\d+")
 
 
 class DataSet(Protocol):
-    """The methods of a data set that are used here."""
-
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
     def score_answer(self, answer: str | None, entry: Mapping[str, Any]) -> float: ...
 
@@ -51,20 +49,13 @@ class ReasoningGym:
                 f"tries must be at least 1 and discount from 0 to 1, got tries {tries} "
                 f"and discount {discount}"
             )
-        self._name, self._tries, self._discount, self._feedback = (
-            data_set,
-            tries,
-            discount,
-            feedback,
-        )
+        self._name, self._feedback = data_set, feedback
+        self._tries, self._discount = tries, discount
         self._tried = 0
         self._entry: Mapping[str, Any] = {}
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> str | None:
-        """Returns the problem for this seed, or None if the task contains the problem.
-
-        Raises TaskUnusable.
-        """
+        """Returns None if the task contains the problem. Raises TaskUnusable."""
         self._tried = 0
         if "entry_json" in options:
             name = str(options.get("dataset", ""))
@@ -90,7 +81,6 @@ class ReasoningGym:
         return str(self._entry["question"])
 
     def step(self, action: str) -> Step:
-        """Scores an answer, as extracted by `extract_answer`."""
         answer = extract_answer(action, str(self._entry.get("answer", "")))
         score, readable = self._score(answer)
         worth = self._discount**self._tried
@@ -113,11 +103,8 @@ class ReasoningGym:
 
 
 def extract_answer(text: str, expected: str) -> str:
-    """Returns the part of a reply that a data set should score.
-
-    Uses the text in `<answer>` tags if there is any; else the last integer if an integer is
-    expected; else the whole reply.
-    """
+    """Returns the part of a reply to score: the text in `<answer>` tags if there is any; else the
+    last integer if an integer is expected; else the whole reply."""
     tagged: Sequence[str] = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     if tagged:
         return str(tagged[-1]).strip()
@@ -128,14 +115,12 @@ def extract_answer(text: str, expected: str) -> str:
 
 
 def last_integer(text: str) -> int | None:
-    """Returns the last integer in a text, if any."""
     found = _INTEGER.findall(text)
     return int(found[-1]) if found else None
 
 
 def create(name: str, seed: int, options: Mapping[str, Any]) -> DataSet:
-    """Makes a data set with the one problem of the seed. Raises reasoning-gym's errors for an
-    unknown name or option."""
+    """Makes a data set of one problem. Raises reasoning-gym's errors."""
     import reasoning_gym
 
     make = cast("Callable[..., DataSet]", reasoning_gym.create_dataset)  # pyright: ignore[reportUnknownMemberType]

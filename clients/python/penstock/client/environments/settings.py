@@ -11,8 +11,6 @@ import click
 
 @dataclass(frozen=True)
 class EnvironmentSettings:
-    """Environments as given on the command line."""
-
     names: tuple[str, ...]
     """`textarena:GAME`, `reasoning_gym:DATA_SET` or `pkg.module:Class`; at least one."""
     settings: tuple[str, ...] = ()
@@ -21,8 +19,7 @@ class EnvironmentSettings:
 
 
 def environment_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options to a command, which receives `environments`, or None without
-    --environment."""
+    """The command receives `environments`: None without --environment."""
 
     @wraps(command)
     def run(names: tuple[str, ...], settings: tuple[str, ...], **others: object) -> None:

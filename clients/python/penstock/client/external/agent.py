@@ -112,9 +112,9 @@ class ExternalProcesses:
         """Why there is no sandbox."""
 
     async def open(self) -> None:
-        """Checks what the server and the machine offer, and logs in one line what is used.
+        """Checks what the server and the machine offer. Waits for the server without a limit.
 
-        Waits for the server without a limit. Raises CommandUnusable.
+        Raises CommandUnusable.
         """
         info = await self._calls.get_server_info(wait_for_ready=True)
         self._model = info.model
@@ -146,10 +146,7 @@ class ExternalProcesses:
                 self._root.rmdir()
 
     async def generate(self, task: Task, trajectory: Trajectory) -> Outcome | Failed | None:
-        """Runs the command on an attempt. Returns None if a function scores the attempt.
-
-        Raises AttemptFailed.
-        """
+        """Returns None if a function scores the attempt. Raises AttemptFailed."""
         trajectory.driven_elsewhere = True
         making = asyncio.ensure_future(asyncio.to_thread(self._make_folder, task))
         try:
@@ -174,7 +171,6 @@ class ExternalProcesses:
         return outcome
 
     async def reward(self, task: Task, trajectory: Trajectory | Sequence[Trajectory]) -> object:
-        """Calls the reward function on one attempt or a group of attempts."""
         assert self._scores is not None
         scored = [trajectory] if not isinstance(trajectory, Sequence) else trajectory
         failed = [True] * len(scored)
@@ -232,8 +228,7 @@ class ExternalProcesses:
         )
 
     async def _attach(self, running: Running, admitted: Admitted) -> bool:
-        """Serves the process's listening sockets in its sandbox. Returns whether the command
-        started."""
+        """Serves the process's listening sockets. Returns whether the command started."""
         await asyncio.wait([running.listening])
         if running.listening.cancelled():
             return False
@@ -252,7 +247,7 @@ class ExternalProcesses:
             "control": -1,
             "command": settings.command,
             "folder": str(folder),
-            "sandbox": self._sandbox.command(folder, [folder]) if self._sandbox else [],
+            "sandbox": self._sandbox.command(folder) if self._sandbox else [],
             "listen": self._inner_ports(),
             "cgroups": [str(cgroup.folder)] if cgroup else [],
             "data_bytes": limit if cgroup is None else 0,
@@ -287,8 +282,7 @@ class ExternalProcesses:
     async def _judge(
         self, record: ProcessRecord, trajectory: Trajectory
     ) -> Outcome | Failed | None:
-        """Returns the outcome of a process, or None if a function scores it. Raises
-        AttemptFailed."""
+        """Returns None if a function scores the process. Raises AttemptFailed."""
         try:
             result = await asyncio.to_thread(read_result, record.folder / RESULT_FILE)
         except ResultInvalid:
@@ -326,7 +320,7 @@ class ExternalProcesses:
         return root.resolve()
 
     def _make_folder(self, task: Task) -> Path:
-        """Makes an attempt's folder. Raises ProcessNotStarted."""
+        """Raises ProcessNotStarted."""
         assert self._root is not None
         folder: Path | None = None
         try:
@@ -378,7 +372,6 @@ class ExternalProcesses:
             return None
 
     def _described(self) -> str:
-        """Describes in one line what is used."""
         settings = self._settings
         if self._sandbox is None:
             lock = f"NO SANDBOX ({self._unlocked}): processes can do what this user can"
@@ -400,18 +393,15 @@ class ExternalProcesses:
 
 
 def _own_folder() -> list[Path]:
-    """The folder that the worker was started in, if it can be shown to processes.
-
-    It is not shown if it contains the home folder, with its secrets, or the folder of temporary
-    files, with the attempts of other workers.
-    """
+    """The folder that the worker was started in, unless it contains the home folder, with its
+    secrets, or the folder of temporary files, with the attempts of other workers."""
     here = Path.cwd()
     private = (Path.home(), Path(tempfile.gettempdir()))
     return [] if any(path.resolve().is_relative_to(here) for path in private) else [here]
 
 
 def _write_output(path: Path, output: str) -> None:
-    """Writes the output. Replaces whatever the process left under this name."""
+    """Replaces whatever the process left under this name."""
     path.unlink(missing_ok=True)
     path.write_text(output, encoding="utf-8")
 

@@ -23,21 +23,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cgroup:
-    """The cgroup of one attempt."""
-
     folder: Path
     version: int
 
     def was_out_of_memory(self) -> bool:
         """Returns whether the kernel killed one of its processes because of the limit."""
-        name, key = {1: ("memory.oom_control", "oom_kill"), 2: ("memory.events", "oom_kill")}[
-            self.version
-        ]
-        for line in (self.folder / name).read_text().splitlines():
-            words = line.split()
-            if words[0] == key:
-                return int(words[1]) > 0
-        return False
+        name = {1: "memory.oom_control", 2: "memory.events"}[self.version]
+        lines = (self.folder / name).read_text().splitlines()
+        return int(dict(line.split() for line in lines).get("oom_kill", 0)) > 0
 
     def remove(self) -> None:
         """Removes it if it has no processes. Otherwise its keeper removes it later."""
@@ -47,14 +40,12 @@ class Cgroup:
 
 @dataclass(frozen=True)
 class Cgroups:
-    """Makes cgroups below a parent."""
-
     parent: Path
     version: int
     _number: itertools.count[int] = field(default_factory=itertools.count)
 
     def make(self, limit_bytes: int) -> Cgroup:
-        """Makes a cgroup for one attempt. Raises OSError."""
+        """Raises OSError."""
         folder = self.parent / f"penstock-{os.getpid()}-{next(self._number)}"
         folder.mkdir()
         made = Cgroup(folder, self.version)
@@ -98,8 +89,7 @@ def _limit(cgroup: Cgroup, limit_bytes: int) -> None:
 
 
 def _delegate(own: Path) -> None:
-    """Enables the memory controller for children of a cgroup. Raises OSError if it is not
-    delegated."""
+    """Enables the memory controller for children. Raises OSError if it is not delegated."""
     if "memory" not in (own / "cgroup.controllers").read_text().split():
         raise OSError("the memory controller is not available")
     if "memory" in (own / "cgroup.subtree_control").read_text().split():

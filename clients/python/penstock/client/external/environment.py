@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from penstock.client.conversation import Message, PromptKind, Tool, write_chat_message
+from penstock.client.conversation import Message, PromptKind, write_chat_message, write_chat_tool
 from penstock.client.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "LC_ALL", "LC_CTYPE")
 
 @dataclass(frozen=True)
 class Access:
-    """How a process reaches the server."""
-
     base_url: str
     """Base URL of the compatible endpoints; empty for none."""
     key: str
@@ -102,12 +100,7 @@ def task_json(task: Task) -> str:
             messages = cast("Sequence[Message]", task.prompt or ())
             document["messages"] = [write_chat_message(message) for message in messages]
             if task.tools:
-                document["tools"] = [_tool(tool) for tool in task.tools]
+                document["tools"] = [write_chat_tool(tool) for tool in task.tools]
         case None:
             pass
     return json.dumps(document, ensure_ascii=False)
-
-
-def _tool(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}

@@ -82,7 +82,6 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int) -> None:
-    """Calls prctl. Raises OSError."""
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
@@ -105,7 +104,9 @@ def keep(order: Order) -> None:
     seconds = time.monotonic() - begun
     found = end_tree(order["cgroups"])
     status = found.get(child, status) if status is None else status
-    report = {"seconds": seconds, "peak_bytes": peak_bytes()}
+    # Peak resident memory of the largest process in the tree.
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    report = {"seconds": seconds, "peak_bytes": peak}
     if status is not None:
         code = os.waitstatus_to_exitcode(status)
         report |= {"status": code} if code >= 0 else {"signal": -code}
@@ -116,8 +117,7 @@ def keep(order: Order) -> None:
 
 
 def noticed(number: int, frame: object) -> None:
-    """Does nothing. With a handler installed, the kernel wakes `wait` through the wakeup
-    descriptor."""
+    """With a handler installed, the kernel wakes `wait` through the wakeup descriptor."""
 
 
 def start(order: Order) -> int:
@@ -141,7 +141,9 @@ def start(order: Order) -> int:
         os.chdir(order["folder"])
         os.execv(command[0], command)
     except BaseException as error:
-        say(f"penstock: the process could not be started: {error}\n")
+        text = f"penstock: the process could not be started: {error}\n"
+        with suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
     os._exit(CANNOT_RUN)
 
 
@@ -180,8 +182,7 @@ def let_go_of_output() -> None:
 
 
 def wait(child: int, control: socket.socket, woken: int) -> int | None:
-    """Reaps until the command has ended and returns its wait status. Returns None if the worker
-    asks for its end."""
+    """Reaps until the command has ended. Returns None if the worker asks for its end."""
     poll = select.poll()
     poll.register(control, select.POLLIN | select.POLLHUP)
     poll.register(woken, select.POLLIN)
@@ -213,7 +214,9 @@ def end_tree(cgroups: list[str]) -> dict[int, int]:
     """Kills every descendant until none is left. Returns their wait statuses."""
     ended: dict[int, int] = {}
     while True:
-        kill_all(descendants() | members(cgroups))
+        for pid in descendants() | members(cgroups):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         ended |= reap()
         try:
             # Checks whether any child is left, without reaping it.
@@ -222,12 +225,6 @@ def end_tree(cgroups: list[str]) -> dict[int, int]:
             if not members(cgroups):
                 return ended
         time.sleep(LOOK_SECONDS)
-
-
-def kill_all(pids: set[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def descendants() -> set[int]:
@@ -257,11 +254,6 @@ def members(cgroups: list[str]) -> set[int]:
     return found
 
 
-def peak_bytes() -> int:
-    """Peak resident memory of the largest process in the tree, in bytes."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-
-
 def clear_up(order: Order) -> None:
     """Cleans up for a worker that is gone."""
     if order["remove"]:
@@ -272,11 +264,6 @@ def clear_up(order: Order) -> None:
     for folder in order["cgroups"]:
         with suppress(OSError):
             Path(folder).rmdir()
-
-
-def say(text: str) -> None:
-    with suppress(OSError):
-        os.write(2, text.encode(errors="replace"))
 
 
 if __name__ == "__main__":

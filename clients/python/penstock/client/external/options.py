@@ -28,7 +28,6 @@ class Size(click.ParamType[int]):
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> int:
-        """Fails if the value is not a size."""
         try:
             return read_size(str(value))
         except ValueError as error:

@@ -27,8 +27,8 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -76,13 +76,20 @@ class Admitted:
 
     @property
     def path(self) -> str:
-        """Path of the attempt's base URL."""
         return f"/v1/attempts/{quote(self.trajectory_id, safe='')}"
+
+    @contextmanager
+    def in_flight(self) -> Generator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self.calls.add(task)
+        try:
+            yield
+        finally:
+            self.calls.discard(task)
 
 
 class Relay:
-    """Serves the processes of one worker."""
-
     def __init__(self, calls: Calls, security: Security) -> None:
         """Raises CredentialsUnusable, and ValueError for an invalid address."""
         self._calls = calls
@@ -100,7 +107,6 @@ class Relay:
         """Port at which processes in the host's network reach the relay."""
 
     async def open(self, http_port: int) -> None:
-        """Starts to relay requests to the server's `http_port`."""
         self._http_port = http_port
         if self._security.encrypted:
             self._tls = _tls(self._security)
@@ -153,14 +159,8 @@ class Relay:
         """Forwards connections to a listening socket to the server's gRPC address, byte by byte."""
 
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            admitted.calls.add(task)
-            try:
+            with admitted.in_flight(), closing(writer):
                 await self._forward(reader, writer)
-            finally:
-                admitted.calls.discard(task)
-                writer.close()
 
         server = await asyncio.start_server(forward, sock=listener.dup())
         admitted.closers.append(server.close)
@@ -189,17 +189,14 @@ class Relay:
             return _refusal(404, "not_found", "this attempt has no such path")
         if not hmac.compare_digest(_key_of(request).encode(), admitted.key.encode()):
             return _refusal(401, "invalid_api_key", "the key is not the key of this attempt")
-        task = asyncio.current_task()
-        assert task is not None
-        admitted.calls.add(task)
-        try:
+        with admitted.in_flight():
             return await self._relay(request, path)
-        finally:
-            admitted.calls.discard(task)
 
     async def _relay(self, request: web.Request, path: str) -> web.StreamResponse:
         body = await request.read()
-        headers = _forwarded(request.headers)
+        headers = CIMultiDict(request.headers)
+        for name in _NOT_FORWARDED:
+            headers.popall(name, None)
         if self._tokens is not None:
             headers.extend(self._tokens.metadata())
         query = request.rel_url.raw_query_string
@@ -214,7 +211,9 @@ class Relay:
                     return _refusal(
                         503, "server_unavailable", f"cannot reach the server: {error.strerror}"
                     )
-                await self._find_port()
+                with suppress(PenstockError):
+                    info = await self._calls.get_server_info()
+                    self._http_port = info.http_port or self._http_port
                 continue
             except aiohttp.ClientError as error:
                 return _refusal(
@@ -239,10 +238,6 @@ class Relay:
             if self._security.encrypted
             else None,
         )
-
-    async def _find_port(self) -> None:
-        with suppress(PenstockError):
-            self._http_port = (await self._calls.get_server_info()).http_port or self._http_port
 
 
 def _tls(security: Security) -> ssl.SSLContext:
@@ -270,13 +265,6 @@ async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.
         await response.write(piece)
     await response.write_eof()
     return response
-
-
-def _forwarded(headers: object) -> CIMultiDict[str]:
-    found: CIMultiDict[str] = CIMultiDict(headers)  # type: ignore[arg-type]
-    for name in _NOT_FORWARDED:
-        found.popall(name, None)
-    return found
 
 
 def _key_of(request: web.Request) -> str:

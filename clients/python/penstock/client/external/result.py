@@ -59,7 +59,6 @@ class ResultInvalid(AttemptFailed):
 
 
 def with_output(text: str, output: str) -> str:
-    """Appends the end of the output to a failure message."""
     shown = output.strip()
     if not shown:
         return f"{text}; it wrote nothing"
@@ -69,8 +68,7 @@ def with_output(text: str, output: str) -> str:
 
 
 def reward_of_status(record: ProcessRecord) -> Outcome:
-    """1.0 for status 0, 0.0 for another. Raises ProcessFailed if the status says nothing about the
-    answer."""
+    """Raises ProcessFailed if the status says nothing about the answer."""
     if record.status is None or record.status in _COULD_NOT_RUN:
         raise ProcessFailed(with_output(record.described(), record.output))
     return Outcome(1.0 if record.status == 0 else 0.0)
@@ -130,13 +128,10 @@ def failure_in(result: Mapping[str, Any]) -> Failed | None:
             )
 
 
-def outcome_in(result: Mapping[str, Any] | None) -> Outcome | Failed:
-    """Returns the outcome that a result holds. Raises ResultInvalid."""
+def outcome_in(result: Mapping[str, Any] | None) -> Outcome:
+    """Reads a result that reports no failure. Raises ResultInvalid."""
     if result is None:
         raise ResultInvalid("the command ended with status 0 but wrote no result file")
-    failed = failure_in(result)
-    if failed is not None:
-        return failed
     if "reward" not in result:
         raise ResultInvalid("the result file holds neither reward nor failure")
     metrics = _table(result, "metrics")

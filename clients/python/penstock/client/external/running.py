@@ -37,8 +37,6 @@ _OUTPUT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Report:
-    """The keeper's final report."""
-
     seconds: float
     peak_bytes: int
     status: int | None = None
@@ -100,8 +98,7 @@ class Running:
         return await asyncio.shield(self._report)
 
     async def end(self) -> Report | None:
-        """Ends the tree and returns once it has ended. Call it once, even if the tree has already
-        ended."""
+        """Ends the tree and waits for its end. Call it once, even if the tree has already ended."""
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
         report: Report | None = None

@@ -36,8 +36,6 @@ class SandboxMissing(Exception):
 
 @dataclass(frozen=True)
 class Sandbox:
-    """How to call bubblewrap."""
-
     program: str
     share_network: bool = False
     read: Sequence[Path] = ()
@@ -47,9 +45,8 @@ class Sandbox:
     root: Path | None = None
     """Folder of all attempts. It is empty inside the sandbox."""
 
-    def command(self, folder: Path, places: Sequence[Path]) -> list[str]:
-        """Returns the prefix for a command that works in `folder` and can write to all of
-        `places`."""
+    def command(self, folder: Path) -> list[str]:
+        """Returns the prefix for a command that works in `folder` and can write there."""
         arguments = [self.program, "--unshare-all", "--die-with-parent", "--new-session"]
         arguments += ["--share-net"] if self.share_network else []
         arguments += ["--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]
@@ -60,8 +57,7 @@ class Sandbox:
         if self.share_network:
             # /etc/resolv.conf is a link to this folder on many machines.
             arguments += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"]
-        for place in places:
-            arguments += ["--bind", str(place), str(place)]
+        arguments += ["--bind", str(folder), str(folder)]
         for path in self.hidden:
             if path.exists():
                 arguments += ["--ro-bind", "/dev/null", str(path.resolve())]
@@ -76,7 +72,7 @@ class Sandbox:
 
     def check(self, folder: Path) -> None:
         """Runs a probe in the sandbox. Raises SandboxMissing."""
-        probe = [*self.command(folder, [folder]), sys.executable, "-I", "-S", "-c", "pass"]
+        probe = [*self.command(folder), sys.executable, "-I", "-S", "-c", "pass"]
         try:
             done = subprocess.run(
                 probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False

@@ -14,22 +14,15 @@ RESULT_FILE = "result-file"
 
 
 class SandboxUse(StrEnum):
-    """Whether processes run in a sandbox."""
-
     AUTO = "auto"
-    """Use a sandbox if the machine supports it. The worker logs the result at startup."""
     REQUIRE = "require"
-    """Refuse to start without a sandbox."""
     OFF = "off"
 
 
 class Network(StrEnum):
-    """What a process in a sandbox can reach."""
-
     ATTEMPT = "attempt"
     """Only what `Api` names."""
     HOST = "host"
-    """Everything that the host can reach."""
 
 
 class Api(StrEnum):
@@ -43,18 +36,14 @@ class Api(StrEnum):
 
     @property
     def http(self) -> bool:
-        """Whether the process receives a base URL."""
         return self is not Api.GRPC
 
     @property
     def grpc(self) -> bool:
-        """Whether a sandboxed process can reach the gRPC services."""
         return self is not Api.HTTP
 
 
 class Keep(StrEnum):
-    """Which folders are kept when their attempt has ended."""
-
     NONE = "none"
     FAILED = "failed"
     ALL = "all"
@@ -62,8 +51,6 @@ class Keep(StrEnum):
 
 @dataclass(frozen=True)
 class CommandSettings:
-    """Settings for one external process per attempt."""
-
     command: str
     """Command line for /bin/sh, run in the attempt's own folder."""
     reward: str | None = None
@@ -80,21 +67,15 @@ class CommandSettings:
     environment: tuple[str, ...] = ()
     """NAME passes on the worker's variable; NAME=VALUE sets one."""
     files: tuple[Path, ...] = ()
-    """Files and folders to copy into each attempt's folder."""
     read: tuple[Path, ...] = ()
-    """Paths that a sandbox shows in addition to the system's folders."""
     folder: Path | None = None
     """Parent of the attempts' folders. None uses the system's folder of temporary files."""
     keep: Keep = Keep.NONE
     token_file: Path | None = None
-    """Token for the process's own gRPC calls."""
 
 
 def read_size(text: str) -> int:
-    """Returns the bytes in a size such as "2GiB", "512M" or "1048576". Units are powers of 1024.
-
-    Raises ValueError with the text it got.
-    """
+    """Units are powers of 1024: "2GiB", "512M", "1048576". Raises ValueError."""
     match = SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise ValueError(

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from penstock.client.calls import Calls
 from penstock.client.external.agent import CommandUnusable, ExternalProcesses
 from penstock.client.external.settings import EXIT_STATUS, RESULT_FILE, CommandSettings
 from penstock.client.functions import BadFunction, load_function
-from penstock.client.scoring import Agent, group_reward, is_group_reward
+from penstock.client.scoring import Agent, is_group_reward
 from penstock.client.statistics import Statistics
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
 from penstock.wire.security import Security
@@ -16,7 +17,7 @@ from penstock.wire.security import Security
 def load_worker(
     external: CommandSettings, security: Security, settings: WorkerSettings
 ) -> Callable[[Calls], CommandWorker]:
-    """Returns a factory that makes the command's worker for a server. Raises BadFunction."""
+    """Raises BadFunction."""
     reward: Agent | None = None
     if external.reward not in (None, EXIT_STATUS, RESULT_FILE):
         reward = load_function(external.reward, "--reward")
@@ -35,19 +36,18 @@ class CommandWorker:
         reward: Agent | None,
         settings: WorkerSettings,
     ) -> None:
-        score = None if reward is None else _scored_by(processes, is_group_reward(reward))
+        settings = replace(settings, group_reward=settings.group_reward or is_group_reward(reward))
         self._processes = processes
+        score = None if reward is None else processes.reward
         self._worker = Worker(calls, processes.generate, score, settings)
         self._stopped = asyncio.Event()
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was called."""
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Asks `run` to return. Running processes can finish within the drain bound, then they are
-        ended."""
+        """Running processes can finish within the drain bound, then they are ended."""
         self._stopped.set()
         self._worker.stop()
 
@@ -63,8 +63,7 @@ class CommandWorker:
             await self._processes.close()
 
     async def _open(self) -> bool:
-        """Opens the processes. Returns False if the worker was stopped while it waited for its
-        server."""
+        """Returns False if the worker was stopped while it waited for its server."""
         opening = asyncio.create_task(self._processes.open())
         stopping = asyncio.create_task(self._stopped.wait())
         try:
@@ -76,14 +75,3 @@ class CommandWorker:
             for task in (opening, stopping):
                 task.cancel()
             await asyncio.wait([opening, stopping])
-
-
-def _scored_by(processes: ExternalProcesses, whole_group: bool) -> Agent:
-    if not whole_group:
-        return processes.reward
-
-    @group_reward
-    async def reward(task: object, trajectories: object) -> object:
-        return await processes.reward(task, trajectories)  # type: ignore[arg-type]
-
-    return reward

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.client.functions import BadFunction
+
 # A name that never resolves, so that a request that bypasses `post` fails.
 ROUTER_HOST: Final = "penstock.invalid"
 ROUTER_PORT: Final = 80
@@ -74,27 +76,22 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 }
 
 
-class ArgumentsInvalid(ValueError):
-    """A file of arguments is unusable; the message explains why."""
-
-
 def read_arguments(path: Path | None) -> dict[str, Any]:
-    """Reads the `--args` file, one TOML table. Raises ArgumentsInvalid."""
+    """Reads the `--args` file, one TOML table. Raises BadFunction."""
     if path is None:
         return {}
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ArgumentsInvalid(f"{path}: {error.strerror}") from error
+        raise BadFunction(f"--args {path}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ArgumentsInvalid(f"{path}: not valid TOML: {error}") from error
+        raise BadFunction(f"--args {path}: not valid TOML: {error}") from error
 
 
 def make_arguments(
     given: Mapping[str, Any], *, model: str, max_context_length: int | None
 ) -> Namespace:
-    """Makes the namespace for a server that samples from `model`. `max_context_length` is None if
-    unknown."""
+    """`max_context_length` is None if unknown."""
     served = {
         "hf_checkpoint": model,
         "rollout_max_context_len": max_context_length,

@@ -16,13 +16,7 @@ Tokens that are context in one trajectory, such as the shared prefix of a branch
 policy's in another that begins with the same tokens. They were sampled there and are trained there,
 so a sample can have a part in each. Tokens of the policy that no sample claims carry no gradient.
 
-These errors fail the attempt, because it would train something that the policy did not do:
-
-- LossMaskInvalid: the mask is not as long as the response, or holds values other than 0 and 1.
-- TokensDiffer: no trajectory has these tokens.
-- TokensNotSampled: a trajectory has them, but the policy wrote the trained ones in none.
-- SamplesShareTokens: two samples train the same token, or parts of one trajectory with different
-  rewards.
+The errors below fail the attempt, because it would train something that the policy did not do.
 """
 
 from __future__ import annotations
@@ -32,6 +26,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from penstock.client.turns import common_count
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,19 +40,19 @@ _MOST_TRIES = 10_000
 
 
 class LossMaskInvalid(Exception):
-    """A sample's loss mask does not fit its response."""
+    """A mask is not as long as the response, or holds values other than 0 and 1."""
 
 
 class TokensDiffer(Exception):
-    """A sample's tokens match no trajectory of its attempt."""
+    """No trajectory has the tokens."""
 
 
 class TokensNotSampled(Exception):
-    """A sample marks tokens to train that the policy did not write."""
+    """A trajectory has the tokens, but the policy wrote the trained ones in none."""
 
 
 class SamplesShareTokens(Exception):
-    """Samples claim the same sampled tokens, or one trajectory, in conflicting ways."""
+    """Two samples train the same token, or parts of one trajectory with different rewards."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,8 +84,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """The training decision for a trajectory."""
-
     untrained: NDArray[np.bool_]
     """Mask of tokens that the policy wrote and no sample claims, shape [n]."""
     broke_off: bool
@@ -99,7 +93,7 @@ class Trained:
 
 
 def claim_of(sample: Sample, reward: float | None) -> Claim:
-    """Returns the claim of a sample. Raises LossMaskInvalid."""
+    """Raises LossMaskInvalid."""
     count, length = len(sample.tokens), sample.response_length
     mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
     if not 0 <= length <= count:
@@ -116,8 +110,6 @@ def claim_of(sample: Sample, reward: float | None) -> Claim:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A trajectory while claims are being placed."""
-
     written: Written
     trained: NDArray[np.bool_]
     owners: list[int]
@@ -131,8 +123,9 @@ def settle(claims: Sequence[Claim], written: Sequence[Written]) -> list[Trained]
     """
     places = [_Place(w, np.zeros(len(w.token_ids), np.bool_), []) for w in written]
     options = {i: _find(claim, written) for i, claim in enumerate(claims) if claim.end}
-    # Claims with the fewest options come first.
-    order = sorted(options, key=lambda i: (len(_of_last(options[i], claims[i])), -claims[i].end))
+    # Claims with the fewest trajectories whose policy wrote their last token come first.
+    ways = {i: sum(bool(own[claims[i].end - 1]) for own in options[i]) for i in options}
+    order = sorted(options, key=lambda i: (ways[i], -claims[i].end))
     wanted = [(index, claims[index].trained[: claims[index].end]) for index in order]
     if not _put(wanted, claims, options, places, [_MOST_TRIES]):
         raise SamplesShareTokens(
@@ -153,11 +146,7 @@ def _put(
     places: Sequence[_Place],
     tries: list[int],
 ) -> bool:
-    """Places claims, starting from the last token that each still wants. Returns whether all found
-    places.
-
-    `tries` bounds the search.
-    """
+    """Places claims, the last token that each still wants first. `tries` bounds the search."""
     if not order:
         return True
     (index, wanted), rest = order[0], order[1:]
@@ -192,14 +181,16 @@ def _strangeness(wanted: NDArray[np.bool_], place: _Place) -> int:
 
 
 def _find(claim: Claim, written: Sequence[Written]) -> list[NDArray[np.bool_]]:
-    """Returns, per trajectory, a mask of the claim's tokens that the policy wrote after the same
-    prefix."""
+    """Masks, per trajectory, the claim's tokens that the policy wrote after the same prefix."""
     end, wanted = claim.end, claim.trained[: claim.end]
-    common = [_common(claim.token_ids[:end], w.token_ids) for w in written]
-    # A trajectory that ends earlier also counts: the sample may have added tokens that were not
-    # sampled.
+    common = [common_count(claim.token_ids[:end], w.token_ids) for w in written]
+    # A trajectory that ends earlier also counts: the sample may add tokens that were not sampled.
     if not any(c == min(end, len(w.token_ids)) for c, w in zip(common, written, strict=True)):
-        raise TokensDiffer(_difference(end, max(common, default=0)))
+        raise TokensDiffer(
+            f"up to its last trained token the sample has {end} tokens; the first "
+            f"{max(common, default=0)} match a trajectory of this attempt, the next does not: tokens "
+            f"were edited, cut, or encoded again"
+        )
     pairs = zip(common, written, strict=True)
     sampled = [_padded(w.from_policy[:count], end) for count, w in pairs]
     unsampled = wanted & ~np.logical_or.reduce(sampled)
@@ -211,23 +202,5 @@ def _find(claim: Claim, written: Sequence[Written]) -> list[NDArray[np.bool_]]:
     return sampled
 
 
-def _of_last(sampled: Sequence[NDArray[np.bool_]], claim: Claim) -> list[int]:
-    """Returns the indices of the trajectories in which the policy wrote the claim's last token."""
-    return [index for index, own in enumerate(sampled) if own[claim.end - 1]]
-
-
 def _padded(from_policy: NDArray[np.bool_], count: int) -> NDArray[np.bool_]:
     return np.pad(from_policy[:count], (0, max(0, count - len(from_policy))))
-
-
-def _difference(end: int, common: int) -> str:
-    return (
-        f"up to its last trained token the sample has {end} tokens; the first {common} match a "
-        f"trajectory of this attempt, the next does not: tokens were edited, cut, or encoded again"
-    )
-
-
-def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
-    length = min(len(first), len(second))
-    differing = np.flatnonzero(first[:length] != second[:length])
-    return int(differing[0]) if len(differing) else length

@@ -23,8 +23,8 @@ from penstock.client.worker import WorkerMisconfigured
 class Rollout(Protocol):
     """The methods of `WholeRollout` that a data source uses."""
 
-    @property
-    def calling_thread(self) -> int: ...
+    calling_thread: int
+
     @property
     def given_back_count(self) -> int: ...
     async def take(self, count: int, *, aside: bool) -> list[list[Sample]]: ...
@@ -40,8 +40,7 @@ class RolloutStopped(Exception):
 
 
 class DataSource:
-    """Gives groups to the function. Call it from any thread except that of the worker's own
-    loop."""
+    """Call it from any thread except that of the worker's own loop."""
 
     def __init__(self, rollout: Rollout, loop: asyncio.AbstractEventLoop) -> None:
         self._rollout, self._loop = rollout, loop
@@ -71,8 +70,7 @@ class DataSource:
         return groups
 
     def _loop_aside(self) -> asyncio.AbstractEventLoop | None:
-        """Returns the event loop that this call blocks, or None if the function's own call waits
-        too."""
+        """Returns the loop that this call blocks, unless the function's own call waits too."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -88,18 +86,14 @@ class DataSource:
         asyncio.run_coroutine_threadsafe(given, self._loop).result()
 
     def get_buffer_length(self) -> int:
-        """Number of groups that were given back."""
         return self._rollout.given_back_count
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Stores values for the function."""
         self.metadata.update(metadata)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Returns the stored values."""
         return self.metadata
 
     def __len__(self) -> int:
-        """Returns a large number. The number of tasks is unknown here, but the result must be
-        truthy."""
+        """Large, because the number of tasks is unknown and the source must be truthy."""
         return 1 << 30

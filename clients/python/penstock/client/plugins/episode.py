@@ -13,7 +13,7 @@ from penstock.client.outcome import Failed, Outcome
 from penstock.client.plugins.claims import Trained, claim_of, settle
 from penstock.client.plugins.rewards import score_of
 from penstock.client.plugins.router import meta_info_of
-from penstock.client.plugins.samples import Sample
+from penstock.client.plugins.samples import FINISHED, Sample
 from penstock.client.plugins.told_metadata import told_metadata
 from penstock.wire.agent_marks import write_status, write_untrained, write_unwanted
 
@@ -21,21 +21,17 @@ if TYPE_CHECKING:
     from penstock.client.plugins.router import AttemptRouter
     from penstock.client.trajectory import Trajectory
 
-_ENDED = Sample.Status.COMPLETED, Sample.Status.TRUNCATED
 _FAILED = {Sample.Status.ABORTED: "ABORTED", Sample.Status.FAILED: "FAILED"}
 
 
 @dataclass(eq=False)
 class Episode:
-    """An attempt by a slime function, with its samples and outcome."""
-
     trajectory: Trajectory
     sample: Sample
     """The sample that the function receives."""
     router: AttemptRouter
     reward_key: str | None = None
-    """Name of the reward's entry that counts if the reward is a table. The others become
-    metrics."""
+    """The entry that counts if the reward is a table. The others become metrics."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The task's sampling settings, under the names that the function receives."""
     returned: list[Sample] = field(default_factory=list[Sample])
@@ -51,7 +47,6 @@ class Episode:
         _EPISODES[self.trajectory.trajectory_id] = self
 
     def drop(self, reason: str) -> None:
-        """Marks the group as unwanted."""
         if not self.unwanted:
             self.unwanted = reason
             if self.on_dropped is not None:
@@ -103,13 +98,12 @@ class Episode:
     def _outcome_of(self, sample: Sample) -> Outcome:
         scored = score_of(sample.reward, self.reward_key)
         metadata = told_metadata(self._given, sample.metadata)
-        if sample.status in _ENDED:
+        if sample.status in FINISHED:
             metadata = {**metadata, **write_status(sample.status.value)}
         return replace(scored, metadata=metadata)
 
     async def fill(self) -> None:
-        """Fills the sample from the trajectory's only turn. Raises RequestUnsupported if neither
-        the server nor a tokenizer has its text."""
+        """Uses the trajectory's only turn. Raises RequestUnsupported if its text is unknown."""
         sample, turn = self.sample, self.trajectory.last_turn
         ((_, written),) = await self.router.written()
         tokens: list[int] = written.token_ids.tolist()

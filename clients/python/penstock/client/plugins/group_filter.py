@@ -31,7 +31,7 @@ import numpy as np
 from penstock.client.blocking import is_async
 from penstock.client.plugins import modules
 from penstock.client.plugins.arguments import make_arguments
-from penstock.client.plugins.samples import Sample, read_filter_output
+from penstock.client.plugins.samples import FINISHED, Sample, read_filter_output
 from penstock.client.plugins.slime import make_sample
 from penstock.client.plugins.tokenizers import load_tokenizer
 from penstock.client.tasks import read_task
@@ -77,14 +77,11 @@ class GroupSample(Protocol):
 
     @property
     def behaviour_logprobs(self) -> NDArray[np.float32]:
-        """Log-probability that each token was sampled with; zero for tokens that were not
-        sampled."""
+        """Zero for tokens that were not sampled."""
         ...
 
     @property
-    def reward(self) -> float:
-        """Reward as the agent gave it."""
-        ...
+    def reward(self) -> float: ...
 
 
 class Group(Protocol):
@@ -136,8 +133,7 @@ def slime_filter(
 
 
 def _samples(group: Group, delivered: Delivered, args: Namespace) -> list[Any]:
-    """Returns the attempts of a group: one sample each, or lists if a function made several of
-    one."""
+    """Returns one sample per attempt, or lists if a function made several of one."""
     read = {sample.trajectory_id: sample for sample in group.samples}
     sent = {trajectory.trajectory_id: trajectory for trajectory in delivered.group.trajectories}
     attempts: dict[str, list[_DeliveredSample]] = defaultdict(list)
@@ -160,8 +156,6 @@ def _samples(group: Group, delivered: Delivered, args: Namespace) -> list[Any]:
 
 
 class _DeliveredSample(Sample):
-    """A trajectory as a filter sees it."""
-
     def __init__(
         self,
         trajectory: trajectory_pb2.Trajectory,
@@ -180,12 +174,14 @@ class _DeliveredSample(Sample):
             # The trainer trains none of it.
             untrained = written
         mask = written if untrained is None else written & ~untrained
+        # The other numbers of a table arrived as metrics.
+        key: str | None = args.reward_key
         super().__init__(
             tokens=read.token_ids.tolist(),
             response_length=count - start,
             loss_mask=mask[start:].astype(int).tolist(),
             rollout_log_probs=read.behaviour_logprobs[start:].tolist(),
-            reward=_reward(trajectory, read, args.reward_key),
+            reward={**trajectory.outcome.metrics, key: read.reward} if key else read.reward,
             remove_sample=not mask.any(),
             status=_status(trajectory),
             weight_versions=_versions(trajectory),
@@ -201,7 +197,7 @@ class _DeliveredSample(Sample):
         return super().__getattribute__(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns its fields, including those not read yet. Raises NotDelivered."""
+        """Includes fields not read yet. Raises NotDelivered."""
         for name in _LATE:
             getattr(self, name)
         made = super().to_dict()
@@ -236,10 +232,8 @@ class _DeliveredSample(Sample):
 
 
 class _Metadata(dict[str, Any]):
-    """Metadata of a sample of which the trainer may know only a part.
-
-    The trainer cannot know whether a missing key was set. So reading one raises NotDelivered.
-    """
+    """Metadata of which the trainer may know only a part. So reading a missing key, which may have
+    been set, raises NotDelivered."""
 
     def __missing__(self, key: str) -> Any:
         raise NotDelivered(
@@ -249,8 +243,7 @@ class _Metadata(dict[str, Any]):
         )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the entry. Raises if it is missing, because the default might differ from its
-        value."""
+        """Raises if the entry is missing, because the default might differ from its value."""
         return self[key]
 
     def __contains__(self, key: object) -> bool:
@@ -263,8 +256,7 @@ class _Metadata(dict[str, Any]):
 
 
 def _written(trajectory: trajectory_pb2.Trajectory, count: int) -> NDArray[np.bool_]:
-    """Returns a mask of its `count` tokens that the policy wrote, without those shared with a
-    parent."""
+    """Returns a mask of the tokens that the policy wrote, without those shared with a parent."""
     written = np.zeros(count, np.bool_)
     at = trajectory.parent_token_count
     for segment in trajectory.segments:
@@ -274,16 +266,10 @@ def _written(trajectory: trajectory_pb2.Trajectory, count: int) -> NDArray[np.bo
     return written
 
 
-def _reward(trajectory: trajectory_pb2.Trajectory, read: GroupSample, key: str | None) -> Any:
-    """Returns the number, or the table of which it was the entry `key`. The table's other numbers
-    arrived as metrics."""
-    return {**trajectory.outcome.metrics, key: read.reward} if key else read.reward
-
-
 def _status(trajectory: trajectory_pb2.Trajectory) -> Sample.Status:
     """Returns the status that its function set, else one from the last turn's finish reason."""
     said = read_status(trajectory.outcome.metadata)
-    for status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+    for status in FINISHED:
         if said == status.value:
             return status
     return _STATUSES.get(trajectory.finish_reason, Sample.Status.COMPLETED)

@@ -66,12 +66,9 @@ _OTHER_NAMES: Mapping[str, Mapping[str, Any]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of `_NAMES` and their parent packages."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns a specification if the module is replaced here."""
         top, _, name = fullname.partition(".")
         if top not in PACKAGES:
             return None
@@ -88,7 +85,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fills a replaced module with its entries."""
         vars(module).update(_entries(module.__name__))
         module.__getattr__ = _Installed(module)
 
@@ -101,8 +97,7 @@ class _Installed:
         self._module: ModuleType | None = None
 
     def __call__(self, name: str) -> Any:
-        """Returns the entry of that name. Raises AttributeError, and errors of loading the
-        module."""
+        """Raises AttributeError, and errors of loading the module."""
         ours = self._ours
         # An import of a submodule must not load the installed package's own names.
         below = importlib.machinery.PathFinder.find_spec(f"{ours.__name__}.{name}", ours.__path__)
@@ -131,13 +126,12 @@ class _Installed:
 
 
 def _entries(module: str) -> dict[str, Any]:
-    """Returns the entries of a replaced module by name."""
     name = module.partition(".")[2]
     named = {entry.__name__: entry for entry in _NAMES.get(name, ())}
     return {**named, **_OTHER_NAMES.get(name, {})}
 
 
 def install() -> None:
-    """Installs the finder. Further calls have no effect."""
+    """Further calls have no effect."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 from penstock.client.blocking import is_async, run_in_thread
 from penstock.client.conversation import Message, PromptKind, write_chat_message
 from penstock.client.outcome import Failed, Outcome
-from penstock.client.scoring import group_reward
 
 if TYPE_CHECKING:
     from penstock.client.scoring import Agent
@@ -42,8 +41,7 @@ async def call_plugin(function: Callable[..., Any], *arguments: Any, **named: An
 
 
 def score_of(value: Any, key: str | None = "score") -> Outcome:
-    """Converts a number, or a table with the reward in `key`, to an outcome. The table's other
-    numbers become metrics.
+    """Reads a number, or a table with the reward in `key`, whose other numbers become metrics.
 
     Raises RewardMissing.
     """
@@ -60,8 +58,7 @@ def score_of(value: Any, key: str | None = "score") -> Outcome:
 
 
 def _number(value: Any) -> float | None:
-    """Converts numbers, including numpy's and torch's. Returns None if it is not a single
-    number."""
+    """Converts numbers, including numpy's and torch's; None if it is not a single number."""
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         return None
     try:
@@ -93,26 +90,23 @@ def verl_reward(function: Callable[..., Any], args: Mapping[str, Any]) -> Agent:
 
 
 def trl_reward(function: Callable[..., Any], *, whole_group: bool) -> Agent:
-    """Makes a reward of a TRL reward function."""
-    takes_all = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD
-        for parameter in inspect.signature(function).parameters.values()
-    )
+    wanted = inspect.signature(function).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in wanted.values())
 
     async def ask(task: Task, trajectories: Sequence[Trajectory]) -> list[Outcome | Failed]:
         chat = task.prompt_kind is PromptKind.MESSAGES
+        text = task.prompt if isinstance(task.prompt, str) else ""
         given: dict[str, Any] = {
             name: [value] * len(trajectories) for name, value in task.metadata.items()
         }
         given |= {
-            "prompts": [_prompt(task)] * len(trajectories),
+            "prompts": [messages_of(task) if chat else text] * len(trajectories),
             "completions": [_messages(t) if chat else _answer(t) for t in trajectories],
             "completion_ids": [
                 [int(i) for turn in t.turns for i in turn.token_ids] for t in trajectories
             ],
         }
         if not takes_all:
-            wanted = inspect.signature(function).parameters
             given = {name: value for name, value in given.items() if name in wanted}
         values: Any = await call_plugin(function, **given)
         if not hasattr(values, "__len__") or len(values) != len(trajectories):
@@ -125,7 +119,7 @@ def trl_reward(function: Callable[..., Any], *, whole_group: bool) -> Agent:
     async def one(task: Task, trajectory: Trajectory) -> Outcome | Failed:
         return (await ask(task, [trajectory]))[0]
 
-    return group_reward(ask) if whole_group else one
+    return ask if whole_group else one
 
 
 def _answer(trajectory: Trajectory) -> str:
@@ -136,13 +130,5 @@ def _messages(trajectory: Trajectory) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": turn.text} for turn in trajectory.turns]
 
 
-def _prompt(task: Task) -> Any:
-    """Returns the prompt in TRL's format: a text, or a list of messages."""
-    if task.prompt_kind is PromptKind.MESSAGES:
-        return messages_of(task)
-    return task.prompt if isinstance(task.prompt, str) else ""
-
-
 def messages_of(task: Task) -> list[dict[str, Any]]:
-    """Returns the messages of a task as dictionaries."""
     return [write_chat_message(message) for message in cast("Sequence[Message]", task.prompt or ())]

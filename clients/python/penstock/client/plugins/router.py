@@ -55,8 +55,6 @@ class RequestUnsupported(Exception):
 
 
 class Tokenizer(Protocol):
-    """The methods of a Hugging Face tokenizer that the router uses."""
-
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encodes text. Special tokens spelled out in it become special tokens, as in SGLang."""
         ...
@@ -73,7 +71,6 @@ class _Line:
     text: str | None = None
     """Its content as text; None if its function sends tokens."""
     turn: asyncio.Task[Turn] | None = None
-    """The turn in flight."""
     taken: bool = False
     """Whether a request uses it, so that no other can extend it now."""
     broken: bool = False
@@ -83,13 +80,10 @@ class _Line:
 
     @property
     def begun(self) -> bool:
-        """Whether it has a turn."""
         return bool(self.trajectory.turns)
 
 
 class AttemptRouter:
-    """Serves the requests of one attempt."""
-
     def __init__(self, trajectory: Trajectory, find: Callable[[], Tokenizer | None]) -> None:
         """`trajectory` is the leased one, not open yet. `find` returns the model's tokenizer."""
         self._root = _Line(trajectory)
@@ -100,19 +94,16 @@ class AttemptRouter:
         self._loop = asyncio.get_running_loop()
 
     async def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Serves one request to `/generate`. Raises RequestUnsupported, SamplingUnsupported,
-        PenstockError."""
+        """Raises RequestUnsupported, SamplingUnsupported, PenstockError."""
         if asyncio.get_running_loop() is self._loop:
             return await self._generate(payload)
         turn = asyncio.run_coroutine_threadsafe(self._generate(payload), self._loop)
         return await asyncio.wrap_future(turn)
 
     def text_of(self, turn: Turn, skip_special_tokens: bool) -> str:
-        """Returns the text that the policy wrote in a turn.
+        """Decodes the tokens. Without a tokenizer, returns the server's text, without special tokens.
 
-        With a tokenizer, this is the decoded tokens. Without one, it is the server's text, which
-        omits special tokens. Raises RequestUnsupported if the server's text is missing or
-        incomplete.
+        Raises RequestUnsupported if the server's text is missing or incomplete.
         """
         message = turn.message
         is_all = (
@@ -157,11 +148,7 @@ class AttemptRouter:
                 line.turn.cancel()
 
     async def stop(self) -> None:
-        """Cancels and waits for the turns in flight, and refuses new requests.
-
-        A function that has returned thus leaves no turn behind, and tasks it left running start
-        none.
-        """
+        """Ends the turns in flight. Tasks that the function left running can start none."""
         self._stopped = True
         self.cancel()
         if turns := [line.turn for line in self._lines if line.turn is not None]:
@@ -206,8 +193,7 @@ class AttemptRouter:
         return self._answer(payload, turn, shown)
 
     async def _place(self, wanted: Prompt) -> tuple[_Line, list[int]]:
-        """Reserves the trajectory that a request extends. Returns it with the tokens that are new
-        in it."""
+        """Reserves the trajectory that a request extends. Returns it with its new tokens."""
         root = self._root
         while True:
             if (line := self._extended_by(wanted)) is not None:
@@ -235,8 +221,7 @@ class AttemptRouter:
             return line, new
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        """Encodes text as its function does. Otherwise the function would not recognise its own
-        tokens."""
+        """Encodes text as its function does, which must recognise its own tokens."""
         if isinstance(prompt, str):
             return self._tokenizer().encode(prompt, add_special_tokens=False)
         return prompt
@@ -295,8 +280,7 @@ class AttemptRouter:
 
 
 def meta_info_of(turn: Turn | None) -> dict[str, Any]:
-    """Returns SGLang's `meta_info` for a turn. Without a turn, it is for a request of zero
-    tokens."""
+    """Returns SGLang's `meta_info`. Without a turn, it is for a request of zero tokens."""
     if turn is None:
         counts = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
         return {"finish_reason": {"type": "length"}, **counts}
@@ -314,7 +298,6 @@ def meta_info_of(turn: Turn | None) -> dict[str, Any]:
 
 
 def _wanted(payload: Mapping[str, Any]) -> Prompt:
-    """Returns the text or tokens of a request."""
     ids, text = payload.get("input_ids"), payload.get("text")
     if (ids is None) == (text is None):
         raise RequestUnsupported("/generate takes either input_ids or text")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 
 class _Status(Enum):
@@ -21,11 +21,26 @@ class _Status(Enum):
     FAILED = "failed"
 
 
-_FINISHED = {"stop": _Status.COMPLETED, "length": _Status.TRUNCATED, "abort": _Status.ABORTED}
+FINISHED = (_Status.COMPLETED, _Status.TRUNCATED)
+_BY_FINISH_REASON = {
+    "stop": _Status.COMPLETED,
+    "length": _Status.TRUNCATED,
+    "abort": _Status.ABORTED,
+}
 
 
 @dataclass
-class SpecInfo:
+class _Counts:
+    def to_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        return cls(**data)
+
+
+@dataclass
+class SpecInfo(_Counts):
     """Speculative decoding counts. The server does not report them, so they stay zero."""
 
     spec_accept_token_num: int = 0
@@ -34,7 +49,6 @@ class SpecInfo:
     completion_token_num: int = 0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Adds the counts of one answer of the engine."""
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 
     @property
@@ -47,45 +61,25 @@ class SpecInfo:
         """Tokens per verification step."""
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
-    def to_dict(self) -> dict[str, int]:
-        return dict(vars(self))
-
-    @staticmethod
-    def from_dict(data: Mapping[str, int]) -> SpecInfo:
-        """Restores an object from the result of `to_dict`."""
-        return SpecInfo(**data)
-
 
 @dataclass
-class PrefixCacheInfo:
+class PrefixCacheInfo(_Counts):
     """Prompt tokens that the engine took from its prefix cache."""
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Adds the counts of one answer of the engine."""
         self.cached_tokens += meta_info.get("cached_tokens", 0)
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Fraction of prompt tokens that were cached."""
         return self.cached_tokens / max(1, self.total_prompt_tokens)
-
-    def to_dict(self) -> dict[str, int]:
-        return dict(vars(self))
-
-    @staticmethod
-    def from_dict(data: Mapping[str, int]) -> PrefixCacheInfo:
-        """Restores an object from the result of `to_dict`."""
-        return PrefixCacheInfo(**data)
 
 
 @dataclass
 class Sample:
-    """One episode as its function sees it."""
-
     Status = _Status
     SpecInfo = SpecInfo
     PrefixCacheInfo = PrefixCacheInfo
@@ -127,11 +121,9 @@ class Sample:
 
     @property
     def effective_response_length(self) -> int:
-        """Number of trained tokens."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> Any:
-        """Returns the reward, or its entry `args.reward_key`."""
         key = getattr(args, "reward_key", None)
         return self.reward[key] if key else self.reward
 
@@ -187,14 +179,13 @@ class Sample:
     def update_from_meta_info(
         self, args: Any, meta_info: Mapping[str, Any], update_terminal_info: bool = True
     ) -> None:
-        """Records an answer of the engine: weight version, cache counts, finish reason."""
         self.prefix_cache_info.add(meta_info)
         self.spec_info.add(meta_info)
         if "weight_version" in meta_info:
             self.weight_versions.append(meta_info["weight_version"])
         finish: str = meta_info["finish_reason"]["type"]
-        if update_terminal_info and finish in _FINISHED:
-            self.status = _FINISHED[finish]
+        if update_terminal_info:
+            self.status = _BY_FINISH_REASON.get(finish, self.status)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns its fields, including extra attributes set on it."""
@@ -206,7 +197,6 @@ class Sample:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Sample:
-        """Restores a sample from the result of `to_dict`."""
         values = dict(data)
         values["status"] = _Status(values.get("status", "pending"))
         values["spec_info"] = SpecInfo(**values.get("spec_info", {}))
@@ -221,8 +211,6 @@ class Sample:
 
 @dataclass
 class DynamicFilterOutput:
-    """A filter's decision on whether to keep a group."""
-
     keep: Any
     """Truth value; can be a tensor."""
     reason: str | None = None
@@ -233,8 +221,6 @@ class DynamicFilterOutput:
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Result of a whole-rollout function."""
-
     samples: list[Any]
     """A list of groups, each a list of samples, or a flat list of samples."""
     metrics: dict[str, Any] | None = None
@@ -242,8 +228,6 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """Result of a whole-rollout function for an evaluation."""
-
     data: dict[str, dict[str, Any]]
     """Per data set: "samples" and their "rewards"."""
     metrics: dict[str, Any] | None = None
@@ -262,7 +246,7 @@ def flatten(samples: Any) -> list[Sample]:
 
 
 def read_filter_output(output: Any) -> DynamicFilterOutput:
-    """Reads a dynamic filter's result: a truth value, or an object with `keep` and `reason`.
+    """Reads a truth value, or an object with `keep` and `reason`.
 
     Raises TypeError for a bare tuple or list, because it is truthy whatever it contains.
     """

@@ -57,7 +57,6 @@ def write_sampling_params(sampling: SamplingParams, args: Namespace) -> dict[str
 
 
 def sampling_arguments(sampling: SamplingParams) -> dict[str, Any]:
-    """Returns the task's sampling settings under their names in `args`."""
     said = {
         "rollout_temperature": sampling.temperature,
         "rollout_top_p": sampling.top_p,
@@ -70,10 +69,7 @@ def sampling_arguments(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def read_sampling_params(params: Mapping[str, Any]) -> SamplingOptions | None:
-    """Converts to keywords of a turn, with all of them set. Returns None if no token is wanted.
-
-    Raises SamplingUnsupported.
-    """
+    """Returns None if no token is wanted. Raises SamplingUnsupported."""
     for name, value in params.items():
         if name not in _HARMLESS and value is not None and value != _NEUTRAL.get(name):
             raise SamplingUnsupported(f"sampling_params: {name} = {value!r} is not supported")

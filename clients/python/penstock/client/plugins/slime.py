@@ -23,15 +23,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from penstock.client.conversation import PromptKind
+from penstock.client.conversation import PromptKind, write_chat_tool
 from penstock.client.outcome import Failed, Outcome
 from penstock.client.plugins.arguments import make_arguments
 from penstock.client.plugins.episode import Episode, current_episode
@@ -39,7 +38,7 @@ from penstock.client.plugins.rewards import RewardMissing, call_plugin, messages
 from penstock.client.plugins.router import AttemptRouter
 from penstock.client.plugins.samples import Sample, flatten
 from penstock.client.plugins.sampling import sampling_arguments, write_sampling_params
-from penstock.client.plugins.slime_functions import load_function
+from penstock.client.plugins.slime_functions import load_function, takes_evaluation
 from penstock.client.plugins.tokenizers import find_tokenizer, load_tokenizer
 from penstock.client.tasks import Purpose
 
@@ -47,8 +46,7 @@ if TYPE_CHECKING:
     from penstock.client.calls import Calls
     from penstock.client.tasks import Task
     from penstock.client.trajectory import Trajectory
-
-LENGTH = "rollout_max_response_len"
+    from penstock.v1 import trajectory_pb2
 
 
 class FanOutUnderGroupReward(Exception):
@@ -56,8 +54,6 @@ class FanOutUnderGroupReward(Exception):
 
 
 class SlimeAgent:
-    """An agent for a worker, with `generate` and `reward_group`."""
-
     def __init__(
         self,
         generate: Callable[..., Any] | None,
@@ -80,12 +76,10 @@ class SlimeAgent:
         """Whether the last such task was a training task."""
 
     def connect(self, calls: Calls) -> None:
-        """Sets the server. Call it before the first attempt."""
         self._calls = calls
 
     async def args(self) -> Namespace:
-        """Returns the one namespace of this process. The first call asks the server for its
-        values."""
+        """Returns the one namespace of this process. The first call asks the server."""
         async with self._asking:
             if self._args is None:
                 assert self._calls is not None
@@ -112,7 +106,8 @@ class SlimeAgent:
         said = sampling_arguments(task.sampling)
         told = {name: value for name, value in said.items() if name not in self._given}
         if task.purpose is Purpose.EVAL:
-            told = {name: value for name, value in told.items() if name == LENGTH}
+            length = "rollout_max_response_len"
+            told = {length: told[length]} if length in told else {}
         else:
             self._trains = True
             vars(args).update(self._before)
@@ -121,7 +116,6 @@ class SlimeAgent:
         vars(args).update(told)
 
     async def begin(self, task: Task, trajectory: Trajectory) -> Episode:
-        """Makes the episode for an attempt before its function has seen it."""
         await self.use_sampling(task)
         args = await self.args()
         sample = make_sample(task, trajectory, args)
@@ -219,38 +213,15 @@ class SlimeAgent:
             sample.reward = reward
 
 
-def takes_evaluation(function: Callable[..., Any]) -> bool:
-    """Whether a function's signature names `evaluation`, which it then receives by keyword."""
-    try:
-        return "evaluation" in inspect.signature(function).parameters
-    except ValueError:
-        # Some functions written in C have no signature.
-        return False
-
-
-class Attempted(Protocol):
-    """An attempt at a task: the trajectory that an agent drives, or a delivered one."""
-
-    @property
-    def trajectory_id(self) -> str: ...
-
-    @property
-    def sample_index(self) -> int:
-        """Position of the attempt in its group."""
-        ...
-
-
-def make_sample(task: Task, trajectory: Attempted, args: Namespace) -> Sample:
+def make_sample(
+    task: Task, trajectory: Trajectory | trajectory_pb2.Trajectory, args: Namespace
+) -> Sample:
     """Makes the sample of an attempt, as slime's data source makes it from a row."""
     row = dict(task.metadata)
     nested = row.get(args.metadata_key)
     metadata = dict(cast("Mapping[str, Any]", nested)) if isinstance(nested, Mapping) else row
     if task.tools:
-        functions = [
-            {"name": t.name, "description": t.description, "parameters": dict(t.parameters)}
-            for t in task.tools
-        ]
-        metadata["tools"] = [{"type": "function", "function": function} for function in functions]
+        metadata["tools"] = [write_chat_tool(tool) for tool in task.tools]
     index = task.index * task.group_size + trajectory.sample_index
     return Sample(
         group_index=task.index,
@@ -264,8 +235,7 @@ def make_sample(task: Task, trajectory: Attempted, args: Namespace) -> Sample:
 
 
 def _prompt(task: Task, args: Namespace, tools: Any) -> str | list[dict[str, Any]]:
-    """Restores the row's prompt: a text, rendered if `args.apply_chat_template` is set, or
-    messages."""
+    """Restores the row's prompt. Text is rendered if `args.apply_chat_template` is set."""
     if isinstance(task.prompt, np.ndarray):
         tokenizer: Any = load_tokenizer(args.hf_checkpoint)
         return str(tokenizer.decode(task.prompt.tolist()))

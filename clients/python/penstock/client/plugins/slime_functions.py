@@ -11,7 +11,7 @@ import threading
 import urllib.request
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 from urllib.parse import urlsplit
@@ -64,15 +64,12 @@ async def post(
 
 
 async def get(url: str) -> Any:
-    """Sends a GET request to a service other than the router."""
     if urlsplit(url).hostname == ROUTER_HOST:
         raise RequestUnsupported(f"GET {urlsplit(url).path}: the router serves no GET requests")
     return await run_in_thread(_fetch, url, "GET", None, {})
 
 
 def get_rollout_num_engines(args: Namespace) -> int:
-    """Returns the number of engines behind the router: `args.rollout_num_engines`, or derived from
-    the number of GPUs."""
     if (count := getattr(args, "rollout_num_engines", None)) is not None:
         return int(count)
     return max(1, args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
@@ -93,28 +90,32 @@ def _fetch(url: str, method: str, data: bytes | None, headers: dict[str, str]) -
 
 
 def load_function(path: str) -> Any:
-    """Loads `pkg.module.function`, or a name as `penstock rollout` takes it. Raises
-    FunctionInvalid."""
+    """Loads `pkg.module.function`, or a name as `penstock rollout` takes it."""
     if ":" in path:
         return find_function(path, None)
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
-class SingletonMeta(type):
-    """Metaclass of classes that have one instance."""
+def takes_evaluation(function: Callable[..., Any]) -> bool:
+    """Whether a function's signature names `evaluation`, which it then receives by keyword."""
+    try:
+        return "evaluation" in inspect.signature(function).parameters
+    except ValueError:
+        # Some functions written in C have no signature.
+        return False
 
+
+class SingletonMeta(type):
     _made: ClassVar[dict[Any, Any]] = {}
 
     def __call__(cls, *arguments: Any, **named: Any) -> Any:
-        """Returns the only instance."""
         if cls not in SingletonMeta._made:
             SingletonMeta._made[cls] = super().__call__(*arguments, **named)
         return SingletonMeta._made[cls]
 
     @staticmethod
     def clear_all_instances() -> None:
-        """Forgets all instances, so that the next call makes a new one."""
         SingletonMeta._made.clear()
 
 
@@ -128,7 +129,6 @@ class AsyncLoopThread:
         ).start()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a coroutine on the loop and waits for its result."""
         thread = threading.get_ident()
 
         async def work() -> Any:
@@ -150,12 +150,10 @@ def runner_of(task: asyncio.Task[Any] | None) -> int | None:
 
 @functools.cache
 def get_async_loop() -> AsyncLoopThread:
-    """Returns the shared background loop."""
     return AsyncLoopThread()
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine on the background loop and waits for its result."""
     return get_async_loop().run(coroutine)
 
 
@@ -176,8 +174,6 @@ def encode_image_for_rollout_engine(image: Any) -> str:
 
 
 class GenerateState(metaclass=SingletonMeta):
-    """State that all generation in this process shares."""
-
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.processor = None
@@ -200,13 +196,11 @@ class GenerateState(metaclass=SingletonMeta):
         yield 0
 
     def reset(self) -> None:
-        """Resets the state to that before the first rollout."""
         self.remaining_batch_size = 0
         self.pendings: set[Any] = set()
         self.aborted = False
 
     def submit_generate_tasks(self, samples: Sequence[list[Sample]]) -> None:
-        """Starts generating and scoring groups."""
         for group in samples:
             work = generate_and_rm_group(self.args, group, self.sampling_params.copy())
             self.pendings.add(asyncio.create_task(work))
@@ -214,7 +208,6 @@ class GenerateState(metaclass=SingletonMeta):
 
 
 def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
-    """Returns the URL of a model: the router, or one of `args.sglang_model_routers`."""
     routers: Mapping[str, tuple[str, int]] = args.sglang_model_routers or {}
     host, port = routers.get(model_name, (args.sglang_router_ip, args.sglang_router_port))
     return f"http://{host}:{port}{endpoint}"
@@ -248,19 +241,15 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     return sample
 
 
-_FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
-
-
 async def generate_and_rm(
     args: Namespace, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Any:
-    """Runs an attempt. It generates unless already done, and scores unless rewards compare
-    siblings."""
+    """Generates unless already done, and scores unless rewards compare siblings."""
     given = types.flatten(sample)
     mark = current_episode.set(find_episode(given[0]))
     try:
         # A group that was given back can hold finished samples, because of an unfinished sibling.
-        if not all(each.status in _FINISHED for each in given):
+        if not all(each.status in types.FINISHED for each in given):
             sample = await _generate_by(args, sample, sampling_params, evaluation)
         found = types.flatten(sample)
         for each in found:
@@ -286,8 +275,7 @@ async def _generate_by(
     function: Any = generate
     if path := sample.generate_function_path or args.custom_generate_function_path:
         function = load_function(path)
-    takes = "evaluation" in inspect.signature(function).parameters
-    named = {"evaluation": evaluation} if takes else {}
+    named = {"evaluation": evaluation} if takes_evaluation(function) else {}
     return await function(args, sample, _of_its_task(args, sampling_params), **named)
 
 
@@ -305,7 +293,6 @@ def _of_its_task(args: Namespace, given: dict[str, Any]) -> dict[str, Any]:
 async def generate_and_rm_group(
     args: Namespace, group: list[Any], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Any:
-    """Runs the attempts of a group concurrently."""
     work = [generate_and_rm(args, s, sampling_params.copy(), evaluation=evaluation) for s in group]
     done: list[Any] = [*await asyncio.gather(*work)]
     if args.group_rm:
@@ -325,13 +312,11 @@ async def _call_reward(args: Namespace, path: str | None, samples: Any, named: A
 
 
 async def async_rm(args: Namespace, sample: Sample, **named: Any) -> Any:
-    """Returns the reward of a sample, by `custom_rm_path`."""
     return await _call_reward(args, sample.custom_rm_path or args.custom_rm_path, sample, named)
 
 
 async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **named: Any) -> Any:
-    """Returns the rewards of several samples in one call, or one by one if each sample names its
-    own function."""
+    """Makes one call, or one per sample if each names its own function."""
     if args.custom_rm_path is None:
         return await asyncio.gather(*(async_rm(args, sample, **named) for sample in samples))
     return await _call_reward(args, args.custom_rm_path, samples, named)
@@ -341,7 +326,6 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **named: 
 
 
 def call_dynamic_filter(function: Any, args: Any, group: Sequence[Any], **named: Any) -> Any:
-    """Calls a filter on a group. Without a filter, the group is kept."""
     if function is None:
         return DynamicFilterOutput(True)
     output = types.read_filter_output(function(args, group, **named))
@@ -353,20 +337,16 @@ def call_dynamic_filter(function: Any, args: Any, group: Sequence[Any], **named:
 
 
 def should_drop_dynamic_filter_output(output: DynamicFilterOutput, **_: Any) -> bool:
-    """Returns whether to drop a group."""
     return not output.keep and not output.keep_when_insufficient
 
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **_: Any) -> DynamicFilterOutput:
-    """Keeps a group if its rewards differ."""
     rewards = [float(types.flatten(sample)[0].get_reward_value(args)) for sample in samples]
     keep = max(rewards) - min(rewards) > 1e-6
     return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 
 class MetricGatherer:
-    """Counts dropped groups by reason."""
-
     def __init__(self) -> None:
         self._dropped: Counter[str] = Counter()
 
@@ -379,7 +359,6 @@ class MetricGatherer:
 
 
 def call_rollout_fn(function: Any, *arguments: Any, evaluation: bool, **named: Any) -> Any:
-    """Calls a whole-rollout function. Wraps a bare result."""
     output = function(*arguments, evaluation=evaluation, **named)
     if isinstance(output, types.RolloutFnTrainOutput | types.RolloutFnEvalOutput):
         return output

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from penstock.client.functions import BadFunction
+from penstock.client.functions import BadFunction, find
 from penstock.client.plugins import modules
 from penstock.client.plugins.rewards import trl_reward, verl_reward
-from penstock.client.plugins.slime import SlimeAgent, takes_evaluation
-from penstock.client.scoring import Agent, group_reward, single_turn
-from penstock.common.functions import FunctionInvalid, find_function
+from penstock.client.plugins.slime import SlimeAgent
+from penstock.client.plugins.slime_functions import takes_evaluation
+from penstock.client.scoring import Agent, single_turn
 
 if TYPE_CHECKING:
     from penstock.client.calls import Calls
 
 
 class Style(StrEnum):
-    """The system whose signatures the functions have."""
-
     PENSTOCK = "penstock"
     """`generate(task, trajectory)`, `reward(task, trajectory)`."""
     SLIME = "slime"
@@ -33,8 +31,6 @@ class Style(StrEnum):
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions that a worker calls."""
-
     generate: Agent
     reward: Agent | None
     connect: Callable[[Calls], None]
@@ -49,12 +45,12 @@ def load_functions(
     *,
     whole_group: bool,
 ) -> Functions:
-    """Loads functions of another system by name, `pkg.module:function`. Raises BadFunction."""
+    """Raises BadFunction."""
     if style is Style.SLIME:
         agent = load_slime(generate, reward, args, whole_group=whole_group)
         if whole_group and reward is None:
             raise BadFunction("--group-reward requires --reward")
-        scores = group_reward(_bound(agent)) if whole_group else None
+        scores = agent.reward_group if whole_group else None
         return Functions(agent.generate, scores, agent.connect)
     if reward is None:
         raise BadFunction(f"--style {style} requires --reward")
@@ -80,7 +76,7 @@ def load_slime(
     *,
     whole_group: bool,
 ) -> SlimeAgent:
-    """Loads functions written for slime. Raises BadFunction."""
+    """Raises BadFunction."""
     if args.get("group_rm") and not whole_group:
         raise BadFunction("--args sets group_rm: use --group-reward instead")
     modules.install()
@@ -100,24 +96,3 @@ def _find_generate(name: str) -> Callable[..., Any]:
     # it.
     named = {"evaluation": False} if takes_evaluation(function) else None
     return find(name, "--generate", ("args", "sample", "sampling_params"), named)
-
-
-def find(
-    name: str,
-    option: str,
-    positional: tuple[str, ...] | None,
-    named: Mapping[str, object] | None = None,
-) -> Callable[..., Any]:
-    """Returns the function that an option names. Raises BadFunction."""
-    try:
-        return cast("Callable[..., Any]", find_function(name, positional, named))
-    except FunctionInvalid as error:
-        raise BadFunction(f"{option} {name}: {error}") from error
-
-
-def _bound(agent: SlimeAgent) -> Agent:
-    # A bound method cannot carry the group-reward mark.
-    async def reward(task: Any, trajectories: Any) -> Any:
-        return await agent.reward_group(task, trajectories)
-
-    return reward

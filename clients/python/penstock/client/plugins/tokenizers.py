@@ -9,16 +9,14 @@ from typing import Any, cast
 
 @functools.cache
 def load_tokenizer(name: str, **options: Any) -> Any:
-    """Loads the tokenizer of a model's folder or name. Raises ImportError if transformers is
-    missing."""
+    """`name` can be a folder. Raises ImportError if transformers is missing."""
     transformers = cast("Any", importlib.import_module("transformers"))
     return transformers.AutoTokenizer.from_pretrained(name, **options)
 
 
 @functools.cache
 def find_tokenizer(name: str) -> Any:
-    """Like `load_tokenizer`, but returns None without a tokenizer. Only requests that need text
-    fail then."""
+    """Returns None without a tokenizer, so that only requests that need text fail."""
     try:
         return load_tokenizer(name)
     except (ImportError, OSError, ValueError):

@@ -16,7 +16,6 @@ _TAKEN_OVER = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "skip_
 
 
 def read_request(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts to a request to `/generate`."""
     given: Mapping[str, Any] = payload.get("sampling_params") or {}
     params = {_NAMES.get(k, k): v for k, v in given.items() if k not in _LEFT_OUT}
     # vLLM's default.
@@ -27,7 +26,6 @@ def read_request(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts to an answer in vLLM's format."""
     meta: Mapping[str, Any] = answer["meta_info"]
     pairs = meta["output_token_logprobs"]
     choice = {
@@ -42,7 +40,6 @@ def write_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_inference_sampling_params(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the parameters that a function received to this endpoint's format."""
     params = {name: sampling_params[name] for name in _TAKEN_OVER if sampling_params.get(name)}
     for name, other in _NAMES.items():
         if sampling_params.get(other) is not None:

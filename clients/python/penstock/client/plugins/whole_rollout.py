@@ -66,7 +66,6 @@ class _Group:
     attempts: dict[int, Attempt] = field(default_factory=dict[int, Attempt])
     episodes: list[Episode] = field(default_factory=list[Episode])
     given: bool = False
-    """Whether the function has received it."""
 
     @property
     def whole(self) -> bool:
@@ -97,8 +96,8 @@ class WholeRollout:
         """The error that ended leasing. A call that asks for a group raises it."""
         self._dropped: list[tuple[Episode, asyncio.Task[None]]] = []
         """Groups' attempts that the function dropped since its last call; they are being closed."""
-        self._calling_thread = 0
-        """Identity of the thread in which the function runs."""
+        self.calling_thread = 0
+        """Identity of the thread in which the function was last called."""
         self._stopped = asyncio.Event()
         self._statistics = Statistics()
         self._reporter = Reporter(self._statistics, settings.report_seconds)
@@ -108,19 +107,7 @@ class WholeRollout:
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was called."""
         return self._stopped.is_set()
-
-    @property
-    def calling_thread(self) -> int:
-        """Identity of the thread in which the function was last called."""
-        return self._calling_thread
-
-    @property
-    def held(self) -> list[str]:
-        """Ids of the leased trajectories."""
-        attempts = (a for group in self._groups.values() for a in group.attempts.values())
-        return [attempt.trajectory.trajectory_id for attempt in attempts]
 
     async def run(self) -> Statistics:
         """Calls the function until stopped, or until `attempts` attempts were closed.
@@ -158,11 +145,9 @@ class WholeRollout:
 
     @property
     def given_back_count(self) -> int:
-        """Number of groups that the function gave back and has not taken again."""
         return len(self._given_back)
 
     async def give_back(self, groups: Sequence[list[Sample]]) -> None:
-        """Keeps groups for the function to take again later."""
         async with self._arrived:
             self._given_back.extend(groups)
             self._arrived.notify_all()
@@ -197,7 +182,7 @@ class WholeRollout:
     async def _next_group(
         self, seconds: float | None, *, aside: bool
     ) -> _Group | list[Sample] | None:
-        """Returns the next group, or None if none arrives within `seconds`."""
+        """Returns None if no group arrives within `seconds`."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         async with self._arrived:
@@ -230,7 +215,6 @@ class WholeRollout:
                     )
 
     def _check_room(self) -> None:
-        """Raises RolloutMisused if the function holds all leases and waits for another group."""
         held = self._given_count
         size = max((group.size for group in self._groups.values()), default=1)
         limit = self._settings.concurrency
@@ -266,8 +250,7 @@ class WholeRollout:
         return is_closing or self._alone[attempt.group_id, attempt.sample_index] > 0
 
     def _count_alone(self, attempt: Attempt, change: int) -> None:
-        """Adjusts the count of a place. Removes zero entries, because the number of groups is
-        unbounded."""
+        """Keeps no zero entries, because the number of groups is unbounded."""
         place = attempt.group_id, attempt.sample_index
         self._alone[place] += change
         if self._alone[place] == 0:
@@ -305,8 +288,7 @@ class WholeRollout:
             rollout_id += 1
 
     async def _use_sampling(self) -> None:
-        """Waits for the first group. Its task's sampling parameters hold for the whole run, so they
-        are passed to the function."""
+        """The sampling parameters of the first group's task hold for the whole run."""
         async with self._arrived:
             await self._arrived.wait_for(lambda: self._ready or self._ended is not None)
             first = _ordered(self._ready[0])[0].task if self._ready else None
@@ -314,7 +296,7 @@ class WholeRollout:
             await self._agent.use_sampling(first)
 
     def _call_function(self, args: Any, rollout_id: int, source: DataSource) -> Any:
-        self._calling_thread = threading.get_ident()
+        self.calling_thread = threading.get_ident()
         if is_async(self._function):
             return run(self._function(args, rollout_id, source, evaluation=False))
         output: Any = self._function(args, rollout_id, source, evaluation=False)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.client.functions import BadFunction
-from penstock.client.plugins.arguments import ArgumentsInvalid, read_arguments
-from penstock.client.plugins.styles import Style, find, load_functions, load_slime
+from penstock.client.functions import BadFunction, find
+from penstock.client.plugins.arguments import read_arguments
+from penstock.client.plugins.styles import Style, load_functions, load_slime
 from penstock.client.plugins.whole_rollout import WholeRollout
 from penstock.client.tasks import Purpose
 from penstock.client.worker import Worker, WorkerSettings
@@ -23,13 +23,9 @@ def load_worker(
     arguments: Path | None,
     settings: WorkerSettings,
 ) -> Callable[[Calls], Worker | WholeRollout]:
-    """Returns a factory that makes the worker for functions of another system. Raises
-    BadFunction."""
+    """Raises BadFunction."""
     style = Style(style_name)
-    try:
-        args = read_arguments(arguments)
-    except ArgumentsInvalid as error:
-        raise BadFunction(f"--args {error}") from error
+    args = read_arguments(arguments)
     if rollout_function is not None:
         return _whole(style, generate, reward, rollout_function, args, settings)
     functions = load_functions(style, generate, reward, args, whole_group=settings.group_reward)
@@ -59,8 +55,7 @@ def _whole(
         raise BadFunction(
             "--rollout-function runs many attempts per call and cannot be combined with --attempt-timeout"
         )
-    whole_group = settings.group_reward
-    agent = load_slime(generate, reward, args, whole_group=whole_group)
+    agent = load_slime(generate, reward, args, whole_group=settings.group_reward)
     positional = ("args", "rollout_id", "data_source")
     function = find(name, "--rollout-function", positional, {"evaluation": False})
 
