@@ -18,7 +18,7 @@ def observe_load(
     parts: Parts,
     budget: MemoryBudget,
     callers: Callers,
-    adapters: AdapterVersions,
+    adapters: AdapterVersions | None,
     stats: Callable[[], EngineStats],
 ) -> None:
     """Register the metrics; each is read when it is exported."""
@@ -74,7 +74,7 @@ def observe_load(
         "penstock.turns.moved",
         "{turn}",
         "turns that continued under another adapter",
-        lambda: adapters.moves,
+        lambda: {} if adapters is None else adapters.moves,
     )
 
 

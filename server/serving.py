@@ -30,7 +30,7 @@ from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.core.telemetry import ServerMetrics
-from penstock.server.engine.protocol import Engine
+from penstock.server.engine.protocol import LocalEngine
 from penstock.server.gauges import observe_load, observe_pool
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import LeaseRules
@@ -64,14 +64,15 @@ from penstock.server.turns.runner import Turn, TurnAttempt, TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weights.adapter_folder import AdapterFolders
 from penstock.server.weights.adapter_versions import AdapterVersions
+from penstock.server.weights.engine_switch import EngineSwitch
 from penstock.server.weights.held import HeldWeights
 from penstock.server.weights.staging.stage import WeightStage
 from penstock.server.weights.staging.stage_memory import SHARED_MEMORY
-from penstock.server.weights.switch import InFlight, Switched, WeightSwitch
+from penstock.server.weights.switch import InFlight, Switched, Switcher, WeightSwitch
 from penstock.server.weights.upload.collective import Collective
 from penstock.server.weights.upload.handout import WeightHandout
-from penstock.server.weights.upload.peers import Peers
-from penstock.server.weights.upload.service import WeightUploads
+from penstock.server.weights.upload.peers import PeerFetcher
+from penstock.server.weights.upload.service import UploadService
 from penstock.server.weights.versions import WeightVersions
 from penstock.wire import staleness
 from penstock.wire.channel import server_options
@@ -125,7 +126,7 @@ class Serving:
     def __init__(
         self,
         server: grpc.aio.Server,
-        engine: Engine,
+        engine: LocalEngine | PoolEngine,
         renderer: Renderer,
         config: ServeConfig,
         journal: Journal | None = None,
@@ -152,16 +153,15 @@ class Serving:
             changed, clock, limits.groups_without_trainer, freshness=config.freshness
         )
         self.queue, self.buffer, self.budget = self._make_queues(changed, clock, config)
-        self.pool = engine if isinstance(engine, PoolEngine) else None
-        self.switch = WeightSwitch(
-            engine, pool=self.pool, prepare_ahead=config.weights.prepare_ahead
-        )
+        self.switch = WeightSwitch(on_health=self._publish_health)
         self.turns = TurnRunner(
             engine, self.switch, renderer.decode, TurnRecorder(self._journal, self.store)
         )
         self.messages = PolicyMessages(renderer)
         self.metrics = ServerMetrics()
-        self.adapters, self.weights, self.uploads = self._make_weights(config)
+        self.pool = engine if isinstance(engine, PoolEngine) else None
+        self.adapters: AdapterVersions | None = None
+        self.switcher, self.weights, self.uploads = self._make_weights(config)
         self.own = OwnTrajectories(
             self.store,
             self._journal,
@@ -207,7 +207,13 @@ class Serving:
             self.trainer.check_session,
         )
         self.info = ServerInfo(
-            engine, self.switch, self.weights, self.adapters, self.store, self.buffer, self.pool
+            engine,
+            self.switch,
+            self.weights,
+            self.switcher,
+            self.store,
+            self.buffer,
+            None if self.pool is None else self.pool.replicas,
         )
         self.info.http_port = 0 if http is None else http.port
         self.parts = Parts(
@@ -280,56 +286,60 @@ class Serving:
         )
         return opening, rollouts
 
-    def _make_weights(
-        self, config: ServeConfig
-    ) -> tuple[AdapterVersions, WeightVersions, WeightUploads]:
+    def _make_weights(self, config: ServeConfig) -> tuple[Switcher, WeightVersions, UploadService]:
         engine, description, wanted = self._engine, self._engine.description, config.weights
         stage = WeightStage(wanted.stage_folder, description.tensors, description.weight_dtype)
-        adapters = AdapterVersions(
-            engine,
-            self.switch,
-            self.turns,
-            AdapterFolders(wanted.stage_folder or SHARED_MEMORY, str(description.model)),
-            description.adapters,
-        )
+        held = HeldWeights(stage, description.checkpoint, enabled=wanted.hold_active)
+        own: EngineSwitch | None = None
+        if isinstance(engine, PoolEngine):
+            switcher: Switcher = engine.begin(self.switch, self.turns, held.open)
+        else:
+            folders = AdapterFolders(wanted.stage_folder or SHARED_MEMORY, str(description.model))
+            self.adapters = AdapterVersions(
+                engine, self.switch, self.turns, stage, folders, description.adapters
+            )
+            switcher = own = EngineSwitch(
+                engine,
+                self.switch,
+                self.turns,
+                self.adapters,
+                prepare_ahead=wanted.prepare_ahead,
+            )
         versions = WeightVersions(
             stage,
+            held,
             self.switch,
-            self.turns,
-            adapters,
-            InFlight(wanted.in_flight),
-            HeldWeights(stage, description.checkpoint, enabled=wanted.hold_active),
+            switcher,
+            self.metrics.weights_staged,
+            self._switched,
+            in_flight=InFlight(wanted.in_flight),
             max_staged=wanted.max_staged,
         )
-        collective = Collective(engine, wanted.collective_seconds)
-        peers = Peers(config.peers.shown(), config.peers.silent_seconds)
-        uploads = WeightUploads(versions, stage, collective, description, peers)
-        return adapters, versions, uploads
+        collective = Collective(own, wanted.collective_seconds)
+        peers = PeerFetcher(config.peers.shown(), config.peers.silent_seconds)
+        uploads = UploadService(
+            versions, stage, collective, description, peers, self.admission.advance
+        )
+        return switcher, versions, uploads
 
     def _wire_pool(self, pool: PoolEngine) -> None:
-        pool.weights.open_version = self.weights.open_version
-        pool.weights.may_bring_up = lambda: not self.switch.awaiting_trainer
-        self.weights.on_accepted = pool.stage
         self.store.on_closed = pool.placing.closed
         observe_pool(self.metrics, pool)
 
     def _wire_callbacks(self) -> None:
         if self.pool is not None:
             self._wire_pool(self.pool)
-        self.switch.on_health = self._publish_health
         self.turns.on_tokens = self.metrics.tokens_sampled
         self.turns.on_ended = self._turn_ended
-        self.turns.on_left = self.adapters.free_idle
+        if self.adapters is not None:
+            self.turns.on_left = self.adapters.free_idle
         self.turns.on_started = self.callers.turn_started
         self.callers.turns_in_flight = lambda: self.turns.in_flight
         self.callers.is_open = self._is_open
         self.opening.check_caller = self.callers.check_tokens
         self.callers.on_call = self.rollouts.called
         self.callers.on_group_call = self.rollouts.group_called
-        self.weights.on_staged = self.metrics.weights_staged
-        self.weights.on_switched = self._switched
         self.trainer.on_session = self._release_turns
-        self.uploads.on_trainer_version = self.admission.advance
 
         def group_taken(group: BufferedGroup) -> None:
             if group.training and group.oldest_version is not None:
@@ -531,6 +541,8 @@ class Serving:
         await self._engine.close()
         await self.uploads.close()
         await self.weights.close()
+        if self.adapters is not None:
+            await self.adapters.close()
         await self._journal.close()
 
     async def _publish_health(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from benchmarks.scale import DEPLOYMENTS, GPU, Measured, load, tree
 
-from penstock.server.pool.branches import Branches
+from penstock.server.pool.fanout import Branches
 from penstock.server.pool.member import Member
 
 
@@ -19,7 +19,7 @@ class Host:
 
 
 def grown(hosts: int, branches: int) -> tuple[int, int]:
-    """What `pool_branches` makes of hosts that come one by one: sent by the hub, hops to the last."""
+    """What `Branches` makes of hosts that come one by one: sent by the hub, hops to the last."""
     tree = Branches(branches)
     hops: dict[Any, int] = {None: 0}
     sent = 0
