@@ -292,7 +292,7 @@ class Serving:
         held = HeldWeights(stage, description.checkpoint, enabled=wanted.hold_active)
         own: EngineSwitch | None = None
         if isinstance(engine, PoolEngine):
-            switcher: Switcher = engine.begin(self.switch, self.turns, held.open)
+            switcher: Switcher = engine.make_weights(self.switch, self.turns, held.open)
         else:
             folders = AdapterFolders(wanted.stage_folder or SHARED_MEMORY, str(description.model))
             self.adapters = AdapterVersions(
@@ -428,6 +428,8 @@ class Serving:
     async def start(self) -> None:
         """Recover from the journal and begin to serve. Raises JournalUnreadable and OSError."""
         await self._recover()
+        if self.pool is not None:
+            self.pool.begin()
         handlers = service_handlers(self.callers.guard(self._handlers()), self._stalled_seconds)
         self._server.add_generic_rpc_handlers(handlers)
         cast("Any", health_pb2_grpc).add_HealthServicer_to_server(self._health, self._server)

@@ -42,30 +42,33 @@ class PoolEngine:
         self.placing = Placing(lambda: self._roster.rotation, rules.routing)
         self._roster = Roster(security or Security(), rules, clock, self.placing, self._bring_up)
         self.turns = PoolTurns(self._roster, self.placing, rules, clock)
-        loop = asyncio.get_running_loop()
-        self._weights: asyncio.Future[PoolWeights] = loop.create_future()
-        self._lost: asyncio.Future[str] = loop.create_future()
+        self._weights: PoolWeights | None = None
+        self._begun = asyncio.Event()
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.set_addresses(addresses)
 
-    def begin(
+    def make_weights(
         self, state: WeightSwitch, turns: TurnsInFlight, open_version: OpenVersion
     ) -> PoolWeights:
-        """Begin to bring engines into rotation, with weights that the hub manages.
-
-        The pool's description must be known before the hub can have any.
-        """
-        weights = PoolWeights(self._roster, self._rules, self.turns, state, turns, open_version)
-        self._weights.set_result(weights)
-        return weights
+        """Make the pool's switcher. A hub can have weights only once the pool has a description."""
+        assert self._weights is None, "a pool has one switcher"
+        self._weights = PoolWeights(
+            self._roster, self._rules, self.turns, state, turns, open_version
+        )
+        return self._weights
 
     @property
     def weights(self) -> PoolWeights:
-        """The weights that `begin` made."""
-        return self._weights.result()
+        assert self._weights is not None, "the pool has no switcher yet"
+        return self._weights
+
+    def begin(self) -> None:
+        """Begin to bring engines into rotation, once the hub knows whether it waits for a trainer."""
+        self._begun.set()
 
     async def _bring_up(self, member: Member, trusted: bool) -> None:
-        weights = await asyncio.shield(self._weights)
-        await weights.bring_up(member, trusted)
+        await self._begun.wait()
+        await self.weights.bring_up(member, trusted)
 
     @property
     def members(self) -> list[Member]:
@@ -121,6 +124,6 @@ class PoolEngine:
         return await asyncio.shield(self._lost)
 
     async def close(self) -> None:
-        if self._weights.done():
-            await self.weights.close()
+        if self._weights is not None:
+            await self._weights.close()
         await self._roster.close()

@@ -16,9 +16,8 @@ replaces it.
 A joining engine must receive the version within the limits of a switch, `stage_seconds` and
 `switch_seconds`; otherwise it is retried later. Its `problem` states what it waits for. Joining
 engines of one host are sent the version once, as in a switch: the first one opens it, those that join
-meanwhile use the same one, and the last to finish closes it. At most `bring_ups`
-engines are given it at the same time. Engines that took too long before use separate places, so
-that they delay no others.
+meanwhile use the same one, and the last to finish closes it. At most `bring_ups` engines are given it
+at the same time. Engines that took too long before use separate places, so that they delay no others.
 
 What a failure does. An engine that refuses a version or takes too long leaves the rotation. It is
 then brought up to date, with the probe that the version came with. A version that no engine takes

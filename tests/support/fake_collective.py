@@ -13,7 +13,7 @@ STAGES_FIRST = {"gloo": True, "nccl": False, "sparse_nccl": False}
 
 
 class FakeCollective:
-    """What `FakeEngine` is made of besides."""
+    """What makes `FakeEngine` a `CollectiveEngine`."""
 
     version: int
     _computes: int | None

@@ -97,7 +97,7 @@ class _Running:
 
 
 class FakeEngine(FakeCollective):
-    """Implements the Engine seam; `step_seconds` is how long one token of every request takes, and
+    """A `LocalEngine`; `step_seconds` is how long one token of every request takes, and
     `turn_seconds` how much longer with each request that samples."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A worker that says what it has, and can be told to forget what `vllm_weight_engine` puts right."""
+"""A worker that says what it has, and can be told to forget what `weight_engine` puts right."""
 
 from __future__ import annotations
 
