@@ -32,8 +32,8 @@ from pool_setup import Setup
 from simulated_engine import SimulatedEngine, Turn
 
 from penstock.server.engine.protocol import EngineRequest, Sampling
+from penstock.server.pool.health import usual_pace
 from penstock.server.pool.member import Member, State
-from penstock.server.pool.pace import usual_pace
 from penstock.server.pool.placing import Placing
 from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.roster import LOOKS_PER_SECOND

@@ -14,7 +14,7 @@ from penstock.server.config.settings import ServeConfig
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.core.telemetry import ServerMetrics
-from penstock.server.engine.protocol import Engine
+from penstock.server.engine.protocol import LocalEngine
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import LeaseRules
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
@@ -51,13 +51,14 @@ from penstock.server.turns.trajectory import Turn
 from penstock.server.turns.turn import TurnAttempt
 from penstock.server.weights.adapter_folder import AdapterFolders
 from penstock.server.weights.adapter_versions import AdapterVersions
+from penstock.server.weights.engine_switch import EngineSwitch
 from penstock.server.weights.held import HeldWeights
 from penstock.server.weights.staging.stage import WeightStage
 from penstock.server.weights.staging.stage_memory import SHARED_MEMORY
-from penstock.server.weights.switch import InFlight, Switched, WeightSwitch
+from penstock.server.weights.switch import InFlight, Switched, Switcher, WeightSwitch
 from penstock.server.weights.upload.collective import Collective
-from penstock.server.weights.upload.peers import Peers
-from penstock.server.weights.upload.service import WeightUploads
+from penstock.server.weights.upload.peers import PeerFetcher
+from penstock.server.weights.upload.service import UploadService
 from penstock.server.weights.versions import WeightVersions
 from penstock.wire import staleness
 
@@ -73,7 +74,7 @@ class Serving:
     use any part.
     """
 
-    engine: Engine
+    engine: LocalEngine | PoolEngine
     renderer: Renderer
     config: ServeConfig
     journal: Journal = field(default_factory=MemoryJournal)
@@ -81,9 +82,6 @@ class Serving:
     """The gate that the gRPC server was bound with."""
     http: HttpServer | None = None
     """The HTTP server; it uses the gate too."""
-
-    def __post_init__(self) -> None:
-        self._connect()
 
     @cached_property
     def changed(self) -> Broadcast:
@@ -112,9 +110,7 @@ class Serving:
 
     @cached_property
     def switch(self) -> WeightSwitch:
-        return WeightSwitch(
-            self.engine, pool=self.pool, prepare_ahead=self.config.weights.prepare_ahead
-        )
+        return WeightSwitch(on_health=lambda: self.health.publish())
 
     @cached_property
     def turns(self) -> TurnRunner:
@@ -126,7 +122,7 @@ class Serving:
             on_tokens=self.metrics.tokens_sampled,
             on_started=lambda turn: self.ownership.turn_started(turn),
             on_ended=self._turn_ended,
-            on_left=lambda: self.adapters.free_idle(),
+            on_left=self._turn_left,
         )
 
     @cached_property
@@ -185,40 +181,70 @@ class Serving:
         return WeightStage(folder, description.tensors, description.weight_dtype)
 
     @cached_property
-    def adapters(self) -> AdapterVersions:
+    def held(self) -> HeldWeights:
+        checkpoint = self.engine.description.checkpoint
+        return HeldWeights(self.stage, checkpoint, enabled=self.config.weights.hold_active)
+
+    @cached_property
+    def adapters(self) -> AdapterVersions | None:
+        """None on a hub, whose engines have their own."""
+        if isinstance(self.engine, PoolEngine):
+            return None
         description = self.engine.description
         folder = self.config.weights.stage_folder or SHARED_MEMORY
         return AdapterVersions(
             self.engine,
             self.switch,
             self.turns,
+            self.stage,
             AdapterFolders(folder, str(description.model)),
             description.adapters,
         )
 
     @cached_property
-    def weights(self) -> WeightVersions:
-        section = self.config.weights
-        checkpoint = self.engine.description.checkpoint
-        return WeightVersions(
-            self.stage,
+    def engine_switch(self) -> EngineSwitch | None:
+        """None on a hub."""
+        if isinstance(self.engine, PoolEngine) or self.adapters is None:
+            return None
+        return EngineSwitch(
+            self.engine,
             self.switch,
             self.turns,
             self.adapters,
-            InFlight(section.in_flight),
-            HeldWeights(self.stage, checkpoint, enabled=section.hold_active),
+            prepare_ahead=self.config.weights.prepare_ahead,
+        )
+
+    @cached_property
+    def switcher(self) -> Switcher:
+        if isinstance(self.engine, PoolEngine):
+            return self.engine.make_weights(self.switch, self.turns, self.held.open)
+        assert self.engine_switch is not None
+        return self.engine_switch
+
+    @cached_property
+    def weights(self) -> WeightVersions:
+        section = self.config.weights
+        return WeightVersions(
+            self.stage,
+            self.held,
+            self.switch,
+            self.switcher,
+            self.metrics.weights_staged,
+            self._switched,
+            in_flight=InFlight(section.in_flight),
             max_staged=section.max_staged,
         )
 
     @cached_property
-    def uploads(self) -> WeightUploads:
+    def uploads(self) -> UploadService:
         peers = self.config.peers
-        return WeightUploads(
+        return UploadService(
             self.weights,
             self.stage,
-            Collective(self.engine, self.config.weights.collective_seconds),
+            Collective(self.engine_switch, self.config.weights.collective_seconds),
             self.engine.description,
-            Peers(peers.shown(), peers.silent_seconds),
+            PeerFetcher(peers.shown(), peers.silent_seconds),
+            self.admission.advance,
         )
 
     # Rollouts
@@ -352,7 +378,7 @@ class Serving:
             self.engine,
             self.switch,
             self.weights,
-            self.adapters,
+            self.switcher,
             self.store,
             self.buffer,
             self.health,
@@ -372,16 +398,6 @@ class Serving:
 
     # What parts do to others
 
-    def _connect(self) -> None:
-        self.switch.on_health = self.health.publish
-        self.weights.on_staged = self.metrics.weights_staged
-        self.weights.on_switched = self._switched
-        self.uploads.on_trainer_version = self.admission.advance
-        if self.pool is not None:
-            self.pool.weights.open_version = self.weights.open_version
-            self.pool.weights.may_bring_up = lambda: not self.switch.awaiting_trainer
-            self.weights.on_accepted = self.pool.stage
-
     def _check_room(self, byte_count: int) -> None:
         self.callers.check_tokens()
         self.budget.check(byte_count)
@@ -392,6 +408,10 @@ class Serving:
         # not streaming.
         self.own.touch(turn.record)
         await self.messages.hold(turn, attempt)
+
+    def _turn_left(self) -> None:
+        if self.adapters is not None:
+            self.adapters.free_idle()
 
     async def _switched(self, switched: Switched) -> None:
         self.metrics.weights_switched(switched.pause_seconds)

@@ -17,7 +17,8 @@ from penstock.server.config.settings import ConfigError, ServeConfig
 from penstock.server.core.aio import OwnTasks
 
 if TYPE_CHECKING:
-    from penstock.server.engine.protocol import Engine
+    from penstock.server.engine.protocol import Engine, LocalEngine
+    from penstock.server.pool.engine import PoolEngine
     from penstock.server.pool.rules import PoolRules
     from penstock.server.text.renderer import OutputParser
 
@@ -45,7 +46,7 @@ class EngineSource(Protocol):
         """
         ...
 
-    async def start(self) -> Engine:
+    async def start(self) -> LocalEngine | PoolEngine:
         """Starts the engine and returns it once it can sample."""
         ...
 
@@ -82,7 +83,7 @@ class VllmSource:
 
         return load_tokenizer(str(self._arguments.tokenizer or self._arguments.model))
 
-    async def start(self) -> Engine:
+    async def start(self) -> LocalEngine:
         from penstock.server.vllm.engine import VllmEngine
 
         return await VllmEngine.start(self._arguments)
@@ -121,7 +122,7 @@ class HubSource:
             named = engine.description.model
         return None if named is None else load_tokenizer(str(named))
 
-    async def start(self) -> Engine:
+    async def start(self) -> PoolEngine:
         """Waits for the first engine server that answers. Raises CredentialsUnusable."""
         from penstock.server.pool.discovery import Discovery
         from penstock.server.pool.engine import PoolEngine

@@ -80,7 +80,7 @@ def _counts(serving: Serving) -> Counts:
             "turns.moved",
             "{turn}",
             "turns that continued under another adapter",
-            lambda: serving.adapters.moves,
+            lambda: {} if serving.adapters is None else serving.adapters.moves,
         ),
     )
 

@@ -86,6 +86,8 @@ class Lifecycle:
         serving = self.serving
         observe(serving)
         await self._recover()
+        if serving.pool is not None:
+            serving.pool.begin()
         guarded = serving.ownership.guard(handlers(serving))
         stalled_seconds = serving.config.limits.stalled_seconds
         self._server.add_generic_rpc_handlers(service_handlers(guarded, stalled_seconds))
@@ -185,4 +187,6 @@ class Lifecycle:
         await serving.engine.close()
         await serving.uploads.close()
         await serving.weights.close()
+        if serving.adapters is not None:
+            await serving.adapters.close()
         await serving.journal.close()

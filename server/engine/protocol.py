@@ -1,10 +1,16 @@
 """The interface between the server and a sampler.
 
-`vllm_engine.VllmEngine` is the real implementation. The tests' fake is a function of (prefix,
-weight version), so that every token can be recomputed. The types here are small frozen dataclasses.
-They keep the engine's own types apart from protobuf's.
+    Engine              samples: every engine
+    SwitchableEngine    and takes new weights while paused
+    CollectiveEngine    and receives them through a collective that it has joined
+    AdapterEngine       a switchable engine that samples with adapters on its weights
+    LocalEngine         all of these: an engine that this process owns, such as `vllm.engine.VllmEngine`
 
-Order of a weight switch, which the server's `WeightSwitch` drives under one lock:
+A pool of engine servers is an `Engine` only, because it switches its engines by their own rpcs. The tests'
+fake is a function of (prefix, weight version), so that every token can be recomputed. The types here are
+small frozen dataclasses. They keep the engine's own types apart from protobuf's.
+
+Order of a weight switch, which the server's `EngineSwitch` drives under one lock:
 
     prepare -> pause -> load -> resume -> score, if there is a probe
 
@@ -205,7 +211,7 @@ class EngineLoadFailed(Exception):
 
 
 class Engine(Protocol):
-    """A sampler with replaceable weights. All methods are called from one event loop."""
+    """Samples requests. All methods are called from one event loop."""
 
     @property
     def description(self) -> EngineDescription: ...
@@ -227,6 +233,22 @@ class Engine(Protocol):
         ignored.
         """
         ...
+
+    def stats(self) -> EngineStats:
+        """Returns the current load."""
+        ...
+
+    async def lost(self) -> str:
+        """Waits until the engine has died and returns the reason."""
+        ...
+
+    async def close(self) -> None:
+        """Stops the engine and all processes it started."""
+        ...
+
+
+class SwitchableEngine(Engine, Protocol):
+    """An engine with replaceable weights."""
 
     async def pause(self, *, drop_cache: bool) -> None:
         """Freezes every request at a step boundary and returns when nothing is being sampled.
@@ -251,6 +273,26 @@ class Engine(Protocol):
         Raises EngineLoadFailed, after which only another `load` can make the engine usable.
         """
         ...
+
+    async def resume(self) -> None:
+        """Ends a pause. Frozen requests continue."""
+        ...
+
+    async def score(
+        self, token_ids: NDArray[np.int32], adapter_version: int | None = None
+    ) -> NDArray[np.float32]:
+        """Log-probability of each token but the first, given those before it, at temperature 1.
+
+        Shape [n] -> [n - 1], n >= 2; one position of the context must remain free. The engine
+        computes them from scratch with its current weights, and with the named adapter if there is
+        one. They run before any request that is still waiting. Not available while paused. Raises
+        EngineLost.
+        """
+        ...
+
+
+class CollectiveEngine(SwitchableEngine, Protocol):
+    """An engine that can receive weights through a collective."""
 
     async def join_collective(
         self, backend: str, rendezvous: Mapping[str, object], seconds: float
@@ -292,21 +334,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def resume(self) -> None:
-        """Ends a pause. Frozen requests continue."""
-        ...
 
-    async def score(
-        self, token_ids: NDArray[np.int32], adapter_version: int | None = None
-    ) -> NDArray[np.float32]:
-        """Log-probability of each token but the first, given those before it, at temperature 1.
-
-        Shape [n] -> [n - 1], n >= 2; one position of the context must remain free. The engine
-        computes them from scratch with its current weights, and with the named adapter if there is
-        one. They run before any request that is still waiting. Not available while paused. Raises
-        EngineLost.
-        """
-        ...
+class AdapterEngine(SwitchableEngine, Protocol):
+    """An engine that can sample with adapters on its weights."""
 
     async def add_adapter(self, adapter: Adapter) -> None:
         """Adds an adapter to those that the engine has, without a pause.
@@ -319,14 +349,6 @@ class Engine(Protocol):
         """Frees an adapter that no request uses any more. Raises EngineLost."""
         ...
 
-    def stats(self) -> EngineStats:
-        """Returns the current load."""
-        ...
 
-    async def lost(self) -> str:
-        """Waits until the engine has died and returns the reason."""
-        ...
-
-    async def close(self) -> None:
-        """Stops the engine and all processes it started."""
-        ...
+class LocalEngine(CollectiveEngine, AdapterEngine, Protocol):
+    """An engine that this process owns."""

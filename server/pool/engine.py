@@ -1,47 +1,29 @@
-"""Many engine servers behind the interface of one engine; docs/pool.md describes the design.
+"""Many engine servers as one engine; docs/pool.md describes the design.
 
 A hub gives `PoolEngine` to `Serving` instead of vLLM's engine. It connects these parts:
 
-    pool_roster   which engines are listed, answer, and are in rotation
-    pool_placing  which engine takes a request
-    pool_turns    the requests themselves
-    pool_weights  which version is sampled, and how each engine gets it
+    roster   which engines are listed, answer, and are in rotation
+    placing  which engine takes a request
+    turns    the requests themselves
+    weights  which version is sampled, and how each engine gets it
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Callable, Sequence
 
-from penstock.server.engine.protocol import (
-    Adapter,
-    CollectiveUpdate,
-    Delta,
-    EngineDescription,
-    EngineRequest,
-    EngineStats,
-    StagedWeights,
-)
+from penstock.server.engine.protocol import Delta, EngineDescription, EngineRequest, EngineStats
 from penstock.server.pool.member import Member
 from penstock.server.pool.placing import Placing
 from penstock.server.pool.roster import Roster
 from penstock.server.pool.rules import PoolRules
 from penstock.server.pool.turns import PoolTurns
-from penstock.server.pool.weights import PoolWeights
-from penstock.server.weights.adapter_manifest import AdapterShape
-from penstock.server.weights.probe import Probe
-from penstock.server.weights.staging.incoming import Staged
-from penstock.server.weights.staging.manifest import WeightRefused
-from penstock.server.weights.switch import InFlight, PoolUpdate, Switched
+from penstock.server.pool.weights import OpenVersion, PoolWeights
+from penstock.server.weights.switch import TurnsInFlight, WeightSwitch
 from penstock.v1 import rollout_service_pb2
-from penstock.wire.reasons import Reason
 from penstock.wire.security import Security
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class PoolEngine:
@@ -57,19 +39,36 @@ class PoolEngine:
     ) -> None:
         """Begin to look at the engines. Raises CredentialsUnusable."""
         self._rules = rules = rules or PoolRules()
-        self._roster = Roster(security or Security(), rules, clock)
         self.placing = Placing(lambda: self._roster.rotation, rules.routing)
-        self.turns = PoolTurns(
-            self._roster, self.placing, lambda: self.weights.active, rules, clock
-        )
-        self.weights = PoolWeights(self._roster, rules, self.turns.expect_aborts)
-        self._roster.is_current = self.weights.is_current
-        self._roster.bring_up = self.weights.bring_up
-        self._roster.on_change = self.placing.wake
-        self._roster.on_rotation = self.weights.rotation_changed
-        self._roster.on_other_process = self.placing.forget
+        self._roster = Roster(security or Security(), rules, clock, self.placing, self._bring_up)
+        self.turns = PoolTurns(self._roster, self.placing, rules, clock)
+        self._weights: PoolWeights | None = None
+        self._begun = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.set_addresses(addresses)
+
+    def make_weights(
+        self, state: WeightSwitch, turns: TurnsInFlight, open_version: OpenVersion
+    ) -> PoolWeights:
+        """Make the pool's switcher. A hub can have weights only once the pool has a description."""
+        assert self._weights is None, "a pool has one switcher"
+        self._weights = PoolWeights(
+            self._roster, self._rules, self.turns, state, turns, open_version
+        )
+        return self._weights
+
+    @property
+    def weights(self) -> PoolWeights:
+        assert self._weights is not None, "the pool has no switcher yet"
+        return self._weights
+
+    def begin(self) -> None:
+        """Begin to bring engines into rotation, once the hub knows whether it waits for a trainer."""
+        self._begun.set()
+
+    async def _bring_up(self, member: Member, trusted: bool) -> None:
+        await self._begun.wait()
+        await self.weights.bring_up(member, trusted)
 
     @property
     def members(self) -> list[Member]:
@@ -120,67 +119,11 @@ class PoolEngine:
             preemptions=sum(m.load.preemption_count for m in members),
         )
 
-    @property
-    def switches_at_once(self) -> bool:
-        return self._rules.switches_at_once
-
-    def stage(self, staged: Staged, probe: Probe | None, adapter: AdapterShape | None) -> None:
-        """Begin to stage a version on all engines; a version staged before and not activated is
-        dropped."""
-        self.weights.stage(staged, probe, adapter)
-
-    async def switch(
-        self, update: PoolUpdate, policy: InFlight, begin: Callable[[], Awaitable[None]]
-    ) -> Switched:
-        return await self.weights.switch(update, policy, begin)
-
-    async def pause(self, *, drop_cache: bool) -> None:
-        raise RuntimeError("a pool switches its engines itself; use switch()")
-
-    async def prepare(self, weights: StagedWeights) -> None:
-        raise RuntimeError("a pool switches its engines itself; use switch()")
-
-    async def load(self, weights: StagedWeights) -> None:
-        raise RuntimeError("a pool switches its engines itself; use switch()")
-
-    async def resume(self) -> None:
-        raise RuntimeError("a pool switches its engines itself; use switch()")
-
-    async def score(
-        self, token_ids: NDArray[np.int32], adapter_version: int | None = None
-    ) -> NDArray[np.float32]:
-        raise RuntimeError("a pool's engines score their probes themselves")
-
-    async def add_adapter(self, adapter: Adapter) -> None:
-        raise RuntimeError("a pool's engines take adapters themselves")
-
-    async def remove_adapter(self, weight_version: int) -> None:
-        raise RuntimeError("a pool's engines free adapters themselves")
-
-    async def join_collective(
-        self, backend: str, rendezvous: Mapping[str, object], seconds: float
-    ) -> None:
-        raise WeightRefused(
-            Reason.SOURCE_UNAVAILABLE,
-            "a hub has no local engine to join a collective; upload through the stream",
-        )
-
-    async def begin_collective(self) -> None:
-        raise RuntimeError("no engine has joined a collective")
-
-    async def receive_collective(self, update: CollectiveUpdate, seconds: float) -> None:
-        raise RuntimeError("no engine has joined a collective")
-
-    async def finish_collective(self, weight_version: int, seconds: float) -> None:
-        raise RuntimeError("no engine has joined a collective")
-
-    async def abandon_collective(self, seconds: float) -> bool:
-        return True
-
     async def lost(self) -> str:
         """Never return: a pool without engines waits for one."""
         return await asyncio.shield(self._lost)
 
     async def close(self) -> None:
-        await self.weights.close()
+        if self._weights is not None:
+            await self._weights.close()
         await self._roster.close()

@@ -11,8 +11,7 @@ States and transitions (docs/pool.md has a diagram):
                also in the pool under another address             -> JOINING, once it is not
     LOST       does not answer, or answers but samples nothing    -> JOINING
 
-This module holds only state and arithmetic. `pool_roster` contacts the engine server and decides
-when.
+This module holds only state and arithmetic. `roster` contacts the engine server and decides when.
 
 Version numbers: `wire_versions` maps the engine server's version numbers to the pool's. An engine
 server that was never given weights samples the model as loaded, which is version 0 on both sides.
@@ -29,12 +28,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from penstock.server.engine.protocol import AdapterLimits, EngineDescription, TensorMeta
 from penstock.server.engine.turn_limit import LimitRules, LoadReport, TurnLimit
-from penstock.server.pool.pace import Pace
+from penstock.server.pool.health import Pace, Silence
 from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.routing import EngineLoad, retry_seconds
-from penstock.server.pool.silence import Silence
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire.codec import twin
 
@@ -415,50 +412,3 @@ class Member:
             turn_count=len(self.turns),
             turn_limit=self.limit.value,
         )
-
-
-def describe(info: rollout_service_pb2.GetServerInfoResponse) -> EngineDescription:
-    """Return the constant properties of an engine server, from an answer that includes its
-    tensors."""
-    return EngineDescription(
-        model=info.model,
-        vocab_size=info.vocab_size,
-        max_context_length=info.max_context_length,
-        eos_token_ids=tuple(info.eos_token_ids),
-        weight_dtype=info.weight_dtype,
-        tensors={t.name: TensorMeta(tuple(t.shape), t.optional) for t in info.tensors},
-        adapters=AdapterLimits(info.lora.max_rank, info.lora.max_adapters)
-        if info.HasField("lora")
-        else None,
-    )
-
-
-def difference(pool: EngineDescription, engine: EngineDescription) -> str:
-    """Describe why an engine cannot join the pool; empty if it can.
-
-    Models are compared by their shapes, because a host may have the same model under another path.
-    An engine may offer a longer context and higher limits for adapters than the pool.
-    """
-    for name in ("vocab_size", "max_context_length", "eos_token_ids", "weight_dtype"):
-        ours, theirs = getattr(pool, name), getattr(engine, name)
-        if ours != theirs and not (name == "max_context_length" and theirs > ours):
-            return f"{name} is {theirs}, the pool's is {ours}"
-    if pool.tensors != engine.tensors:
-        names = sorted(
-            name
-            for name in pool.tensors.keys() | engine.tensors.keys()
-            if pool.tensors.get(name) != engine.tensors.get(name)
-        )
-        return f"{len(names)} tensors differ from the pool's, for example {names[0]}"
-    return _lacks(pool.adapters, engine.adapters) if pool.adapters is not None else ""
-
-
-def _lacks(pool: AdapterLimits, engine: AdapterLimits | None) -> str:
-    """Describe how an engine's limits for adapters are below the pool's; empty if they are not."""
-    if engine is None:
-        return "it takes no LoRA adapters, but the pool does: start it with --enable-lora"
-    for name in ("max_rank", "max_adapters"):
-        ours, theirs = getattr(pool, name), getattr(engine, name)
-        if theirs < ours:
-            return f"{name} of its LoRA adapters is {theirs}, the pool's is {ours}"
-    return ""

@@ -1,9 +1,9 @@
 """One engine server from the view of a hub: the calls and the meaning of their answers. Holds no
 state.
 
-Every call ends in one of three ways: with its answer, with `Unanswered`, or with `Refused`.
+Every call ends in one of three ways: with its answer, with `Unanswered`, or with `EngineRefused`.
 `Unanswered` means that the process is gone, stops or cannot serve any caller, so the hub should try
-another engine server. `Refused` means that it rejects this particular call.
+another engine server. `EngineRefused` means that it rejects this particular call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OutOfTime(Unanswered):
     """The answer did not arrive in time. The engine server may be alive, and hang or be busy."""
 
 
-class Refused(Exception):
+class EngineRefused(Exception):
     """The engine server refused the call."""
 
     def __init__(self, failure: Failure) -> None:
@@ -147,7 +147,7 @@ class EngineServer:
     async def sample(self, seconds: float) -> None:
         """Samples one token as a test, in a turn that belongs to no caller.
 
-        Raises Refused, and Unanswered if there is no token within `seconds`.
+        Raises EngineRefused, and Unanswered if there is no token within `seconds`.
         """
         request = GenerateRequest(
             trajectory_id=uuid.uuid4().hex,
@@ -202,7 +202,7 @@ class StagedThere:
 
 @contextlib.contextmanager
 def _answers() -> Generator[None]:
-    """Converts a call's errors to `Unanswered` and `Refused`."""
+    """Converts a call's errors to `Unanswered` and `EngineRefused`."""
     try:
         yield
     except asyncio.CancelledError as error:
@@ -222,7 +222,7 @@ def _answers() -> Generator[None]:
             late = failure.code == grpc.StatusCode.DEADLINE_EXCEEDED
             problem = failure.message or failure.code.name
             raise (OutOfTime if late else Unanswered)(problem) from error
-        raise Refused(failure) from error
+        raise EngineRefused(failure) from error
 
 
 FINISHED = {

@@ -2,10 +2,10 @@
 
 A task per address looks at the engine server (`GetServerInfo`), at intervals and immediately after
 a failure, and updates the member's state (docs/pool.md has a diagram). An engine without the pool's
-weights is brought up to date before it takes turns; `pool_weights` does that.
+weights is brought up to date before it takes turns; `weights` does that.
 
 What a failure does. If an engine does not answer or refuses the hub, the member is LOST, and is
-retried with increasing delays. An engine that was silent with its turns (`pool_turns`) still
+retried with increasing delays. An engine that was silent with its turns (`turns`) still
 answers. It is asked for a token of a test request, which may take as long as its turns had, until
 one arrives; meanwhile it stays LOST. An engine with another model than the pool's is REFUSED until
 another process answers at its address.
@@ -24,11 +24,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.server.core.aio import OwnTasks
-from penstock.server.engine.protocol import EngineDescription
-from penstock.server.pool.member import Member, State, describe, difference
-from penstock.server.pool.pace import usual_pace
-from penstock.server.pool.remote import EngineServer, OutOfTime, Refused, Unanswered
+from penstock.server.core.aio import Broadcast, OwnTasks
+from penstock.server.engine.protocol import AdapterLimits, EngineDescription, TensorMeta
+from penstock.server.pool.health import usual_pace
+from penstock.server.pool.member import Member, State
+from penstock.server.pool.placing import Placing
+from penstock.server.pool.remote import EngineRefused, EngineServer, OutOfTime, Unanswered
 from penstock.server.pool.rules import PoolRules
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.security import Security
@@ -44,10 +45,21 @@ COMPARE_SECONDS = 1.0
 class Roster:
     """All listed engines, each watched by a separate task."""
 
-    def __init__(self, security: Security, rules: PoolRules, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        security: Security,
+        rules: PoolRules,
+        clock: Callable[[], float],
+        placing: Placing,
+        bring_up: Callable[[Member, bool], Awaitable[None]],
+    ) -> None:
+        """`bring_up` gives an engine the pool's weights, then puts it into rotation. Its flag states
+        whether the version that the engine reports can be trusted."""
         self._security = security
         self._rules = rules
         self._clock = clock
+        self._placing = placing
+        self._bring_up = bring_up
         self._members: dict[str, Member] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._pokes: dict[str, asyncio.Event] = {}
@@ -59,22 +71,13 @@ class Roster:
         """The listed engines and their states, as of the last `rotate`."""
         self.rotation: list[Member] = []
         """Engines that take turns; a new list whenever that changes."""
-        self.is_current: Callable[[Member], bool] = lambda member: member.version is not None
-        """Whether an engine samples the pool's version."""
-        self.bring_up: Callable[[Member, bool], Awaitable[None]] = _leave_out
-        """Gives an engine the pool's weights, then puts it into rotation.
-
-        The flag states whether the version that the engine reports can be trusted.
-        """
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when the rotation, or the room on its engines, may have changed."""
-        self.on_rotation: Callable[[], None] = lambda: None
-        """Called when the rotation or the state of any engine changed.
+        self.active_version = 0
+        """Version that the pool samples."""
+        self.rotated = Broadcast()
+        """Notified when the rotation or the state of any engine changed.
 
         A switch also waits for engines that are switching, which are not in rotation.
         """
-        self.on_other_process: Callable[[Member], None] = lambda member: None
-        """Called when a new process answers at a member's address."""
 
     @property
     def members(self) -> list[Member]:
@@ -108,6 +111,10 @@ class Roster:
         if self._members.get(member.address) is not member and not member.turns:
             self._tasks.start(member.server.close(), f"closing {member.address}")
 
+    def is_current(self, member: Member) -> bool:
+        """Whether an engine samples the pool's version or a newer one."""
+        return member.version is not None and member.version >= self.active_version
+
     async def described(self) -> EngineDescription:
         """Wait for the first engine that answers, whose description becomes the pool's."""
         await self._described.wait()
@@ -120,15 +127,15 @@ class Roster:
         return self._description
 
     def rotate(self) -> None:
-        """Recompute the rotation from the members' states, and notify the listeners."""
+        """Recompute the rotation from the members' states, and place requests that wait for it."""
         serving = State.SERVING
         before, listed = self._states, list(self._members.values())
         self._states = listed, [member.state for member in listed]
         self.rotation = [member for member in listed if member.state is serving]
         self._compare()
-        self.on_change()
+        self._placing.wake()
         if self._states != before:
-            self.on_rotation()
+            self.rotated.notify()
 
     def _compare(self) -> None:
         """Update the members' usual pace, at most once in COMPARE_SECONDS."""
@@ -156,7 +163,7 @@ class Roster:
                     member.server.end_turns()
             except Unanswered as error:
                 self.lose(member, str(error))
-            except Refused as error:
+            except EngineRefused as error:
                 # For example, the engine server does not accept the hub's credential.
                 self.lose(member, str(error))
             except Exception:
@@ -200,7 +207,7 @@ class Roster:
                 self._description = replace(found, checkpoint=_folder(info.model))
                 self._described.set()
             if member.heard(info):
-                self.on_other_process(member)
+                self._placing.forget(member)
                 # Take it out now, because it lacks the pool's weights and what follows may take a
                 # while.
                 self.rotate()
@@ -224,7 +231,7 @@ class Roster:
             member.leave_rotation("samples weights that are not the pool's")
             self.rotate()
         if member.state is State.JOINING:
-            await self.bring_up(member, trusted)
+            await self._bring_up(member, trusted)
 
     def _twin(self, member: Member, server_id: str) -> Member | None:
         """Return the member that represents the same process under another address, if any."""
@@ -250,8 +257,51 @@ class Roster:
         await asyncio.gather(*(member.server.close() for member in self._members.values()))
 
 
-async def _leave_out(member: Member, trusted: bool) -> None:
-    """Default `bring_up`: leaves the engine out, because there are no weights for it."""
+def describe(info: rollout_service_pb2.GetServerInfoResponse) -> EngineDescription:
+    """Return the constant properties of an engine server, from an answer that includes its
+    tensors."""
+    return EngineDescription(
+        model=info.model,
+        vocab_size=info.vocab_size,
+        max_context_length=info.max_context_length,
+        eos_token_ids=tuple(info.eos_token_ids),
+        weight_dtype=info.weight_dtype,
+        tensors={t.name: TensorMeta(tuple(t.shape), t.optional) for t in info.tensors},
+        adapters=AdapterLimits(info.lora.max_rank, info.lora.max_adapters)
+        if info.HasField("lora")
+        else None,
+    )
+
+
+def difference(pool: EngineDescription, engine: EngineDescription) -> str:
+    """Describe why an engine cannot join the pool; empty if it can.
+
+    Models are compared by their shapes, because a host may have the same model under another path.
+    An engine may offer a longer context and higher limits for adapters than the pool.
+    """
+    for name in ("vocab_size", "max_context_length", "eos_token_ids", "weight_dtype"):
+        ours, theirs = getattr(pool, name), getattr(engine, name)
+        if ours != theirs and not (name == "max_context_length" and theirs > ours):
+            return f"{name} is {theirs}, the pool's is {ours}"
+    if pool.tensors != engine.tensors:
+        names = sorted(
+            name
+            for name in pool.tensors.keys() | engine.tensors.keys()
+            if pool.tensors.get(name) != engine.tensors.get(name)
+        )
+        return f"{len(names)} tensors differ from the pool's, for example {names[0]}"
+    return _lacks(pool.adapters, engine.adapters) if pool.adapters is not None else ""
+
+
+def _lacks(pool: AdapterLimits, engine: AdapterLimits | None) -> str:
+    """Describe how an engine's limits for adapters are below the pool's; empty if they are not."""
+    if engine is None:
+        return "it takes no LoRA adapters, but the pool does: start it with --enable-lora"
+    for name in ("max_rank", "max_adapters"):
+        ours, theirs = getattr(pool, name), getattr(engine, name)
+        if theirs < ours:
+            return f"{name} of its LoRA adapters is {theirs}, the pool's is {ours}"
+    return ""
 
 
 def _folder(model: str) -> Path | None:

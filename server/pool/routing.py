@@ -12,7 +12,7 @@ The hub uses them, and so does the simulator. Rules, in order:
 These rules are the policy *sticky*. *least_loaded* ignores homes. *round_robin* takes the engine
 with the fewest turns so far, however busy it is. Both serve as baselines.
 
-Busyness is the used fraction of an engine's limit times its slowness (`engine_pace`). An engine
+Busyness is the used fraction of an engine's limit times its slowness (`health`). An engine
 that needs twice as long per token as the others is as full with half as many turns.
 
 A trajectory between two turns counts as a turn, because it will be back in a moment. Giving its

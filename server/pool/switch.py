@@ -45,11 +45,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from penstock.server.pool.fanout import POLICIES, Fanout, not_taken
 from penstock.server.pool.member import Member, State
-from penstock.server.pool.remote import Refused, StagedThere, Unanswered
+from penstock.server.pool.remote import EngineRefused, StagedThere, Unanswered
 from penstock.server.pool.roster import Roster
 from penstock.server.pool.rules import PoolRules
-from penstock.server.pool.uploads import POLICIES, Fanout, not_taken
 from penstock.server.weights.switch import InFlight
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure
@@ -90,7 +90,6 @@ class PoolSwitch:
     )
     _staged_again: set[Member] = field(default_factory=set[Member])
     """Engines that no longer had the version when told to switch, and stage it again."""
-    _woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def version(self) -> int:
@@ -103,10 +102,6 @@ class PoolSwitch:
             return False
         return bool(self.declined)
 
-    def wake(self) -> None:
-        """Look again, because the rotation may have changed."""
-        self._woken.set()
-
     async def run(self, begin: Callable[[], Awaitable[None]]) -> None:
         """Run the switch to its end.
 
@@ -118,7 +113,6 @@ class PoolSwitch:
         begun = False
         try:
             while True:
-                self._woken.clear()
                 self._look()
                 staged = [member for member, task in self._staging.items() if task.done()]
                 late = [member for member in self._staging if member not in staged]
@@ -146,7 +140,7 @@ class PoolSwitch:
         """Wait for the next event, or until the deadline."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
-                await self._woken.wait()
+                await self.roster.rotated.wait()
 
     def _look(self) -> None:
         """Update the phases of all engines since the last look."""
@@ -176,12 +170,12 @@ class PoolSwitch:
         except Unanswered as error:
             del self._staging[member]
             self._lose(member, str(error))
-        except Refused as error:
+        except EngineRefused as error:
             del self._staging[member]
             self._refuse(member, error)
 
     def _ended(self, _: object) -> None:
-        self._woken.set()
+        self.roster.rotated.notify()
 
     def _leave(self, late: list[Member], when: str, *, hung: bool = False) -> None:
         for member in late:
@@ -234,7 +228,7 @@ class PoolSwitch:
             member.hung = True
             self._lose(member, problem)
             return
-        except Refused as error:
+        except EngineRefused as error:
             if error.failure.reason in NOT_THERE and member not in self._staged_again:
                 # Another version, staged meanwhile, replaced it.
                 self._staged_again.add(member)
@@ -261,7 +255,7 @@ class PoolSwitch:
         self.roster.lose(member, problem)
         self.roster.poke(member)
 
-    def _refuse(self, member: Member, error: Refused) -> None:
+    def _refuse(self, member: Member, error: EngineRefused) -> None:
         self.unanswered.discard(member)
         self.fanout.settle(member, accepted=False)
         member.changes += 1

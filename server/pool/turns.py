@@ -1,7 +1,7 @@
 """The turns of a pool: each runs on one engine server, as one attempt that is forgotten there when
 it ends.
 
-placed (`pool_placing`) -> streamed -> ended. If the engine is lost, drains or is full,
+placed (`placing`) -> streamed -> ended. If the engine is lost, drains or is full,
 `RequestLost` makes `turns` repeat the turn from the exact token. If an engine server refuses the
 request itself, the caller gets that error.
 
@@ -11,9 +11,9 @@ longer each time until a turn completes there, and the turn goes elsewhere. A tu
 engines looks the same, so the error of the third engine, or of the last one there is, goes to the
 caller.
 
-Hanging engines. `pool_roster` ends the turns of an engine that no longer answers looks. An engine
+Hanging engines. `roster` ends the turns of an engine that no longer answers looks. An engine
 may also answer looks but sample nothing. If it has turns and samples no token for `silent_seconds`
-(`engine_silence`), it counts as lost, and its turns continue elsewhere. `pool_roster` decides when
+(`health`), it counts as lost, and its turns continue elsewhere. `roster` decides when
 it takes turns again. Order: the time is over -> one more look, because a hub that itself stood
 still has tokens to read first -> the member is LOST and its calls end. During a switch it may be
 silent for as long as a switch may take (`switch_seconds`).
@@ -36,7 +36,7 @@ import numpy as np
 from penstock.server.engine.protocol import Delta, EngineRequest, Finish, RequestLost
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import Placing
-from penstock.server.pool.remote import GenerateRequest, Refused, Unanswered
+from penstock.server.pool.remote import EngineRefused, GenerateRequest, Unanswered
 from penstock.server.pool.roster import Roster
 from penstock.server.pool.rules import PoolRules
 from penstock.server.turns.requests import sampling_message
@@ -76,14 +76,11 @@ class PoolTurns:
         self,
         roster: Roster,
         placing: Placing,
-        active: Callable[[], int],
         rules: PoolRules,
         clock: Callable[[], float],
     ) -> None:
-        """`active` returns the pool's active version."""
         self._roster = roster
         self._placing = placing
-        self._active = active
         self._rules = rules
         self._clock = clock
         self._prefix = uuid.uuid4().hex[:12]
@@ -141,7 +138,7 @@ class PoolTurns:
                     if not (member.silent or member.stands_still):
                         self._lost_at(member, error)
                     self._lose_request(error)
-                except Refused as error:
+                except EngineRefused as error:
                     self._refused_at(member, error, refused_by)
                     if began:
                         self._lose_request(error)
@@ -151,7 +148,7 @@ class PoolTurns:
                     self._placing.ended(member, request)
                     self._roster.retire(member)
                     self._placing.wake()
-            yield Delta(NO_TOKENS, NO_LOGPROBS, self._active(), Finish.ABORTED)
+            yield Delta(NO_TOKENS, NO_LOGPROBS, self._roster.active_version, Finish.ABORTED)
         finally:
             self._aborting.discard(name)
             self._not_aborted.discard(name)
@@ -187,7 +184,7 @@ class PoolTurns:
         look = functools.partial(self._watch, member, again=over)
         asyncio.get_running_loop().call_later(max(left, self._rules.look_seconds), look)
 
-    def _refused_at(self, member: Member, error: Refused, refused_by: set[Member]) -> None:
+    def _refused_at(self, member: Member, error: EngineRefused, refused_by: set[Member]) -> None:
         """Handle a refused turn: return if another engine may take it, else raise the refusal.
 
         `refused_by` collects the engines that refused this turn with a code of `NOT_THE_TURN`.
@@ -219,7 +216,7 @@ class PoolTurns:
         raise RequestLost(str(error)) from error
 
     async def _sample(self, member: Member, request: EngineRequest) -> AsyncGenerator[Delta]:
-        """Run a turn on an engine server. Raises Unanswered, Refused and RequestLost."""
+        """Run a turn on an engine server. Raises Unanswered, EngineRefused and RequestLost."""
         self._count += 1
         there = f"{self._prefix}.{self._count}"
         name = request.request_id
@@ -252,7 +249,9 @@ class PoolTurns:
                         # The engine server aborted it on its own, because it stops or switches.
                         self._lose_request(Unanswered("the engine aborted the turn"))
                     cached = event.finished.cached_token_count
-                    version = self._active() if member.version is None else member.version
+                    version = (
+                        self._roster.active_version if member.version is None else member.version
+                    )
                     yield Delta(NO_TOKENS, NO_LOGPROBS, version, finish, cached)
                     return
         raise Unanswered("it ended a turn without a finish reason")
@@ -303,7 +302,7 @@ class PoolTurns:
         """Abort requests on one engine; `turns` maps each to the engine server's name for it."""
         try:
             await member.server.abort(list(turns.values()))
-        except (Unanswered, Refused) as error:
+        except (Unanswered, EngineRefused) as error:
             left = {name: there for name, there in turns.items() if name in self._placed}
             logger.info("engine %s did not abort %d turns: %s", member.address, len(left), error)
             # End them from here: the caller, for example a switch, waits for their ends.

@@ -1,7 +1,7 @@
 """The weights of a pool: staging, switching, and bringing late engines up to date.
 
-    stage     a version goes to every engine as soon as the hub has it (`pool_uploads`), while all sample
-    switch    in parts or all at once (`pool_switch`); ends when no engine in rotation has an older version
+    stage     a version goes to every engine as soon as the hub has it (`fanout`), while all sample
+    switch    in parts or all at once (`switch`); ends when no engine in rotation has an older version
     bring_up  a joining engine is given the active version before it takes turns
 
 Every engine in rotation samples the active version or a newer one. `switch` and `bring_up` both
@@ -15,9 +15,9 @@ replaces it.
 
 A joining engine must receive the version within the limits of a switch, `stage_seconds` and
 `switch_seconds`; otherwise it is retried later. Its `problem` states what it waits for. Joining
-engines of one host are sent the version once, as in a switch (`pool_sharing`). At most `bring_ups`
-engines are given it at the same time. Engines that took too long before use separate places, so
-that they delay no others.
+engines of one host are sent the version once, as in a switch: the first one opens it, those that join
+meanwhile use the same one, and the last to finish closes it. At most `bring_ups` engines are given it
+at the same time. Engines that took too long before use separate places, so that they delay no others.
 
 What a failure does. An engine that refuses a version or takes too long leaves the rotation. It is
 then brought up to date, with the probe that the version came with. A version that no engine takes
@@ -31,66 +31,147 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import AbstractAsyncContextManager
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from opentelemetry import trace
 
 from penstock.common.memory_file import host_id
 from penstock.server.core.aio import OwnTasks
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import StagedWeights
 from penstock.server.pool.differences import Differing
+from penstock.server.pool.fanout import Fanout, not_taken
 from penstock.server.pool.member import Member, State
-from penstock.server.pool.remote import Refused, StagedThere, Unanswered
+from penstock.server.pool.payload import VersionPayload
+from penstock.server.pool.remote import EngineRefused, Unanswered
 from penstock.server.pool.roster import Roster
 from penstock.server.pool.rules import PoolRules
-from penstock.server.pool.sharing import Sharing
 from penstock.server.pool.switch import PoolSwitch
-from penstock.server.pool.uploads import Fanout, Payload, not_taken
+from penstock.server.pool.turns import PoolTurns
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult
-from penstock.server.weights.staging.incoming import Staged
-from penstock.server.weights.switch import InFlight, PoolUpdate, Switched
+from penstock.server.weights.switch import (
+    InFlight,
+    Switched,
+    SwitchPhase,
+    TurnsInFlight,
+    Update,
+    VersionBefore,
+    WeightSwitch,
+    abort_required,
+)
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
+tracer = trace.get_tracer("penstock.server")
 
 OpenVersion = Callable[[int], AbstractAsyncContextManager[StagedWeights | None]]
+Opening = AbstractAsyncContextManager[Fanout | None]
+
+
+class Sharing:
+    """Open versions by key, shared by engines of one host that join at the same time.
+
+    The engine that opened one may finish before the others.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, _Shared] = {}
+
+    @contextlib.asynccontextmanager
+    async def use(
+        self, key: Hashable, make: Callable[[], Opening]
+    ) -> AsyncGenerator[Fanout | None]:
+        """Use the fanout that is open under `key`, else open one with `make`; raises what opening
+        raises."""
+        shared = self._open.get(key)
+        if shared is None:
+            shared = self._open[key] = _Shared(make())
+        shared.users += 1
+        try:
+            yield await asyncio.shield(shared.opened)
+        finally:
+            shared.users -= 1
+            if not shared.users:
+                if self._open.get(key) is shared:
+                    del self._open[key]
+                shared.unused.set()
+                await asyncio.shield(shared.holding)
+
+    def forget(self) -> None:
+        """Stop sharing the fanouts that are open now; their current users keep them."""
+        self._open.clear()
+
+
+class _Shared:
+    """An open fanout, held open by a separate task."""
+
+    def __init__(self, opening: Opening) -> None:
+        self.users = 0
+        self.unused = asyncio.Event()
+        self.opened: asyncio.Future[Fanout | None] = asyncio.get_running_loop().create_future()
+        self.opened.add_done_callback(_heard)
+        self.holding = asyncio.create_task(
+            self._hold(opening), name="a version for joining engines"
+        )
+
+    async def _hold(self, opening: Opening) -> None:
+        try:
+            async with opening as fanout:
+                self.opened.set_result(fanout)
+                await self.unused.wait()
+        except Exception as error:
+            if self.opened.done():
+                raise
+            # Every user gets the error.
+            self.opened.set_exception(error)
 
 
 class PoolWeights:
-    """The version that the pool samples, and its distribution to every engine."""
+    """The version that the pool samples, and its distribution to every engine: the `Switcher` of a pool."""
+
+    holds_adapters = True
+    """An engine that joins late needs the adapter after the full weights."""
 
     def __init__(
-        self, roster: Roster, rules: PoolRules, expect_aborts: Callable[[Member], None]
+        self,
+        roster: Roster,
+        rules: PoolRules,
+        pool_turns: PoolTurns,
+        state: WeightSwitch,
+        turns: TurnsInFlight,
+        open_version: OpenVersion,
     ) -> None:
-        """`expect_aborts` is called with an engine that is about to abort its turns."""
+        """`open_version` opens the bytes of a version for engines that join late."""
         self._roster = roster
         self._rules = rules
-        self._expect_aborts = expect_aborts
+        self._pool_turns = pool_turns
+        self._state = state
+        self._turns = turns
+        self._open_version = open_version
         # Larger than any previous hub's, whose uploads engine servers then refuse.
         self._epoch = time.time_ns()
         self._fanout: Fanout | None = None
         self._staging: asyncio.Task[None] | None = None
-        self._switch: PoolSwitch | None = None
+        self._running: PoolSwitch | None = None
         self._tasks = OwnTasks()
         self._sharing = Sharing()
         self._places = asyncio.Semaphore(rules.bring_ups)
         self._places_of_hung = asyncio.Semaphore(max(1, rules.bring_ups // 4))
-        self.active = 0
-        """The pool's active version."""
         self._full = 0
         """Version of the full weights; equal to `active` unless that is an adapter."""
         self._adapter: AdapterShape | None = None
         """Shape of the active version if it is an adapter."""
         self._probe: Probe | None = None
         """Probe that the active version came with."""
-        self.open_version: OpenVersion | None = None
-        """Opens the bytes of a version for engines that join late."""
-        self.may_bring_up: Callable[[], bool] = lambda: True
-        """Whether engines should sample the active version; False while the trainer's is
-        awaited."""
+
+    @property
+    def active(self) -> int:
+        """The pool's active version."""
+        return self._roster.active_version
 
     @property
     def adapter_versions(self) -> list[int]:
@@ -98,17 +179,13 @@ class PoolWeights:
         found = {v for member in self._roster.members for v in member.adapter_versions}
         return sorted(found | ({self.active} if self._adapter is not None else set()))
 
-    def is_current(self, member: Member) -> bool:
-        """Whether it samples the active version or a newer one."""
-        return member.version is not None and member.version >= self.active
-
     async def bring_up(self, member: Member, trusted: bool) -> None:
         """Give a joining engine the active version, unless it has it, and put it into rotation."""
         active = self.active
         if self._is_kept_out(member):
             return
-        if not (trusted and self.is_current(member)):
-            if not self.may_bring_up():
+        if not (trusted and self._roster.is_current(member)):
+            if self._state.awaiting_trainer:
                 member.problem = "waits for the trainer's version"
                 return
             if not trusted:
@@ -120,9 +197,9 @@ class PoolWeights:
                 self._tell(member, f"waits to be given version {active}, after other engines")
             async with places:
                 await self._give(member)
-                member.hung = member.hung and not self.is_current(member)
+                member.hung = member.hung and not self._roster.is_current(member)
         # If another version has become active meanwhile, look at the engine again at once.
-        if self.is_current(member):
+        if self._roster.is_current(member):
             member.serve()
         elif self.active != active:
             self._roster.poke(member)
@@ -133,7 +210,7 @@ class PoolWeights:
         It is not kept out if no other engine takes turns, because its version is then still the
         pool's.
         """
-        switch = self._switch
+        switch = self._running
         if switch is None or member not in switch.given_up or member.version == switch.version:
             return False
         return any(m.stays for m in self._roster.members if m is not member)
@@ -177,7 +254,7 @@ class PoolWeights:
                 async with asyncio.timeout(limit):
                     await there.activate(weights_pb2.IN_FLIGHT_POLICY_ABORT)
                 member.has(version, adapter=adapter is not None)
-            except Refused as error:
+            except EngineRefused as error:
                 fanout.settle(member, accepted=False)
                 member.decline(version)
                 member.leave_rotation(not_taken(version, error))
@@ -196,12 +273,11 @@ class PoolWeights:
         self, host: str, version: int, probe: Probe | None, adapter: AdapterShape | None
     ) -> AsyncGenerator[Fanout | None]:
         """Open a version for engines that join on this host; None if the hub does not hold it."""
-        opened = self.open_version(version) if self.open_version is not None else _nothing()
-        async with opened as weights:
+        async with self._open_version(version) as weights:
             if weights is None:
                 yield None
                 return
-            payload = await asyncio.to_thread(Payload, weights, adapter)
+            payload = await asyncio.to_thread(VersionPayload, weights, adapter)
             holders = [other for other in self._roster.rotation if other.version == version]
             random.shuffle(holders)
             # Engines on the same host come first.
@@ -216,18 +292,16 @@ class PoolWeights:
         """Set `problem` to what it waits for, plus the reason of its last setback."""
         member.problem = f"{doing} (it {member.setback})" if member.setback else doing
 
-    def stage(self, staged: Staged, probe: Probe | None, adapter: AdapterShape | None) -> None:
+    def stage(self, update: Update) -> None:
         """Begin to stage a version on all engines; a version staged before and not activated is
         dropped."""
-        staged.retain()
+        staged = update.staged.retain()
         self._staging = self._tasks.start(
-            self._stage(PoolUpdate(staged.weights, probe, adapter)),
-            f"staging version {staged.weight_version}",
-            staged.release,
+            self._stage(update), f"staging version {staged.weight_version}", staged.release
         )
 
-    async def _stage(self, update: PoolUpdate) -> None:
-        payload = await asyncio.to_thread(Payload, update.weights, update.adapter)
+    async def _stage(self, update: Update) -> None:
+        payload = await asyncio.to_thread(VersionPayload, update.staged.weights, update.adapter)
         before, self._fanout = (
             self._fanout,
             Fanout(
@@ -246,27 +320,42 @@ class PoolWeights:
                 # it.
                 self._fanout.begin(member).add_done_callback(_heard)
 
-    def _differing(self, payload: Payload) -> Differing | None:
+    def _differing(self, payload: VersionPayload) -> Differing | None:
         """Return the difference from the active version, if engine servers could apply it."""
-        opens, active, here = self.open_version, self.active, host_id()
+        opens, active, here = self._open_version, self.active, host_id()
         hosts = len({member.host_id for member in self._roster.rotation} - {here})
         adapters = payload.adapter is not None or self._adapter is not None
-        if opens is None or adapters or not hosts or not self._rules.differences:
+        if adapters or not hosts or not self._rules.differences:
             return None
         # The hub sends the difference to each host, but the whole version only to `from_hub` of
         # them.
         from_hub = min(self._rules.branches or hosts, hosts)
         return Differing(active, lambda: opens(active), payload.length_bytes * from_hub // hosts)
 
-    async def switch(
-        self, update: PoolUpdate, policy: InFlight, begin: Callable[[], Awaitable[None]]
-    ) -> Switched:
-        """Switch, until every engine in rotation has the version.
+    async def switch(self, update: Update, policy: InFlight, before: VersionBefore) -> Switched:
+        """Switch, until every engine in rotation has the version; each goes back by itself.
 
-        `begin` is awaited before the first engine switches. Raises DomainError if engines could
-        have taken the version but none did.
+        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH if engines could have taken the version but none did.
         """
-        version = update.weights.weight_version
+        version, adapter = update.weight_version, update.adapter is not None
+        async with self._state.change():
+            with tracer.start_as_current_span("penstock.switch_weights") as span:
+                span.set_attribute("penstock.weight_version", version)
+                span.set_attribute("penstock.in_flight", policy.value)
+                span.set_attribute("penstock.adapter", adapter)
+                switched = await self._switch(update, policy)
+                self._state.adopt(version, adapter=adapter)
+                span.set_attribute("penstock.pause_seconds", switched.pause_seconds)
+                return switched
+
+    async def _begin(self) -> None:
+        """Hold turns back, before the first engine switches."""
+        at_once = self._rules.switches_at_once
+        await self._state.hold_turns(SwitchPhase.CLOSED if at_once else SwitchPhase.ROLLING)
+        await abort_required(self._turns)
+
+    async def _switch(self, update: Update, policy: InFlight) -> Switched:
+        version = update.weight_version
         if self._staging is not None:
             await asyncio.wait([self._staging])
             self._staging = None
@@ -274,10 +363,11 @@ class PoolWeights:
             await self._stage(update)
         assert self._fanout is not None
         fanout, self._fanout = self._fanout, None
-        switch = PoolSwitch(self._roster, self._rules, fanout, policy, self._expect_aborts)
-        self._switch = switch
+        expect_aborts = self._pool_turns.expect_aborts
+        switch = PoolSwitch(self._roster, self._rules, fanout, policy, expect_aborts)
+        self._running = switch
         try:
-            await switch.run(begin)
+            await switch.run(self._begin)
             # No await from here on: the switch's last look at the rotation must still hold.
             if switch.taken_by_none:
                 self._taken_by_none(switch)
@@ -286,12 +376,13 @@ class PoolWeights:
                     # It came back into rotation with the previous version.
                     without = f"does not have version {version}"
                     member.leave_rotation(switch.given_up.get(member, without))
-            self.active, self._probe, self._adapter = version, update.probe, update.adapter
+            self._roster.active_version = version
+            self._probe, self._adapter = update.probe, update.adapter
             if update.adapter is None:
                 self._full = version
             self._sharing.forget()
         finally:
-            self._switch = None
+            self._running = None
             await fanout.close()
             self._roster.rotate()
             for member in self._roster.members:
@@ -303,11 +394,6 @@ class PoolWeights:
         worst = max(probes, key=lambda probe: probe.mean_difference, default=None)
         result = worst and ProbeResult(worst.mean_difference, worst.max_difference)
         return Switched(version, pause, result)
-
-    def rotation_changed(self) -> None:
-        """Wake a running switch, because the rotation changed."""
-        if self._switch is not None:
-            self._switch.wake()
 
     def _taken_by_none(self, switch: PoolSwitch) -> NoReturn:
         """Refuse the version; every engine continues with the previous one."""
@@ -328,6 +414,10 @@ class PoolWeights:
             {**(said[0].metadata if said else {}), "weight_version": version, "active": before},
         )
 
+    async def spoiled(self, weight_version: int, problem: str) -> None:
+        """Log it: engines check what they read themselves."""
+        logger.error("version %s is not held: %s", weight_version, problem)
+
     async def close(self) -> None:
         """Cancel staging and close the fanout."""
         await self._tasks.cancel()
@@ -336,12 +426,7 @@ class PoolWeights:
             self._fanout = None
 
 
-@contextlib.asynccontextmanager
-async def _nothing() -> AsyncGenerator[None]:
-    yield None
-
-
-def _heard(task: asyncio.Task[StagedThere]) -> None:
-    """Mark the error as retrieved; the switch raises it."""
+def _heard(task: asyncio.Future[Any]) -> None:
+    """Mark the error as retrieved: the switch, or users that still wait, raise it."""
     if not task.cancelled():
         task.exception()

@@ -11,8 +11,7 @@ from penstock.server.groups.buffer import GroupBuffer
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.rpc.health import Health
 from penstock.server.turns.store import TrajectoryStore
-from penstock.server.weights.adapter_versions import AdapterVersions
-from penstock.server.weights.switch import WeightSwitch
+from penstock.server.weights.switch import Switcher, WeightSwitch
 from penstock.server.weights.versions import WeightVersions
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire.codec import twin
@@ -41,7 +40,7 @@ class ServerInfo:
         engine: Engine,
         switch: WeightSwitch,
         weights: WeightVersions,
-        adapters: AdapterVersions,
+        switcher: Switcher,
         store: TrajectoryStore,
         buffer: GroupBuffer,
         health: Health,
@@ -49,10 +48,10 @@ class ServerInfo:
     ) -> None:
         """`http_port` is the port of the compatible endpoints; 0 if they are not served."""
         self._engine = engine
-        self._pool = engine if isinstance(engine, PoolEngine) else None
+        self._of_engines = engine.replicas if isinstance(engine, PoolEngine) else None
         self._switch = switch
         self._weights = weights
-        self._adapters = adapters
+        self._switcher = switcher
         self._store = store
         self._buffer = buffer
         self._server_id = uuid.uuid4().hex
@@ -73,14 +72,14 @@ class ServerInfo:
             staged_weight_versions=self._weights.staged_versions,
             max_context_length=description.max_context_length,
             vocab_size=description.vocab_size,
-            weight_sources=SOURCES if self._pool is None else SOURCES_OF_A_HUB,
+            weight_sources=SOURCES if self._of_engines is None else SOURCES_OF_A_HUB,
             load=load,
             replicas=self._replicas(load),
             weight_dtype=description.weight_dtype,
             delta_base_weight_version=self._weights.delta_base_version,
             lora=self._lora(),
             http_port=self.http_port,
-            adapter_weight_versions=self._adapter_versions(),
+            adapter_weight_versions=self._switcher.adapter_versions,
             server_id=self._server_id,
             eos_token_ids=description.eos_token_ids,
             host_id=self._host_id,
@@ -89,16 +88,11 @@ class ServerInfo:
             full_weight_version=self._switch.full_version,
         )
 
-    def _adapter_versions(self) -> list[int]:
-        if self._pool is not None:
-            return self._pool.weights.adapter_versions
-        return self._adapters.weight_versions
-
     def _replicas(
         self, load: rollout_service_pb2.ServerLoad
     ) -> list[rollout_service_pb2.ReplicaInfo]:
-        if self._pool is not None:
-            return self._pool.replicas()
+        if self._of_engines is not None:
+            return self._of_engines()
         active = self._switch.active_version
         return [ReplicaInfo(state=self._state(), active_weight_version=active, load=load)]
 

@@ -39,7 +39,7 @@ class Ask(Protocol):
 
 
 class VllmCollective:
-    """The collective methods of `penstock.server.engine.protocol.Engine`, which documents them."""
+    """The methods of `penstock.server.engine.protocol.CollectiveEngine`, which documents them."""
 
     def __init__(self, llm: AsyncLLM, ask: Ask, give_up: Callable[[str], None]) -> None:
         """`give_up` ends the engine process, with the reason."""

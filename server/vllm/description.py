@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.server.engine.protocol import AdapterLimits, EngineDescription
-from penstock.server.weights.staging import checkpoint_tensors
+from penstock.server.weights.staging.checkpoint import upload_tensors
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -25,7 +25,7 @@ def describe(llm: AsyncLLM) -> EngineDescription:
         max_context_length=model.max_model_len,
         eos_token_ids=_eos_token_ids(llm),
         weight_dtype=str(model.dtype).removeprefix("torch."),
-        tensors=checkpoint_tensors.upload_tensors(folder, config, tied=tied),
+        tensors=upload_tensors(folder, config, tied=tied),
         checkpoint=folder,
         adapters=_adapter_limits(llm),
     )

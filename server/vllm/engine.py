@@ -1,4 +1,4 @@
-"""The engine of `penstock serve`: vLLM's AsyncLLM behind the Engine interface.
+"""The engine of `penstock serve`: vLLM's AsyncLLM behind the interface of an engine.
 
 vLLM runs its scheduler and the model in a separate process, the engine process. This module drives
 its front end. The contract rests on three facts:
@@ -8,7 +8,7 @@ its front end. The contract rests on three facts:
   keeps the token index at which each label began. Deltas are cut at these, however vLLM groups its outputs.
 - The engine process handles its commands in the order they were sent. So the answer to a command
   proves that earlier commands have taken effect. `abort` ends with such a round trip.
-- The engine process dies with this one, however this one dies; see `vllm_process`.
+- The engine process dies with this one, however this one dies; see `process`.
 
 An adapter is a vLLM LoRA with the version as its id. The label of a step names the full weights
 under it, so the deltas of a request that an adapter samples carry the adapter's version instead.
@@ -21,7 +21,7 @@ import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportU
 
 # isort: split
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
@@ -30,7 +30,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -44,14 +44,14 @@ from penstock.server.engine.protocol import (
     EngineLost,
     EngineRequest,
     EngineStats,
-    Finish,
     Sampling,
     StagedWeights,
 )
 from penstock.server.vllm.collective import VllmCollective
 from penstock.server.vllm.description import describe
 from penstock.server.vllm.options import describe_options, engine_arguments
-from penstock.server.vllm.process import EngineOwner, LoadReport, shut_down
+from penstock.server.vllm.process import EngineOwner, VllmLoad, shut_down
+from penstock.server.vllm.translation import cut, sampling_params, update_info
 
 if TYPE_CHECKING:
     import zmq
@@ -68,21 +68,12 @@ BASE_VERSION = 0
 # Ahead of every request of a caller.
 PROBE_PRIORITY = -(1 << 40)
 EXIT_SECONDS = 2.0
-# vLLM silently raises temperatures between zero and this value to it.
-LOWEST_TEMPERATURE = 0.01
-
-FINISHES = {
-    "stop": Finish.STOP,
-    "repetition": Finish.STOP,
-    "length": Finish.LENGTH,
-    "abort": Finish.ABORTED,
-}
 
 
 class VllmEngine:
-    """vLLM behind the interface of `penstock.server.engine.protocol.Engine`, which documents each method."""
+    """vLLM as a `penstock.server.engine.protocol.LocalEngine`, which documents each method."""
 
-    def __init__(self, owner: EngineOwner, llm: AsyncLLM, load: LoadReport) -> None:
+    def __init__(self, owner: EngineOwner, llm: AsyncLLM, load: VllmLoad) -> None:
         self._owner = owner
         self._llm = llm
         self._load = load
@@ -104,7 +95,7 @@ class VllmEngine:
 
         Does not block the event loop. Raises what vLLM raises on arguments it cannot serve.
         """
-        load = LoadReport()
+        load = VllmLoad()
         owner = EngineOwner(arguments, load)
         llm = await owner.build()
         engine = cls(owner, llm, load)
@@ -158,7 +149,7 @@ class VllmEngine:
                 if starts is None:  # The request finished before it could be looked up.
                     spans = completion.weight_versions or []
                     starts = [(span.version, span.start) for span in spans]
-                for delta in self._cut(output, completion, position, starts):
+                for delta in cut(output, completion, position, starts, self._weight_version):
                     yield delta
                 position += len(completion.token_ids)
         except EngineDeadError as error:
@@ -182,7 +173,7 @@ class VllmEngine:
 
     async def prepare(self, weights: StagedWeights) -> None:
         self._prepared = None
-        update: dict[str, object] | None = _update_info(weights)
+        update: dict[str, object] | None = update_info(weights)
         more = True
         try:
             while more:
@@ -203,7 +194,7 @@ class VllmEngine:
     async def load(self, weights: StagedWeights) -> None:
         # The same object, because another version may have the same number or the same file.
         prepared, self._prepared = weights is self._prepared, None
-        described = {**_update_info(weights), "prepared": prepared}
+        described = {**update_info(weights), "prepared": prepared}
         update = WeightTransferUpdateRequest(update_info=described)
         try:
             await self._ask(self._update(update, weights.weight_version))
@@ -317,7 +308,7 @@ class VllmEngine:
             return await self._llm.add_request(
                 request.request_id,
                 prompt,
-                params or self._sampling_params(request),
+                params or sampling_params(request),
                 lora_request=self._lora(request),
                 trace_headers=request.trace_headers or None,
                 priority=request.priority,
@@ -330,57 +321,6 @@ class VllmEngine:
     def _lora(self, request: EngineRequest) -> LoRARequest | None:
         version = request.adapter_version
         return None if version is None else self._adapters[version]
-
-    def _cut(
-        self,
-        output: RequestOutput,
-        completion: CompletionOutput,
-        position: int,
-        starts: Sequence[tuple[str, int]],
-    ) -> Iterator[Delta]:
-        token_ids = np.asarray(completion.token_ids, np.int32)
-        flat = cast(FlatLogprobs, completion.logprobs)
-        logprobs = np.asarray(flat.logprobs, np.float32)
-        if len(logprobs) != len(token_ids):
-            raise RuntimeError(
-                f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities"
-            )
-        finish = _finish(completion.finish_reason) if output.finished else None
-        cached = output.num_cached_tokens or 0
-        pieces = list(version_pieces(starts, position, position + len(token_ids)))
-        if not pieces and finish:
-            version = int(starts[-1][0]) if starts else self._weight_version
-            pieces = [(position, position, version)]
-        for index, (begin, end, version) in enumerate(pieces):
-            part = slice(begin - position, end - position)
-            last = index == len(pieces) - 1
-            yield Delta(token_ids[part], logprobs[part], version, finish if last else None, cached)
-
-    def _sampling_params(self, request: EngineRequest) -> SamplingParams:
-        sampling = request.sampling
-        if 0.0 < sampling.temperature < LOWEST_TEMPERATURE:
-            raise ValueError(
-                f"vLLM samples at temperature 0 or from {LOWEST_TEMPERATURE} on, "
-                f"got {sampling.temperature}"
-            )
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            stop=list(sampling.stop) or None,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-            max_tokens=sampling.max_tokens,
-            logprobs=0,  # Only that of the sampled token.
-            flat_logprobs=True,
-            # Only stop strings need text; they may be special tokens.
-            detokenize=bool(sampling.stop),
-            skip_special_tokens=False,
-            output_kind=RequestOutputKind.DELTA,
-            stream_interval=request.stream_interval,
-            skip_clone=True,
-        )
 
     async def _update(self, update: WeightTransferUpdateRequest, version: int) -> None:
         await self._llm.start_weight_update()
@@ -437,34 +377,3 @@ class VllmEngine:
         ended = self._manager.finished_procs()
         exits = ", ".join(f"{name} with exit code {code}" for name, code in ended.items())
         return f"the vLLM engine process ended: {exits or 'no exit code yet'}"
-
-
-def version_pieces(
-    starts: Sequence[tuple[str, int]], begin: int, end: int
-) -> Iterator[tuple[int, int, int]]:
-    """Cut the tokens [begin, end) where the weight version changes. Yields (begin, end, version) pieces.
-
-    `starts` has, in order, the label and first token of each version of the request.
-    """
-    for index, (label, start) in enumerate(starts):
-        stop = starts[index + 1][1] if index + 1 < len(starts) else end
-        first, last = max(start, begin), min(stop, end)
-        if first < last:
-            yield first, last, int(label)
-
-
-def _update_info(weights: StagedWeights) -> dict[str, object]:
-    """Fields of `vllm_weight_engine.StagedFile` for the worker."""
-    return {
-        "path": str(weights.path),
-        "names": [tensor.name for tensor in weights.tensors],
-        "dtypes": [tensor.dtype for tensor in weights.tensors],
-        "shapes": [list(tensor.shape) for tensor in weights.tensors],
-        "offsets_bytes": [tensor.offset_bytes for tensor in weights.tensors],
-    }
-
-
-def _finish(reason: str | None) -> Finish:
-    if reason not in FINISHES:
-        raise RuntimeError(f"vLLM ended a request with {reason!r}")
-    return FINISHES[reason]

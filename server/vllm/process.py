@@ -35,7 +35,7 @@ SHUTDOWN_SECONDS = 5.0
 class EngineOwner:
     """The thread that builds the engine, and to whose life the engine process is bound."""
 
-    def __init__(self, arguments: AsyncEngineArgs, load: LoadReport) -> None:
+    def __init__(self, arguments: AsyncEngineArgs, load: VllmLoad) -> None:
         self._arguments = arguments
         self._load = load
         self._loop = asyncio.get_running_loop()
@@ -70,14 +70,14 @@ class EngineOwner:
         self.release()
 
 
-class LoadReport(StatLoggerBase):
+class VllmLoad(StatLoggerBase):
     """The engine's last report of its load, summed over data parallel ranks."""
 
     def __init__(self, vllm_config: VllmConfig | None = None, engine_index: int = 0) -> None:
         self._reports: dict[int, SchedulerStats] = {}
         self.preemptions = 0
 
-    def __call__(self, vllm_config: VllmConfig, engine_index: int) -> LoadReport:
+    def __call__(self, vllm_config: VllmConfig, engine_index: int) -> VllmLoad:
         """Return this object, so that it serves as the factory that vLLM expects."""
         return self
 
@@ -127,7 +127,7 @@ def shut_down(llm: AsyncLLM) -> None:
         process.join()
 
 
-def _build(arguments: AsyncEngineArgs, load: LoadReport) -> AsyncLLM:
+def _build(arguments: AsyncEngineArgs, load: VllmLoad) -> AsyncLLM:
     if current_platform.is_cpu():
         vllm_environment.set_cpu_defaults()
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)

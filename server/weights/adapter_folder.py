@@ -16,7 +16,7 @@ from pathlib import Path
 
 from penstock.server.engine.protocol import Adapter, StagedWeights
 from penstock.server.weights.adapter_manifest import AdapterShape
-from penstock.server.weights.staging.checkpoint_tensors import DTYPES
+from penstock.server.weights.staging.checkpoint import DTYPES
 from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 

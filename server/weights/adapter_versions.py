@@ -31,10 +31,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from opentelemetry import trace
 
@@ -42,8 +40,8 @@ from penstock.server.core.aio import Broadcast, run_to_its_end
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import (
     Adapter,
+    AdapterEngine,
     AdapterLimits,
-    Engine,
     EngineLoadFailed,
     EngineLost,
     StagedWeights,
@@ -53,46 +51,24 @@ from penstock.server.turns.turn import TurnState
 from penstock.server.weights.adapter_folder import AdapterFolders
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult, compare
+from penstock.server.weights.staging.incoming import Staged
 from penstock.server.weights.staging.manifest import WeightRefused
-from penstock.server.weights.switch import InFlight, ProbeMismatch, Switched
+from penstock.server.weights.staging.stage import WeightStage
+from penstock.server.weights.switch import (
+    InFlight,
+    ProbeMismatch,
+    Switched,
+    TurnsInFlight,
+    WeightSwitch,
+)
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("penstock.server")
 
 
-class Gate(Protocol):
-    """Admits new turns and holds the active version."""
-
-    @property
-    def active_version(self) -> int: ...
-
-    @property
-    def active_adapter(self) -> int | None: ...
-
-    def gate_closed(self) -> AbstractAsyncContextManager[None]: ...
-
-    def adopt_adapter(self, weight_version: int) -> None: ...
-
-
-class MovableTurns(Protocol):
-    """The operations on turns that a switch needs."""
-
-    @property
-    def in_flight(self) -> Sequence[Turn]: ...
-
-    @property
-    def sampling(self) -> Sequence[Turn]: ...
-
-    async def abort(self, turns: Iterable[Turn]) -> object: ...
-
-    async def move(self, turns: Iterable[Turn]) -> None: ...
-
-    async def wait_idle(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Change:
+class _Activation:
     adapter: Adapter
     policy: InFlight
     probe: Probe | None
@@ -103,16 +79,18 @@ class AdapterVersions:
 
     def __init__(
         self,
-        engine: Engine,
-        gate: Gate,
-        turns: MovableTurns,
+        engine: AdapterEngine,
+        state: WeightSwitch,
+        turns: TurnsInFlight,
+        stage: WeightStage,
         folders: AdapterFolders,
         limits: AdapterLimits | None,
     ) -> None:
         """`limits` is None for an engine without adapters, which never gets one."""
         self._engine = engine
-        self._gate = gate
+        self._state = state
         self._turns = turns
+        self._stage = stage
         self._folders = folders
         self._most = limits.max_adapters if limits else 0
         self._loaded: dict[int, Adapter] = {}
@@ -128,7 +106,7 @@ class AdapterVersions:
 
     async def switch(
         self,
-        weights: StagedWeights,
+        staged: Staged,
         shape: AdapterShape,
         policy: InFlight,
         probe: Probe | None = None,
@@ -138,6 +116,19 @@ class AdapterVersions:
         Raises WEIGHT_LOAD_FAILED, PROBE_MISMATCH or DISK_FULL if the previous version remains
         active, WEIGHTS_INCONSISTENT if no version does, and ENGINE_LOST if the engine died.
         """
+        try:
+            # Memory that its uploader cannot write to, verified again if needed.
+            copy = await self._stage.hold(staged.retain())
+        except WeightRefused as error:
+            raise DomainError(error.reason, error.message, error.metadata) from error
+        try:
+            return await self._switch(copy.weights, shape, policy, probe)
+        finally:
+            copy.release()
+
+    async def _switch(
+        self, weights: StagedWeights, shape: AdapterShape, policy: InFlight, probe: Probe | None
+    ) -> Switched:
         version = weights.weight_version
         with tracer.start_as_current_span("penstock.switch_weights") as span:
             span.set_attribute("penstock.weight_version", version)
@@ -146,7 +137,7 @@ class AdapterVersions:
             try:
                 adapter = await self._add(weights, shape)
                 try:
-                    result = await self._activate(_Change(adapter, policy, probe))
+                    result = await self._activate(_Activation(adapter, policy, probe))
                 except BaseException:
                     if version not in self._loaded:
                         self._free(adapter)
@@ -162,7 +153,7 @@ class AdapterVersions:
             # This runs after every turn, and scanning can mean ten thousand turns.
             return
         needed = {turn.adapter_version for turn in self._turns.in_flight}
-        needed.add(self._gate.active_adapter)
+        needed.add(self._state.active_adapter)
         for version in [version for version in self._loaded if version not in needed]:
             self._free(self._loaded.pop(version))
 
@@ -192,7 +183,7 @@ class AdapterVersions:
             self._folders.remove(adapter)
             if not isinstance(error, EngineLoadFailed):
                 raise
-            active = self._gate.active_version
+            active = self._state.active_version
             raise DomainError(
                 Reason.WEIGHT_LOAD_FAILED,
                 f"adapter version {version} cannot be loaded, version {active} remains active: {error}",
@@ -200,11 +191,11 @@ class AdapterVersions:
             ) from error
         return adapter
 
-    async def _activate(self, change: _Change) -> ProbeResult | None:
+    async def _activate(self, change: _Activation) -> ProbeResult | None:
         version, policy = change.adapter.weight_version, change.policy
         crowded = change.probe is not None and len(self._sampling()) >= self._most
         result = None if crowded else await self._prove(change)
-        async with self._gate.gate_closed():
+        async with self._state.gate_closed():
             if policy is InFlight.DRAIN:
                 await self._turns.wait_idle()
             if crowded:
@@ -212,7 +203,7 @@ class AdapterVersions:
                 result = await self._prove(change)
             if policy is InFlight.ABORT:
                 await self._turns.abort(self._turns.sampling)
-            self._gate.adopt_adapter(version)
+            self._state.adopt(version, adapter=True)
             self._loaded[version] = change.adapter
             if policy is InFlight.RECOMPUTE:
                 await self._move(self._staying(), "recompute")
@@ -220,7 +211,7 @@ class AdapterVersions:
                 await self._make_room(change)
         return result
 
-    async def _prove(self, change: _Change) -> ProbeResult | None:
+    async def _prove(self, change: _Activation) -> ProbeResult | None:
         """Scores the probe, if there is one. Raises PROBE_MISMATCH."""
         probe, version = change.probe, change.adapter.weight_version
         if probe is None:
@@ -228,20 +219,20 @@ class AdapterVersions:
         result = compare(probe, await self._engine.score(probe.token_ids, version))
         # Written this way so that NaN fails too.
         if not result.mean_difference <= probe.tolerance:
-            raise ProbeMismatch(version, self._gate.active_version, result, probe)
+            raise ProbeMismatch(version, self._state.active_version, result, probe)
         return result
 
     def _sampling(self) -> set[int]:
         """Adapters that turns in flight use, and the active one, which new turns may use at any
         time."""
         versions = {turn.adapter_version for turn in self._staying()}
-        return {v for v in (*versions, self._gate.active_adapter) if v is not None}
+        return {v for v in (*versions, self._state.active_adapter) if v is not None}
 
     def _staying(self) -> list[Turn]:
         """Turns that the engine samples and that are not already moving to another adapter."""
         return [turn for turn in self._turns.sampling if turn.state is not TurnState.MOVING]
 
-    async def _make_room(self, change: _Change) -> None:
+    async def _make_room(self, change: _Activation) -> None:
         """Moves the turns of the oldest adapters if the new one would exceed the engine's limit."""
         version = change.adapter.weight_version
         adapters = {turn.adapter_version for turn in self._staying()} - {version}

@@ -1,6 +1,6 @@
 """Reading the header of an upload, and checking everything that does not depend on the server's state.
 
-`weight_versions` and the stage check that the version is in order and that its tensors are the model's.
+`versions` and the stage check that the version is in order and that its tensors are the model's.
 """
 
 from __future__ import annotations

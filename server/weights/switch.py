@@ -1,70 +1,44 @@
-"""Switching weight versions: pause -> load -> resume under one lock, with a way back on failure.
+"""The active weight version, the gate in front of it, and the states of a change of it.
 
-`switch` loads a staged version. `change` runs any load, for example one that receives a collective.
+A `Switcher` changes the weights: `engine_switch.EngineSwitch` those of one engine,
+`pool.weights.PoolWeights` those of every engine of a pool. Both move the `WeightSwitch` through its states,
+under one lock:
 
-Order of events of a switch to version v:
+    IDLE         no change is under way
+    PREPARING    the engine prepares the next version; nothing else changes yet
+    ROLLING      the engines of a pool switch one after another. Only turns that require a version wait
+    CLOSED       new turns wait, up to their deadline
+    UNCONFIRMED  as CLOSED, and the engine samples with weights whose probe was not confirmed yet.
+                 Tokens of turns in flight are withheld until the verdict
 
-0. The engine prepares v as far as it can next to the weights it samples with. Nothing else changes yet.
-1. The gate closes: new turns wait (up to their deadline), admissions under way finish.
-2. Turns in flight are drained or aborted if the policy requires it. Turns that require the old version
-   are always aborted, because they must not sample under another.
-3. The engine pauses at a step boundary, loads, and labels everything after that with v.
-4. The engine resumes. If there is a probe, the switch scores it now. Tokens that turns in flight sample
-   are withheld until the score is confirmed.
-5. v becomes the active version and the gate opens.
-
-Failures:
-
-- A failed preparation, a failed pause, or a load refused before it changed anything leaves the old version
-  serving.
-- After a failed load, the engine loads the previous version again and continues undisturbed.
-- After a failed probe, turns in flight end ABORTED at the last token of the previous version. Then the
-  engine loads that version again.
-- If going back is impossible or fails too, the weights in the engine cannot be trusted. Turns in flight
-  end ABORTED with the tokens they have, and every admission is refused with WEIGHTS_INCONSISTENT. Only
-  another complete load heals this; it drops the cache under every policy.
-- The same applies if a later check shows that the bytes were written to while the engine loaded them
-  (`distrust`).
+Whether the weights can be trusted is independent of this: a version may be lost, and the engine may die, in
+any state (`refuse`). So is whether the active version is the trainer's (`await_trainer`).
 
 | policy | turns in flight | their cache |
 |---|---|---|
-| KEEP | freeze, continue under v | kept as computed by the old weights |
-| RECOMPUTE | freeze, continue under v | dropped, recomputed under v |
+| KEEP | freeze, continue under the new version | kept as computed by the old weights |
+| RECOMPUTE | freeze, continue under the new version | dropped, recomputed under the new version |
 | DRAIN | finish first under the old version | dropped |
 | ABORT | end ABORTED | dropped |
-
-An adapter becomes active without a pause. `adapter_versions` closes the gate for that moment.
-
-Each engine of a *pool* pauses, loads and goes back independently, and takes adapters the same way. For
-this module that is one step, which begins once engines have all of v. Turns that require the old version
-are aborted, and new ones of that kind wait. v becomes the active version once every engine in rotation has
-it. Other turns are still admitted, unless the pool switches all engines at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from opentelemetry import trace
-
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError
-from penstock.server.engine.protocol import Engine, EngineLoadFailed, EngineLost, StagedWeights
+from penstock.server.engine.protocol import StagedWeights
 from penstock.server.turns.trajectory import Turn
 from penstock.server.weights.adapter_manifest import AdapterShape
-from penstock.server.weights.probe import Probe, ProbeResult, compare
-from penstock.server.weights.staging.manifest import WeightRefused
+from penstock.server.weights.probe import Probe, ProbeResult
+from penstock.server.weights.staging.incoming import Staged
 from penstock.wire.reasons import Reason
-
-logger = logging.getLogger(__name__)
-tracer = trace.get_tracer("penstock.server")
 
 
 class InFlight(Enum):
@@ -80,21 +54,41 @@ class TurnsInFlight(Protocol):
     """What a switch needs of the turns."""
 
     @property
-    def sampling(self) -> list[Turn]: ...
+    def in_flight(self) -> Sequence[Turn]: ...
+
+    @property
+    def sampling(self) -> Sequence[Turn]: ...
 
     async def abort(self, turns: Iterable[Turn]) -> object: ...
+
+    async def move(self, turns: Iterable[Turn]) -> None:
+        """Continue these turns under the active adapter."""
+        ...
 
     async def wait_idle(self) -> None: ...
 
 
-Load = Callable[[], Awaitable[None]]
-"""Loads other weights into a paused engine.
+async def abort_required(turns: TurnsInFlight) -> None:
+    """Abort the turns that require the old version, because they must not sample under another."""
+    await turns.abort([turn for turn in turns.sampling if turn.record.required_weight_version])
 
-Raises DomainError or WeightRefused if the engine still holds what it held before, and EngineLoadFailed if
-its weights can no longer be trusted."""
 
 VersionBefore = Callable[[], AbstractAsyncContextManager[StagedWeights | None]]
 """Opens the version that a failed switch goes back to; None if it is not available."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A verified version and what is needed to load it."""
+
+    staged: Staged
+    probe: Probe | None = None
+    adapter: AdapterShape | None = None
+    """None for full weights."""
+
+    @property
+    def weight_version(self) -> int:
+        return self.staged.weight_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,33 +121,57 @@ class ProbeMismatch(DomainError):
         self.result = result
 
 
-@dataclass(frozen=True, slots=True)
-class PoolUpdate:
-    """A verified version and what the engines of a pool need to load it."""
-
-    weights: StagedWeights
-    probe: Probe | None = None
-    adapter: AdapterShape | None = None
-    """None for full weights."""
-
-
-class Pool(Protocol):
-    """Engines that load weights independently."""
+class Switcher(Protocol):
+    """Makes accepted versions the active one: on one engine, or on every engine of a pool."""
 
     @property
-    def switches_at_once(self) -> bool:
-        """Whether the gate stays closed to all turns while the engines switch."""
+    def adapter_versions(self) -> list[int]:
+        """Adapters still in use, oldest first."""
         ...
 
-    async def switch(
-        self, update: PoolUpdate, policy: InFlight, begin: Callable[[], Awaitable[None]]
-    ) -> Switched:
-        """Return when every engine in rotation has the version. `begin` is awaited once, when engines
-        have it and before the first of them switches.
+    @property
+    def holds_adapters(self) -> bool:
+        """Whether the bytes of an active adapter are needed again."""
+        ...
 
-        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH if no engine took it and all hold what they held before.
+    def stage(self, update: Update) -> None:
+        """Do ahead what can be done of the switch to a version that was just accepted."""
+        ...
+
+    async def switch(self, update: Update, policy: InFlight, before: VersionBefore) -> Switched:
+        """Return when the version is active. Nothing else may release its memory meanwhile.
+
+        Raises WEIGHT_LOAD_FAILED, PROBE_MISMATCH or DISK_FULL if the previous version is active again,
+        WEIGHTS_INCONSISTENT if no version can be served, and ENGINE_LOST if the engine died.
         """
         ...
+
+    async def spoiled(self, weight_version: int, problem: str) -> None:
+        """Handle that an uploader wrote to the active version's memory after it was verified.
+
+        Raises WEIGHTS_INCONSISTENT if it is therefore unknown what the engine holds.
+        """
+        ...
+
+
+class SwitchPhase(Enum):
+    """State of a change of weights; see the module's docstring."""
+
+    IDLE = "idle"
+    PREPARING = "preparing"
+    ROLLING = "rolling"
+    CLOSED = "closed"
+    UNCONFIRMED = "unconfirmed"
+
+
+_TRANSITIONS: Mapping[SwitchPhase, frozenset[SwitchPhase]] = {
+    SwitchPhase.IDLE: frozenset({SwitchPhase.PREPARING, SwitchPhase.ROLLING, SwitchPhase.CLOSED}),
+    SwitchPhase.PREPARING: frozenset({SwitchPhase.CLOSED, SwitchPhase.IDLE}),
+    SwitchPhase.ROLLING: frozenset({SwitchPhase.IDLE}),
+    SwitchPhase.CLOSED: frozenset({SwitchPhase.UNCONFIRMED, SwitchPhase.IDLE}),
+    # Confirmed, or refused and gone back.
+    SwitchPhase.UNCONFIRMED: frozenset({SwitchPhase.CLOSED, SwitchPhase.IDLE}),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,20 +187,14 @@ class WeightSwitch:
 
     def __init__(
         self,
-        engine: Engine,
         active_version: int = 0,
-        pool: Pool | None = None,
-        *,
-        prepare_ahead: bool = True,
+        on_health: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`pool` is the engine itself if that is a pool, else None."""
-        self._prepare_ahead = prepare_ahead
-        self._engine = engine
-        self._pool = pool
-        self._pool_switching = False
+        """`on_health` is called when `trusted` or `awaiting_trainer` has changed."""
+        self._on_health = on_health
         self._lock = asyncio.Lock()
         self._changed = Broadcast()
-        self._closed = False
+        self._phase = SwitchPhase.IDLE
         self._awaiting_trainer = False
         self._admitting = 0
         self._refusal: DomainError | None = None
@@ -191,8 +203,6 @@ class WeightSwitch:
         """Version of the full weights in the engine."""
         self.active_adapter: int | None = None
         """The active version if it is an adapter on the full weights, else None."""
-        self.on_health: Callable[[], Awaitable[None]] | None = None
-        """Called when `trusted` or `awaiting_trainer` has changed."""
 
     @property
     def active_version(self) -> int:
@@ -200,8 +210,8 @@ class WeightSwitch:
         return self.full_version if self.active_adapter is None else self.active_adapter
 
     @property
-    def is_pool(self) -> bool:
-        return self._pool is not None
+    def phase(self) -> SwitchPhase:
+        return self._phase
 
     @property
     def trusted(self) -> bool:
@@ -211,30 +221,26 @@ class WeightSwitch:
     @property
     def switching(self) -> bool:
         """Whether turns wait because weights are changing or the trainer has yet to send its own."""
-        return self._closed or self._awaiting_trainer
+        return (
+            self._phase in (SwitchPhase.CLOSED, SwitchPhase.UNCONFIRMED) or self._awaiting_trainer
+        )
 
     @property
     def changing(self) -> bool:
         """Whether the active version may change soon. Includes a pool switching one engine at a time."""
-        return self.switching or self._pool_switching
+        return self.switching or self._phase is SwitchPhase.ROLLING
 
     @property
     def awaiting_trainer(self) -> bool:
         """Whether turns wait until the trainer's version is active."""
         return self._awaiting_trainer
 
-    async def await_trainer(self, awaiting: bool) -> None:
-        """Start or stop holding turns because the active weights are not the trainer's."""
-        if awaiting != self._awaiting_trainer:
-            self._awaiting_trainer = awaiting
-            self._changed.notify()
-            if self.on_health is not None:
-                await self.on_health()
-
     @property
     def unconfirmed_version(self) -> int | None:
         """The version whose tokens are withheld while its probe is scored, else None."""
         return self._unconfirmed.weight_version if self._unconfirmed else None
+
+    # For turns
 
     async def confirmed(self) -> bool:
         """Wait for the verdict on that version. False means that its tokens must be discarded."""
@@ -248,7 +254,7 @@ class WeightSwitch:
 
         Raises WEIGHTS_INCONSISTENT or ENGINE_LOST if no version can be served.
         """
-        while self._refusal is None and (self.switching or (pinned and self._pool_switching)):
+        while self._refusal is None and (self.changing if pinned else self.switching):
             await self._changed.wait()
         if self._refusal is not None:
             raise self._refusal
@@ -260,256 +266,78 @@ class WeightSwitch:
             if not self._admitting:
                 self._changed.notify()
 
+    async def await_trainer(self, awaiting: bool) -> None:
+        """Start or stop holding turns because the active weights are not the trainer's."""
+        if awaiting != self._awaiting_trainer:
+            self._awaiting_trainer = awaiting
+            self._changed.notify()
+            await self._tell_health()
+
+    async def refuse(self, refusal: DomainError | None) -> None:
+        """Refuse every admission with this error. None admits turns again."""
+        self._refusal = refusal
+        self._changed.notify()
+        await self._tell_health()
+
+    async def _tell_health(self) -> None:
+        if self._on_health is not None:
+            await self._on_health()
+
+    # For switchers
+
+    @asynccontextmanager
+    async def change(self) -> AsyncGenerator[None]:
+        """Hold the lock around a change of the weights; afterwards turns are admitted again."""
+        async with self._lock:
+            try:
+                yield
+            finally:
+                self._unconfirmed = None
+                if self._phase is not SwitchPhase.IDLE:
+                    self.move(SwitchPhase.IDLE)
+
+    def move(self, phase: SwitchPhase) -> None:
+        """Enter the next state of the change under way."""
+        if phase not in _TRANSITIONS[self._phase]:
+            raise RuntimeError(f"a change of weights cannot go from {self._phase} to {phase}")
+        self._phase = phase
+        self._changed.notify()
+
+    async def hold_turns(self, phase: SwitchPhase = SwitchPhase.CLOSED) -> None:
+        """Enter a state in which new turns wait, and let admissions under way finish."""
+        self.move(phase)
+        while self._admitting:
+            await self._changed.wait()
+
     @asynccontextmanager
     async def gate_closed(self) -> AsyncGenerator[None]:
         """Hold new turns back and let admissions under way finish; turns in flight continue.
 
         Raises WEIGHTS_INCONSISTENT or ENGINE_LOST if no version can be served.
         """
-        async with self._lock:
+        async with self.change():
             if self._refusal is not None:
                 raise self._refusal
-            self._closed = True
-            try:
-                while self._admitting:
-                    await self._changed.wait()
-                yield
-            finally:
-                self._closed = False
-                self._changed.notify()
+            await self.hold_turns()
+            yield
 
-    def adopt_adapter(self, weight_version: int) -> None:
-        """Make an adapter that the engine already has the active version; the gate must be closed."""
-        self.active_adapter = weight_version
+    def withhold(self, weight_version: int) -> None:
+        """Withhold the tokens of a version until `judge` has the verdict on its probe."""
+        self.move(SwitchPhase.UNCONFIRMED)
+        verdict = asyncio.get_running_loop().create_future()
+        self._unconfirmed = _Unconfirmed(weight_version, verdict)
 
-    async def refuse(self, refusal: DomainError | None) -> None:
-        """Refuse every admission with this error. None admits turns again."""
-        self._refusal = refusal
-        self._changed.notify()
-        if self.on_health is not None:
-            await self.on_health()
-
-    async def switch(
-        self,
-        weights: StagedWeights,
-        policy: InFlight,
-        turns: TurnsInFlight,
-        before: VersionBefore,
-        probe: Probe | None = None,
-    ) -> Switched:
-        """Make a staged version the active one. Raises what `change` raises."""
-        version = weights.weight_version
-        ahead = (lambda: self._engine.prepare(weights)) if self._prepare_ahead else None
-        return await self.change(
-            version, lambda: self._engine.load(weights), policy, turns, before, probe, ahead
-        )
-
-    async def switch_pool(
-        self, update: PoolUpdate, policy: InFlight, turns: TurnsInFlight
-    ) -> Switched:
-        """Make a staged version, full or adapter, active on the pool. Raises what `Pool.switch` raises."""
-        pool, version = self._pool, update.weights.weight_version
-        assert pool is not None, "there is one engine, which is switched by `switch`"
-        async with self._lock:
-            with tracer.start_as_current_span("penstock.switch_weights") as span:
-                span.set_attribute("penstock.weight_version", version)
-                span.set_attribute("penstock.in_flight", policy.value)
-                span.set_attribute("penstock.adapter", update.adapter is not None)
-
-                async def begin() -> None:
-                    self._pool_switching, self._closed = True, pool.switches_at_once
-                    while self._admitting:
-                        await self._changed.wait()
-                    await turns.abort(
-                        [t for t in turns.sampling if t.record.required_weight_version]
-                    )
-
-                try:
-                    switched = await pool.switch(update, policy, begin)
-                    if update.adapter is None:
-                        self.full_version = version
-                    else:
-                        self.active_adapter = version
-                finally:
-                    self._pool_switching = self._closed = False
-                    self._changed.notify()
-                span.set_attribute("penstock.pause_seconds", switched.pause_seconds)
-                return switched
-
-    async def change(
-        self,
-        weight_version: int,
-        load: Load,
-        policy: InFlight,
-        turns: TurnsInFlight,
-        before: VersionBefore,
-        probe: Probe | None = None,
-        prepare: Load | None = None,
-    ) -> Switched:
-        """Make the version that `load` gives the engine the active one; `prepare` runs first.
-
-        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH if the previous version is active again,
-        WEIGHTS_INCONSISTENT if no version can be served, and ENGINE_LOST if the engine died. Also raises
-        what `load` raises if that changed nothing.
-        """
-        async with self._lock:
-            with tracer.start_as_current_span("penstock.switch_weights") as span:
-                span.set_attribute("penstock.weight_version", weight_version)
-                span.set_attribute("penstock.in_flight", policy.value)
-                # While nothing is served, preparing ahead cannot shorten a pause.
-                if prepare is not None and self.trusted:
-                    await self._make_ready(weight_version, prepare)
-                self._closed = True
-                change = _Change(weight_version, load, turns, before)
-                try:
-                    switched = await self._switch(change, policy, probe)
-                except EngineLost as error:
-                    raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
-                except (DomainError, WeightRefused):
-                    raise
-                except Exception as error:
-                    # After an unexpected error it is unknown which weights the engine holds.
-                    await self._distrust(weight_version, turns, f"it failed: {error}")
-                    raise
-                finally:
-                    self._unconfirmed = None
-                    self._closed = False
-                    self._changed.notify()
-                span.set_attribute("penstock.pause_seconds", switched.pause_seconds)
-                return switched
-
-    async def _make_ready(self, version: int, prepare: Load) -> None:
-        try:
-            with tracer.start_as_current_span("penstock.prepare_weights"):
-                await prepare()
-        except EngineLost as error:
-            raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
-        except EngineLoadFailed as error:
-            raise self._load_failed(version, error) from error
-
-    def _load_failed(self, version: int, error: EngineLoadFailed) -> DomainError:
-        active = self.active_version
-        return DomainError(
-            Reason.WEIGHT_LOAD_FAILED,
-            f"loading version {version} failed; version {active} stays active: {error}",
-            {"weight_version": version, "active": active},
-        )
-
-    async def _switch(self, change: _Change, policy: InFlight, probe: Probe | None) -> Switched:
-        version, turns = change.weight_version, change.turns
-        while self._admitting:
-            await self._changed.wait()
-        if policy is InFlight.DRAIN:
-            await turns.wait_idle()
-        elif policy is InFlight.ABORT:
-            await turns.abort(turns.sampling)
-        else:
-            await turns.abort([t for t in turns.sampling if t.record.required_weight_version])
-        await self._pause(drop_cache=policy is not InFlight.KEEP)
-        began = time.monotonic()
-        try:
-            await change.load()
-        except (DomainError, WeightRefused):
-            # Nothing was changed; what could not be trusted before still cannot.
-            if self.trusted:
-                await self._engine.resume()
-            raise
-        except EngineLoadFailed as error:
-            await self._go_back(change, f"loading it failed: {error}")
-            raise self._load_failed(version, error) from error
-        if probe is None:
-            self.full_version = version
-        else:
-            # Set before the engine can sample a single token with these weights.
-            self._unconfirmed = _Unconfirmed(version, asyncio.get_running_loop().create_future())
-        await self._engine.resume()
-        pause = time.monotonic() - began
-        result = await self._confirm(change, probe) if probe is not None else None
-        if self._refusal is not None:
-            await self.refuse(None)
-        return Switched(version, pause, result)
-
-    async def _confirm(self, change: _Change, probe: Probe) -> ProbeResult:
-        """Score the probe and set the verdict; on a mismatch, go back."""
-        assert self._unconfirmed is not None
-        version, verdict = self._unconfirmed.weight_version, self._unconfirmed.verdict
-        try:
-            result = compare(probe, await self._engine.score(probe.token_ids))
-        except BaseException:
-            verdict.set_result(False)
-            raise
-        # NaN compares false, so it is never within the tolerance.
-        good = result.mean_difference <= probe.tolerance
-        verdict.set_result(good)
+    def judge(self, *, good: bool) -> None:
+        """Confirm the withheld version, or have its tokens discarded until the change has ended."""
+        assert self._unconfirmed is not None, "no version is withheld"
+        self._unconfirmed.verdict.set_result(good)
         if good:
             self._unconfirmed = None
-            self.full_version = version
-            return result
-        # The verdict stands until the last token of these weights has been discarded.
-        await change.turns.abort(change.turns.sampling)
-        # Nothing that these weights computed may be reused.
-        await self._pause(drop_cache=True)
-        await self._go_back(change, f"its probe is {result.mean_difference:.6g} nats off")
-        raise ProbeMismatch(version, self.active_version, result, probe)
+            self.move(SwitchPhase.CLOSED)
 
-    async def _go_back(self, change: _Change, problem: str) -> None:
-        """Load the previous version into the paused engine and resume.
-
-        Raises WEIGHTS_INCONSISTENT if that fails.
-        """
-        way = "there is no version to go back to"
-        if self.trusted:
-            async with change.before() as weights:
-                if weights is not None:
-                    try:
-                        await self._engine.load(weights)
-                    except EngineLoadFailed as error:
-                        way = f"going back to version {weights.weight_version} failed too: {error}"
-                    else:
-                        await self._engine.resume()
-                        return
-        raise await self._distrust(change.weight_version, change.turns, f"{problem}; {way}")
-
-    async def distrust(
-        self, weight_version: int, turns: TurnsInFlight, problem: str
-    ) -> DomainError:
-        """Stop serving because the engine does not hold `weight_version`; returns the caller's error."""
-        async with self._lock:
-            return await self._distrust(weight_version, turns, problem)
-
-    async def _distrust(self, version: int, turns: TurnsInFlight, problem: str) -> DomainError:
-        logger.error(
-            "version %s cannot be served; refusing turns until a full upload succeeds: %s",
-            version,
-            problem,
-        )
-        await self.refuse(
-            DomainError(
-                Reason.WEIGHTS_INCONSISTENT,
-                f"version {version} cannot be served; "
-                "nothing is served until a full upload succeeds",
-                {"weight_version": version},
-                retry_after_seconds=5.0,
-            )
-        )
-        await turns.abort(turns.sampling)
-        return DomainError(
-            Reason.WEIGHTS_INCONSISTENT,
-            f"version {version} cannot be served: {problem}",
-            {"weight_version": version, "problem": problem},
-        )
-
-    async def _pause(self, *, drop_cache: bool) -> None:
-        """Pause the engine, which after an unrecoverable load is paused already. Untrusted weights also
-        lose their cache: it carries a version number that may be uploaded again."""
-        await self._engine.pause(drop_cache=drop_cache or not self.trusted)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Change:
-    """One switch: the target version, how to load it, and what to go back to."""
-
-    weight_version: int
-    load: Load
-    turns: TurnsInFlight
-    before: VersionBefore
+    def adopt(self, weight_version: int, *, adapter: bool = False) -> None:
+        """Make a version that the engine has the active one."""
+        if adapter:
+            self.active_adapter = weight_version
+        else:
+            self.full_version = weight_version

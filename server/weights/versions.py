@@ -5,8 +5,8 @@
 A version is accepted only if it is newer than every other, and switched to only once it is accepted. A
 switch releases older versions that were never switched to. Once begun, it runs to its end even if
 its caller is gone. A failed switch leaves the previous version in use and releases the failed one,
-which may be uploaded again. `weight_switch` decides which weights the engine then holds and whether
-they can be trusted.
+which may be uploaded again. The `Switcher` decides which weights the engine then holds and whether they
+can be trusted.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from dataclasses import dataclass
 from penstock.server.core.aio import Broadcast, OwnTasks
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import StagedWeights
-from penstock.server.turns.runner import TurnRunner
-from penstock.server.weights.adapter_manifest import AdapterShape
-from penstock.server.weights.adapter_versions import AdapterVersions
 from penstock.server.weights.header import Announced
 from penstock.server.weights.held import HeldWeights
-from penstock.server.weights.probe import Probe
 from penstock.server.weights.staging.incoming import Staged
 from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.server.weights.staging.stage import WeightStage
 from penstock.server.weights.staging.stage_memory import Buffer
-from penstock.server.weights.switch import InFlight, Load, PoolUpdate, Switched, WeightSwitch
+from penstock.server.weights.switch import (
+    InFlight,
+    Switched,
+    Switcher,
+    Update,
+    VersionBefore,
+    WeightSwitch,
+)
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
@@ -52,20 +55,24 @@ class WeightVersions:
     def __init__(
         self,
         stage: WeightStage,
-        switch: WeightSwitch,
-        turns: TurnRunner,
-        adapters: AdapterVersions,
-        in_flight: InFlight,
         held: HeldWeights,
+        state: WeightSwitch,
+        switcher: Switcher,
+        on_staged: Callable[[int, int], None],
+        on_switched: Callable[[Switched], Awaitable[None]],
         *,
-        max_staged: int = 2,
+        in_flight: InFlight,
+        max_staged: int,
     ) -> None:
+        """`on_staged` is called with an upload's bytes and its changed tensors, for metrics, and
+        `on_switched` after every switch, once the new version is active."""
         self._stage = stage
-        self._switch = switch
-        self._turns = turns
-        self._adapters = adapters
-        self._in_flight = in_flight
         self._held = held
+        self._state = state
+        self._switcher = switcher
+        self._on_staged = on_staged
+        self._on_switched = on_switched
+        self._in_flight = in_flight
         self._max_staged = max_staged
         self._staged: dict[int, tuple[Version, Staged]] = {}
         self._active: Version | None = None
@@ -75,29 +82,16 @@ class WeightVersions:
         more."""
         self._taken = Broadcast()
         self._switches = OwnTasks()
-        self.on_staged: Callable[[int, int], None] | None = None
-        """Called with an upload's bytes and its changed tensors, for metrics."""
-        self.on_switched: Callable[[Switched], Awaitable[None]] | None = None
-        """Called after every switch, once the new version is active."""
-        self.on_accepted: Callable[[Staged, Probe | None, AdapterShape | None], None] | None = None
-        """Called with every staged version, its probe if it has one, and its shape if it is an adapter."""
-
-    def open_version(
-        self, weight_version: int
-    ) -> AbstractAsyncContextManager[StagedWeights | None]:
-        """Open a version that can be loaded again: the held one or the base model. Yields None for
-        others."""
-        return self._held.open(weight_version)
 
     @property
     def active_version(self) -> int:
         """The version that samples now."""
-        return self._switch.active_version
+        return self._state.active_version
 
     @property
     def trusted_version(self) -> int | None:
         """The active version; None if the weights in use cannot be trusted."""
-        return self.active_version if self._switch.trusted else None
+        return self.active_version if self._state.trusted else None
 
     @property
     def staged_versions(self) -> list[int]:
@@ -116,7 +110,24 @@ class WeightVersions:
 
     def delta_base(self) -> Staged | None:
         """The version that a delta can apply to, with its bytes."""
-        return self._held.get(self.active_version) if self._switch.trusted else None
+        return self._held.get(self.active_version) if self._state.trusted else None
+
+    def base_of(self, announced: Announced) -> Staged | None:
+        """The version a delta applies to; None for a full upload. Raises BASE_VERSION_MISMATCH."""
+        if not announced.base_version:
+            return None
+        base = self.delta_base()
+        if base is None or base.weight_version != announced.base_version:
+            held = base.weight_version if base else 0
+            active = self.active_version
+            raise DomainError(
+                Reason.BASE_VERSION_MISMATCH,
+                f"a delta of version {announced.base_version} does not apply: "
+                f"version {active} is active, "
+                + (f"and {held} is held" if held else "and its bytes are not held"),
+                {"base": announced.base_version, "active": active, "held": held},
+            )
+        return base
 
     def has(self, weight_version: int) -> bool:
         """Whether a version is staged or active."""
@@ -150,7 +161,7 @@ class WeightVersions:
     def check_order(self, version: int) -> None:
         """Raise WEIGHT_VERSION_STALE if a version is not newer than every other."""
         # If the weights in use cannot be trusted, their version may be uploaded again.
-        accepted = self.active_version if self._switch.trusted else self.active_version - 1
+        accepted = self.active_version if self._state.trusted else self.active_version - 1
         newest = max([accepted, *self._staged])
         if version <= newest:
             raise DomainError(
@@ -165,14 +176,14 @@ class WeightVersions:
         Raises ADAPTER_ACTIVE or WEIGHTS_INCONSISTENT.
         """
         version, active = announced.weight_version, self.active_version
-        if announced.adapter is None and self._switch.active_adapter is not None:
+        if announced.adapter is None and self._state.active_adapter is not None:
             raise DomainError(
                 Reason.ADAPTER_ACTIVE,
                 f"version {version} is a full upload, but adapter version {active} is active, which was "
                 "trained on the present full weights",
                 {"weight_version": version, "active": active},
             )
-        if announced.adapter is not None and not self._switch.trusted:
+        if announced.adapter is not None and not self._state.trusted:
             raise DomainError(
                 Reason.WEIGHTS_INCONSISTENT,
                 f"version {version} is an adapter, and there are no full weights for it; "
@@ -190,8 +201,7 @@ class WeightVersions:
         version = Version(announced, staged.hashes, changed)
         self._tell_staged(version, length_bytes)
         self._staged[announced.weight_version] = version, staged
-        if self.on_accepted is not None:
-            self.on_accepted(staged, announced.probe, announced.adapter)
+        self._switcher.stage(_update(announced, staged))
         while len(self._staged) > self._max_staged:
             self._unstage(min(self._staged))
         return version
@@ -202,8 +212,7 @@ class WeightVersions:
                 "version %s changes no tensor of the previous version",
                 version.announced.weight_version,
             )
-        if self.on_staged is not None:
-            self.on_staged(length_bytes, version.changed_tensor_count)
+        self._on_staged(length_bytes, version.changed_tensor_count)
 
     async def activate(self, weight_version: int, in_flight: InFlight | None) -> Switched:
         """Switch to a staged version. Does nothing if it is active already.
@@ -241,7 +250,8 @@ class WeightVersions:
             self._taking = weight_version
             try:
                 self.check_kind(version.announced)
-                switched = await self._load(version.announced, staged, in_flight)
+                update = _update(version.announced, staged)
+                switched = await self._switcher.switch(update, in_flight, self._way_back)
                 # Makes room for the bytes that are held.
                 self._unstage_up_to(weight_version)
                 await self._hold(version.announced, staged.retain())
@@ -261,71 +271,36 @@ class WeightVersions:
         """Keep the parts of the new version that may be needed again.
 
         Raises WEIGHTS_INCONSISTENT if the engine read it from its uploader's memory and the uploader has
-        written there since, because it is then unknown what the engine holds. Engines of a pool check
-        that themselves.
+        written there since, because it is then unknown what the engine holds.
         """
-        version = announced.weight_version
         try:
             if announced.adapter is None:
                 await self._held.replace(staged)
-            elif self._switch.is_pool:
-                # An engine that joins late needs the adapter after the full weights.
+            elif self._switcher.holds_adapters:
                 await self._held.replace_adapter(staged)
             else:
-                # The engine has read it, and the full weights stay.
                 staged.release()
                 self._held.let_go()
         except WeightRefused as error:
             problem = f"it was written to after it was verified: {error.message}"
-            if not self._switch.is_pool:
-                raise await self._switch.distrust(version, self._turns, problem) from error
-            logger.error("version %s is not held: %s", version, problem)
-
-    async def _load(self, announced: Announced, staged: Staged, in_flight: InFlight) -> Switched:
-        """Switch full weights; add an adapter to the present weights. A pool handles both itself."""
-        if self._switch.is_pool:
-            update = PoolUpdate(staged.weights, announced.probe, announced.adapter)
-            return await self._switch.switch_pool(update, in_flight, self._turns)
-        if announced.adapter is None:
-            return await self._switch.switch(
-                staged.weights, in_flight, self._turns, self._way_back, announced.probe
-            )
-        copy = await self._own_copy(staged)
-        try:
-            return await self._adapters.switch(
-                copy.weights, announced.adapter, in_flight, announced.probe
-            )
-        finally:
-            copy.release()
-
-    async def _own_copy(self, staged: Staged) -> Staged:
-        """Copy a staged version to memory that its uploader cannot write to, verifying it again if
-        needed."""
-        try:
-            return await self._stage.hold(staged.retain())
-        except WeightRefused as error:
-            raise DomainError(error.reason, error.message, error.metadata) from error
+            await self._switcher.spoiled(announced.weight_version, problem)
 
     async def change(
-        self, announced: Announced, load: Load, check: Callable[[], None]
+        self,
+        announced: Announced,
+        switch: Callable[[InFlight, VersionBefore], Awaitable[Switched]],
+        check: Callable[[], None],
     ) -> tuple[Version, Switched]:
-        """Change to a version that was never staged, with `load` called while the engine is paused.
+        """Change to a version that was never staged, which `switch` gives the engine.
 
         `check` raises if the change is no longer allowed; the state may have changed while this waited for
-        another switch. Raises what `load` and `check` raise, and what `activate` raises.
+        another switch. Raises what `switch` and `check` raise, and what `activate` raises.
         """
         async with self._activating:
             self.check_kind(announced)
             check()
             try:
-                switched = await self._switch.change(
-                    announced.weight_version,
-                    load,
-                    announced.in_flight or self._in_flight,
-                    self._turns,
-                    self._way_back,
-                    announced.probe,
-                )
+                switched = await switch(announced.in_flight or self._in_flight, self._way_back)
             finally:
                 self._let_go_of_what_is_lost()
             version = self._unseen(announced)
@@ -349,14 +324,13 @@ class WeightVersions:
     async def _adopt(self, version: Version, switched: Switched) -> None:
         self._unstage_up_to(version.announced.weight_version)
         self._active = version
-        if self.on_switched is not None:
-            await self.on_switched(switched)
+        await self._on_switched(switched)
 
     def _way_back(self) -> AbstractAsyncContextManager[StagedWeights | None]:
         return self._held.open(self.active_version)
 
     def _let_go_of_what_is_lost(self) -> None:
-        if not self._switch.trusted:
+        if not self._state.trusted:
             self._held.let_go()
 
     def let_go_of_held(self) -> None:
@@ -374,7 +348,10 @@ class WeightVersions:
     async def close(self) -> None:
         """Release everything. Requires that no call is open any more and the engine is closed."""
         await self._switches.cancel()
-        await self._adapters.close()
         self._staged.clear()
         self._held.let_go()
         self._stage.close()
+
+
+def _update(announced: Announced, staged: Staged) -> Update:
+    return Update(staged, announced.probe, announced.adapter)

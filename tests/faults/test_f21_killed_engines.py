@@ -33,6 +33,7 @@ from penstock.server.pool.engine import PoolEngine
 from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.rules import PoolRules
 from penstock.server.weights.staging.incoming import Staged
+from penstock.server.weights.switch import Update
 from penstock.trainer.state.ledger import StepEntry, read_ledger
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
@@ -197,19 +198,19 @@ class ByRule:
     def begin(self, hub: Harness, pool: PoolEngine) -> None:
         for member in pool.members:
             self._listen(member.server)
-        versions = hub.serving.weights
-        accepted = versions.on_accepted
-        assert accepted is not None
+        switcher: Any = hub.serving.switcher
+        stage = switcher.stage
 
-        def note(staged: Staged, probe: Any, adapter: Any) -> None:
+        def note(update: Update) -> None:
+            staged = update.staged
             data = staged.weights.path.read_bytes()
             self.versions[staged.weight_version] = tuple(
                 xxhash.xxh3_64_intdigest(data[t.offset_bytes : t.offset_bytes + t.length_bytes])
                 for t in staged.weights.tensors
             )
-            accepted(staged, probe, adapter)
+            stage(update)
 
-        versions.on_accepted = note
+        switcher.stage = note
 
     def _listen(self, server: EngineServer) -> None:
         """Records the weights that an engine server is given, and its version for each token."""
@@ -260,15 +261,15 @@ class ByForward:
         self._scorer = Scorer(model, self._weights.__getitem__)
 
     def begin(self, hub: Harness, _: PoolEngine) -> None:
-        versions = hub.serving.weights
-        accepted = versions.on_accepted
-        assert accepted is not None
+        switcher: Any = hub.serving.switcher
+        stage = switcher.stage
 
-        def note(staged: Staged, probe: Any, adapter: Any) -> None:
+        def note(update: Update) -> None:
+            staged = update.staged
             self._weights[staged.weight_version] = _tensors(staged)
-            accepted(staged, probe, adapter)
+            stage(update)
 
-        versions.on_accepted = note
+        switcher.stage = note
 
     def check(self, record: Any) -> int:
         seen = Seen()

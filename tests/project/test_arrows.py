@@ -29,7 +29,7 @@ ROOMS = """
     server.turns server.groups
     server.weights.staging server.weights server.weights.upload
     server.vllm.worker server.vllm server.pool
-    server.rollouts server.rpc server.security server.http
+    server.rollouts server.rpc.trainer server.rpc server.security server.http
     server.journal.tools server
     trainer.core trainer.config trainer.state trainer.data.sources trainer.data
     trainer.algorithms trainer.batching trainer.policy trainer.policy.megatron

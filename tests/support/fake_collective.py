@@ -13,7 +13,7 @@ STAGES_FIRST = {"gloo": True, "nccl": False, "sparse_nccl": False}
 
 
 class FakeCollective:
-    """The collective half of `FakeEngine`."""
+    """What makes `FakeEngine` a `CollectiveEngine`."""
 
     version: int
     _computes: int | None

@@ -98,7 +98,7 @@ class _Running:
 
 
 class FakeEngine(FakeCollective):
-    """Implements the Engine protocol.
+    """A `LocalEngine`.
 
     A step takes `step_seconds`, plus `turn_seconds` for each request that samples in it. Each
     scheduled request gets one token per step.

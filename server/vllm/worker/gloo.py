@@ -2,7 +2,7 @@
 
 Received tensors are kept and checked in separate memory. Only `finish_weight_update` changes the
 model, so an update that breaks off, or differs from its announcement, changes nothing. vLLM finds
-the backend as "gloo", through `vllm_weight_engine`, which connects the two.
+the backend as "gloo", through `weight_engine`, which connects the two.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ model is not touched before `place`, so a preparation that fails or is abandoned
 Packing a twin must not touch the live model. By reading vLLM's code this was established for layers
 of plain, unquantized weights in a model that is not compiled. `why_not` names anything else. Such a
 model, or an upload that leaves a layer incomplete, is loaded whole during the pause, as in
-`vllm_reload`.
+`reload`.
 """
 
 # Twins are built from the internals of torch's modules and of vLLM's reload.

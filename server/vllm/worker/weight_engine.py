@@ -3,13 +3,13 @@
     StagedFileEngine     loads a complete version from a file in memory. One call does the whole update, so
                          that a failure always ends vLLM's update session and the next upload can begin
                          another. If the version was prepared ahead, while generation continued, that call
-                         only puts it in place: see `vllm_preparation`
+                         only puts it in place: see `preparation`
     WeightEngine         also supports any other backend of vLLM's registry, for versions that a collective
                          brings. vLLM has one backend for an engine's whole life, so this one stands in
                          front of the other, which it creates when a trainer asks to join
 
 vLLM finds this module through `worker_extension_cls`, and importing it registers the backend "penstock". It
-also corrects what `vllm_reload` leaves wrong: on the CPU a tied `lm_head` keeps its own packed copy, which
+also corrects what `reload` leaves wrong: on the CPU a tied `lm_head` keeps its own packed copy, which
 no reload renews.
 """
 

@@ -1,16 +1,21 @@
 """One weight version being received, from its first byte until it is verified.
 
-    write_chunk   a slice of an inline payload                  )
-    (nothing)     other payloads are there already, or were     ) -> verify -> Staged
-                  verified while their uploader filled them     )
+    RECEIVING   `write_chunk` takes slices of an inline payload. Other payloads are there already, or are
+                verified while their uploader fills them
+    VERIFYING   every byte was sent, and is read once more where needed
+    STAGED      complete and verified: now a `Staged`, which owns the memory
+    ENDED       refused, cancelled or given up; the memory is released
 
-After a refusal or a cancellation, `end` releases the memory once no thread reads it any more.
+`end` releases the memory of an upload that is not STAGED once no thread reads it any more.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
 
 import xxhash
 
@@ -18,7 +23,6 @@ from penstock.server.core.aio import Broadcast, run_to_its_end
 from penstock.server.engine.protocol import StagedTensor, StagedWeights
 from penstock.server.weights.staging.assembly import Part, assemble
 from penstock.server.weights.staging.filling import Filling
-from penstock.server.weights.staging.intervals import Intervals
 from penstock.server.weights.staging.manifest import ManifestTensor, WeightRefused
 from penstock.server.weights.staging.stage_memory import Buffer
 from penstock.server.weights.staging.verify import RunningCheck, pieces, verify_tensors
@@ -48,7 +52,24 @@ class Staged:
         self.buffer.release()
 
 
-class Upload:
+class UploadPhase(Enum):
+    """State of an upload; see the module's docstring."""
+
+    RECEIVING = "receiving"
+    VERIFYING = "verifying"
+    STAGED = "staged"
+    ENDED = "ended"
+
+
+_TRANSITIONS: Mapping[UploadPhase, frozenset[UploadPhase]] = {
+    UploadPhase.RECEIVING: frozenset({UploadPhase.VERIFYING, UploadPhase.ENDED}),
+    UploadPhase.VERIFYING: frozenset({UploadPhase.STAGED, UploadPhase.ENDED}),
+    UploadPhase.STAGED: frozenset(),
+    UploadPhase.ENDED: frozenset(),
+}
+
+
+class IncomingUpload:
     """One version being received; created by `WeightStage`. A refusal releases its memory."""
 
     def __init__(
@@ -72,10 +93,10 @@ class Upload:
         self._sources = sources
         self._inline = inline
         self._filling = filling
-        self._received = Intervals()
+        self._received = _Intervals()
         self._running = RunningCheck(manifest)
         self._in_order_bytes = 0
-        self._released = False
+        self._phase = UploadPhase.RECEIVING
         self._progress = Broadcast()
         self.weight_version = weight_version
         self.length_bytes = (payload or target).length_bytes
@@ -88,12 +109,27 @@ class Upload:
         manifest: Sequence[ManifestTensor],
         payload: Buffer,
         progress_offset_bytes: int,
-    ) -> Upload:
+    ) -> IncomingUpload:
         """An upload whose payload the uploader is still filling; it must be ended with `end`."""
         filling = Filling(payload, manifest, progress_offset_bytes)
         return cls(
             weight_version, manifest, payload, payload, None, (), inline=False, filling=filling
         )
+
+    @property
+    def phase(self) -> UploadPhase:
+        return self._phase
+
+    def _move(self, phase: UploadPhase) -> None:
+        if phase not in _TRANSITIONS[self._phase]:
+            raise RuntimeError(f"an upload cannot go from {self._phase} to {phase}")
+        self._phase = phase
+        self._progress.notify()
+
+    @property
+    def _over(self) -> bool:
+        """Whether the upload no longer owns its memory."""
+        return self._phase in (UploadPhase.STAGED, UploadPhase.ENDED)
 
     def write_chunk(self, offset_bytes: int, data: bytes | memoryview, xxh3: int) -> None:
         """Take one slice of an inline payload, in any order but each byte once.
@@ -115,7 +151,7 @@ class Upload:
 
     async def come(self, length_bytes: int) -> bool:
         """Return when the first `length_bytes` bytes are there. False means that they never will be."""
-        while self._in_order_bytes < length_bytes and not self._released:
+        while self._in_order_bytes < length_bytes and not self._over:
             await self._progress.wait()
         return self._in_order_bytes >= length_bytes
 
@@ -137,14 +173,14 @@ class Upload:
             if self._inline:
                 # Also correct if chunks arrived in another order than that of the payload.
                 self._in_order_bytes = self.length_bytes
-                self._progress.notify()
+            self._move(UploadPhase.VERIFYING)
             if self._filling is not None:
                 await self._filling.finish(list(hashes.values()))
             places = await self._fill_target()
         except BaseException:
             await self.end()
             raise
-        self._released = True
+        self._move(UploadPhase.STAGED)
         release_all(self._sources)
         weights = StagedWeights(self.weight_version, self._target.path, places)
         return Staged(weights, hashes, self._target)
@@ -159,10 +195,9 @@ class Upload:
 
     def release(self) -> None:
         """Release the memory unless the version was staged. Safe to repeat."""
-        if not self._released:
-            self._released = True
+        if not self._over:
+            self._move(UploadPhase.ENDED)
             release_all([self._target, *self._sources])
-            self._progress.notify()
 
     async def _fill_target(self) -> tuple[StagedTensor, ...]:
         target, parts = self._target, self._parts
@@ -219,7 +254,7 @@ class Upload:
         """The payload, if the chunk may be written to it. Raises WeightRefused."""
         end = offset + length
         room = self._payload.view if self._payload is not None else None
-        if not self._inline or self._released or room is None:
+        if not self._inline or self._over or room is None:
             raise WeightRefused(
                 Reason.FIELD_INVALID, "chunk: this upload takes no chunks", field="chunk"
             )
@@ -244,3 +279,37 @@ def release_all(buffers: Sequence[Buffer]) -> None:
     """Release one reference to each buffer."""
     for buffer in buffers:
         buffer.release()
+
+
+class _Intervals:
+    """Disjoint byte ranges, merged where they touch."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, begin: int, end: int) -> bool:
+        """Add [begin, end) unless it overlaps an existing range; returns whether it was added."""
+        at = bisect.bisect_right(self._begins, begin)
+        if at and self._ends[at - 1] > begin:
+            return False
+        if at < len(self._begins) and self._begins[at] < end:
+            return False
+        follows = bool(at) and self._ends[at - 1] == begin
+        precedes = at < len(self._begins) and self._begins[at] == end
+        if follows and precedes:
+            self._ends[at - 1] = self._ends.pop(at)
+            del self._begins[at]
+        elif follows:
+            self._ends[at - 1] = end
+        elif precedes:
+            self._begins[at] = begin
+        else:
+            self._begins.insert(at, begin)
+            self._ends.insert(at, end)
+        return True
+
+    def first_gap(self, length: int) -> tuple[int, int] | None:
+        """Return the first missing range of [0, length), or None."""
+        edges = [(0, 0), *zip(self._begins, self._ends, strict=True), (length, length)]
+        return next(((a[1], b[0]) for a, b in pairwise(edges) if a[1] < b[0]), None)

@@ -1,7 +1,7 @@
 """Receiving and verifying one weight version, without touching what serves.
 
     begin_inline      chunks of the stream      )
-    begin_shared      a file the uploader shares ) -> Upload -> verify -> Staged
+    begin_shared      a file the uploader shares ) -> IncomingUpload -> verify -> Staged
     begin_checkpoint  a folder of safetensors   )
 
 With a base, the payload is a delta, and the base with the delta applied is staged. So a `Staged` is always
@@ -18,7 +18,7 @@ from penstock.server.core.aio import run_to_its_end
 from penstock.server.engine.protocol import StagedTensor, StagedWeights, TensorMeta
 from penstock.server.weights.staging.assembly import Part, Patch, assemble, lay_out
 from penstock.server.weights.staging.checkpoint import Checkpoint, open_checkpoint
-from penstock.server.weights.staging.incoming import Staged, Upload, release_all
+from penstock.server.weights.staging.incoming import IncomingUpload, Staged, release_all
 from penstock.server.weights.staging.manifest import (
     FLOATS,
     Encoding,
@@ -62,7 +62,7 @@ class WeightStage:
         length_bytes: int,
         base: Staged | None = None,
         expected: Mapping[str, TensorMeta] | None = None,
-    ) -> Upload:
+    ) -> IncomingUpload:
         """Begin an upload whose payload of `length_bytes` arrives in chunks. Raises WeightRefused.
 
         `expected` lists its tensors if they are not those of the model itself.
@@ -89,7 +89,7 @@ class WeightStage:
         expected: Mapping[str, TensorMeta] | None = None,
         *,
         progress_offset_bytes: int | None = None,
-    ) -> Upload:
+    ) -> IncomingUpload:
         """Begin an upload whose payload is a file in memory of this host; see `begin_inline`.
 
         With `progress_offset_bytes` the file is still being filled, and the upload must be full. The value
@@ -105,13 +105,13 @@ class WeightStage:
             payload.release()
             raise
         if progress_offset_bytes is not None:
-            return Upload.filling(weight_version, manifest, payload, progress_offset_bytes)
+            return IncomingUpload.filling(weight_version, manifest, payload, progress_offset_bytes)
         kept = None if base is None else base.retain()
         return await self._begin(weight_version, manifest, payload, kept, inline=False)
 
     async def begin_checkpoint(
         self, weight_version: int, manifest: Sequence[ManifestTensor], folder: str
-    ) -> Upload:
+    ) -> IncomingUpload:
         """Begin an upload whose bytes are in a folder of safetensors files. Raises WeightRefused."""
         if not folder.startswith("/"):
             raise WeightRefused(
@@ -135,7 +135,7 @@ class WeightStage:
             Part(place, files[descriptor], stored.offset_bytes, wanted.xxh3)
             for place, (wanted, descriptor, stored) in zip(places, found, strict=True)
         ]
-        return Upload(weight_version, manifest, None, target, parts, sources, inline=False)
+        return IncomingUpload(weight_version, manifest, None, target, parts, sources, inline=False)
 
     async def hold(self, staged: Staged) -> Staged:
         """Return the same version in this server's own memory. Takes over the reference to `staged`.
@@ -217,10 +217,12 @@ class WeightStage:
         base: Staged | None,
         *,
         inline: bool,
-    ) -> Upload:
+    ) -> IncomingUpload:
         """`base` was retained for this upload."""
         if base is None:
-            return Upload(weight_version, manifest, payload, payload, None, (), inline=inline)
+            return IncomingUpload(
+                weight_version, manifest, payload, payload, None, (), inline=inline
+            )
         try:
             places, length = _dense(manifest)
             target = await self._memory.allocate(length)
@@ -229,7 +231,9 @@ class WeightStage:
             raise
         parts = _delta_parts(manifest, places, payload, base)
         sources = (payload, base.buffer)
-        return Upload(weight_version, manifest, payload, target, parts, sources, inline=inline)
+        return IncomingUpload(
+            weight_version, manifest, payload, target, parts, sources, inline=inline
+        )
 
 
 def _dense(manifest: Sequence[ManifestTensor]) -> tuple[tuple[StagedTensor, ...], int]:

@@ -23,11 +23,11 @@ from typing import cast
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.engine.protocol import (
     CollectiveUpdate,
-    Engine,
     EngineDescription,
     EngineLoadFailed,
     EngineLost,
 )
+from penstock.server.weights.engine_switch import EngineSwitch
 from penstock.server.weights.header import Announced, CollectiveSource
 from penstock.server.weights.staging.manifest import (
     ManifestTensor,
@@ -37,6 +37,7 @@ from penstock.server.weights.staging.manifest import (
     dtype_mismatch,
     shape_mismatch,
 )
+from penstock.server.weights.switch import InFlight, Switched, VersionBefore
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 from penstock.wire.upload_messages import Chunk, Header, UploadMessage
@@ -59,16 +60,28 @@ class Join:
 class Collective:
     """The collective that the engine is in, if any."""
 
-    def __init__(self, engine: Engine, seconds: float) -> None:
-        """`seconds` is the maximum duration of joining, and of each step of an upload."""
-        self.engine = engine
+    def __init__(self, switch: EngineSwitch | None, seconds: float) -> None:
+        """`switch` is None on a hub. `seconds` is the maximum duration of joining, and of each step of an
+        upload."""
+        self._switch = switch
         self.seconds = seconds
         self.backend: str | None = None
+
+    @property
+    def switch(self) -> EngineSwitch:
+        """The switch of the engine that can join. Raises WeightRefused on a hub."""
+        if self._switch is None:
+            raise WeightRefused(
+                Reason.SOURCE_UNAVAILABLE,
+                "a hub has no local engine to join a collective; upload through the stream",
+            )
+        return self._switch
 
     async def join(self, join: Join) -> None:
         """Join a collective in place of the previous one. Raises WeightRefused and EngineLost."""
         self.backend = None
-        await self.engine.join_collective(join.backend, join.rendezvous, self.seconds)
+        engine = self.switch.engine
+        await engine.join_collective(join.backend, join.rendezvous, self.seconds)
         self.backend = join.backend
 
     def check_joined(self, backend: str) -> None:
@@ -128,7 +141,7 @@ def check_announced(
 
 
 class Rounds:
-    """The rounds of one upload, run as a load of the switch. The call that brings them is another task."""
+    """The rounds of one upload, run as a load of a switch. The call that brings them is another task."""
 
     def __init__(
         self,
@@ -140,7 +153,8 @@ class Rounds:
     ) -> None:
         """`ready` tells the trainer to send the next message."""
         self._collective = collective
-        self._engine = collective.engine
+        self._switch = collective.switch
+        self._engine = self._switch.engine
         self._seconds = collective.seconds
         self._announced = announced
         self._waiting = {tensor.name: tensor for tensor in announced.manifest}
@@ -156,8 +170,15 @@ class Rounds:
         """End the rounds because their call is gone. Without effect after the commit."""
         self._lost.set()
 
-    async def load(self) -> None:
-        """Load the new weights into the paused engine; see `weight_switch.Load`."""
+    async def switch(self, policy: InFlight, before: VersionBefore) -> Switched:
+        """Switch the engine to what the rounds bring."""
+        announced = self._announced
+        return await self._switch.change(
+            announced.weight_version, self._load, policy, before, announced.probe
+        )
+
+    async def _load(self) -> None:
+        """Load the new weights into the paused engine; see `engine_switch.Load`."""
         await self._engine.begin_collective()
         self._open = True
         try:

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from dataclasses import dataclass
 
 from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.weights.staging.incoming import Staged, Upload
+from penstock.server.weights.staging.incoming import IncomingUpload, Staged
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
 from penstock.wire.upload import CHUNK_BYTES, Piece, chunk_message
@@ -52,7 +52,7 @@ class WeightHandout:
     """Serves FetchWeights from staged, held and arriving versions."""
 
     def __init__(
-        self, find: Callable[[int], Staged | None], arriving: Callable[[], Upload | None]
+        self, find: Callable[[int], Staged | None], arriving: Callable[[], IncomingUpload | None]
     ) -> None:
         """`find` returns a verified version by number, `arriving` the upload under way."""
         self._find = find

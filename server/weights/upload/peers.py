@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import grpc
 
 from penstock.server.weights.header import PeerSource
-from penstock.server.weights.staging.incoming import Upload
+from penstock.server.weights.staging.incoming import IncomingUpload
 from penstock.server.weights.staging.manifest import ManifestTensor, WeightRefused
 from penstock.v1 import weights_pb2
 from penstock.wire import codec
@@ -25,7 +25,7 @@ from penstock.wire.upload_messages import Chunk, read_upload_message
 FETCH_WEIGHTS = "/penstock.v1.RolloutService/FetchWeights"
 
 
-class Peers:
+class PeerFetcher:
     """Client for fetching weights from other servers."""
 
     def __init__(self, security: Security, silent_seconds: float) -> None:
@@ -34,7 +34,7 @@ class Peers:
         self._silent_seconds = silent_seconds
 
     async def fetch(
-        self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: Upload
+        self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: IncomingUpload
     ) -> None:
         """Write the whole payload into `upload`. Raises WeightRefused: SOURCE_UNAVAILABLE."""
         try:
@@ -52,7 +52,7 @@ class Peers:
             raise _unavailable(source, f"it sent an invalid chunk: {error}") from error
 
     async def _fetch(
-        self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: Upload
+        self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: IncomingUpload
     ) -> None:
         channel = open_channel(source.address, self._security, own_connection=True)
         async with channel:

@@ -11,7 +11,7 @@ active version exactly as it was. A repeated version and header is answered with
 If the commit carries the checksums, that answer comes at the commit, and the checksums must match too.
 One upload runs at a time. An upload or switch of an older trainer is refused.
 
-With a collective (see `weight_collective`) no byte passes through here: header -> gate closed, engine
+With a collective (see `collective`) no byte passes through here: header -> gate closed, engine
 paused -> READY -> rounds -> commit -> ACTIVE. Nothing is staged or held afterwards.
 """
 
@@ -35,7 +35,7 @@ from penstock.server.weights.header import (
     read_header,
     read_in_flight,
 )
-from penstock.server.weights.staging.incoming import Staged, Upload
+from penstock.server.weights.staging.incoming import IncomingUpload, Staged
 from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.server.weights.staging.stage import WeightStage
 from penstock.server.weights.switch import InFlight, Switched
@@ -46,7 +46,7 @@ from penstock.server.weights.upload.collective import (
     check_announced,
     read_join,
 )
-from penstock.server.weights.upload.peers import Peers
+from penstock.server.weights.upload.peers import PeerFetcher
 from penstock.server.weights.upload.slot import Claim, UploadSlot
 from penstock.server.weights.versions import Version, WeightVersions
 from penstock.v1 import weights_pb2
@@ -62,7 +62,7 @@ Respond = Callable[[weights_pb2.UpdateWeightsResponse], Awaitable[None]]
 Requests = AsyncIterator[UploadMessage]
 
 
-class WeightUploads:
+class UploadService:
     """Takes uploads of the newest trainer, one at a time."""
 
     def __init__(
@@ -71,20 +71,21 @@ class WeightUploads:
         stage: WeightStage,
         collective: Collective,
         description: EngineDescription,
-        peers: Peers,
+        peers: PeerFetcher,
+        on_trainer_version: Callable[[int], None],
     ) -> None:
+        """`on_trainer_version` is called with the trainer's version when an upload activates it."""
         self._versions = versions
         self._stage = stage
         self._collective = collective
         self._description = description
         self._peers = peers
+        self._on_trainer_version = on_trainer_version
         # Otherwise the memory of a trainer that is gone would stay taken.
         self._slot = UploadSlot(stage.forget_shared)
         self._tasks = OwnTasks()
-        self.arriving: Upload | None = None
+        self.arriving: IncomingUpload | None = None
         """The upload being received now."""
-        self.on_trainer_version: Callable[[int], None] | None = None
-        """Called with the trainer's version when an upload activates it."""
 
     def fence(self, trainer_epoch: int) -> None:
         """Refuse uploads of trainers with a lower epoch from now on, and end one under way."""
@@ -133,7 +134,7 @@ class WeightUploads:
     ) -> None:
         """Switch to what was staged, unless its trainer was replaced meanwhile."""
         self._slot.check_epoch(announced.trainer_epoch)
-        self._tell_trainer_version(announced.weight_version)
+        self._on_trainer_version(announced.weight_version)
         await self._activate_and_tell(accepted, respond)
 
     async def _activate_when_told(
@@ -164,7 +165,7 @@ class WeightUploads:
                 f"version {version} was released meanwhile",
                 {"weight_version": version, "active": active},
             )
-        self._tell_trainer_version(announced.weight_version)
+        self._on_trainer_version(announced.weight_version)
         await self._activate_and_tell(accepted, respond, in_flight)
 
     async def _repeated(self, announced: Announced, requests: Requests, respond: Respond) -> bool:
@@ -232,10 +233,6 @@ class WeightUploads:
         self._slot.check_epoch(announced.trainer_epoch)
         self._versions.check_order(announced.weight_version)
 
-    def _tell_trainer_version(self, version: int) -> None:
-        if self.on_trainer_version is not None:
-            self.on_trainer_version(version)
-
     # The payload
 
     async def _receive(
@@ -253,16 +250,14 @@ class WeightUploads:
                 return None
             staged = await upload.verify(checksums)
             # No await between these two, so that a version being handed out is always arriving or accepted.
-            accepted = self._versions.accept(announced, staged, upload.length_bytes)
-            self.arriving = None
-            return accepted
+            return self._versions.accept(announced, staged, upload.length_bytes)
         finally:
             self.arriving = None
             # Without effect once it is staged.
             await upload.end()
 
-    async def _begin(self, announced: Announced) -> Upload:
-        base = self._base_of(announced)
+    async def _begin(self, announced: Announced) -> IncomingUpload:
+        base = self._versions.base_of(announced)
         try:
             return await self._begin_upload(announced, base)
         except WeightRefused as error:
@@ -279,7 +274,7 @@ class WeightUploads:
             self._versions.let_go_of_held()
             return await self._begin_upload(announced, base)
 
-    async def _begin_upload(self, announced: Announced, base: Staged | None) -> Upload:
+    async def _begin_upload(self, announced: Announced, base: Staged | None) -> IncomingUpload:
         version, manifest, source = announced.weight_version, announced.manifest, announced.source
         expected = announced.adapter.tensors if announced.adapter is not None else None
         if isinstance(source, InlineSource):
@@ -302,25 +297,8 @@ class WeightUploads:
         assert isinstance(source, CheckpointSource)
         return await self._stage.begin_checkpoint(version, manifest, source.path)
 
-    def _base_of(self, announced: Announced) -> Staged | None:
-        """The version a delta applies to; None for a full upload. Raises BASE_VERSION_MISMATCH."""
-        if not announced.base_version:
-            return None
-        base = self._versions.delta_base()
-        if base is None or base.weight_version != announced.base_version:
-            held = base.weight_version if base else 0
-            active = self._versions.active_version
-            raise DomainError(
-                Reason.BASE_VERSION_MISMATCH,
-                f"a delta of version {announced.base_version} does not apply: "
-                f"version {active} is active, "
-                + (f"and {held} is held" if held else "and its bytes are not held"),
-                {"base": announced.base_version, "active": active, "held": held},
-            )
-        return base
-
     async def _payload(
-        self, announced: Announced, upload: Upload | None, requests: Requests
+        self, announced: Announced, upload: IncomingUpload | None, requests: Requests
     ) -> tuple[int, ...] | None:
         """Read messages up to the commit, and write chunks to `upload` if there is one.
 
@@ -377,7 +355,7 @@ class WeightUploads:
             announced,
             requests,
             ready=lambda: respond(ready),
-            on_commit=lambda: self._tell_trainer_version(version),
+            on_commit=lambda: self._on_trainer_version(version),
         )
         self._slot.end_by(rounds.break_off)
         changing = self._tasks.start(
@@ -399,7 +377,7 @@ class WeightUploads:
     async def _change(self, announced: Announced, rounds: Rounds) -> tuple[Version, Switched]:
         try:
             return await self._versions.change(
-                announced, rounds.load, lambda: self._check_collective(announced)
+                announced, rounds.switch, lambda: self._check_collective(announced)
             )
         except WeightRefused as error:
             if self._slot.outdated:

@@ -21,7 +21,7 @@ from penstock.server.pool.member import KNOWN_VERSIONS, Member, State
 from penstock.server.pool.remote import EngineServer
 from penstock.server.weights.adapter_manifest import read_adapter
 from penstock.server.weights.header import Announced
-from penstock.server.weights.staging.incoming import Upload
+from penstock.server.weights.staging.incoming import IncomingUpload
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.security import Security
@@ -307,7 +307,7 @@ async def test_a_turn_goes_on_under_the_adapter_of_the_engine_it_is_placed_on_ne
             waits.set()
             await asyncio.Event().wait()
 
-        async def later(announced: Announced) -> Upload:
+        async def later(announced: Announced) -> IncomingUpload:
             await until(lambda: pool.member(0).version == 2)
             return await begin_upload(announced)
 

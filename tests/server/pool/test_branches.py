@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.server.engine.turn_limit import LimitRules
-from penstock.server.pool.branches import PEERS_TRIED, Branches
+from penstock.server.pool.fanout import PEERS_TRIED, Branches
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.remote import EngineServer
 from penstock.server.weights.header import Announced, InlineSource, PeerSource, SharedSource
-from penstock.server.weights.staging.incoming import Upload
+from penstock.server.weights.staging.incoming import IncomingUpload
 from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 from penstock.wire.security import Security
@@ -158,7 +158,7 @@ async def test_once_per_host_where_its_first_engine_fails(tmp_path: Path, how: s
     async with serve_pool(tmp_path, 4, rules=rules, hosts="aaaa", of_engines=shared) as pool:
         gate = asyncio.Event()
 
-        async def fails(announced: Announced) -> Upload:
+        async def fails(announced: Announced) -> IncomingUpload:
             if how == "hangs":
                 await gate.wait()
             raise WeightRefused(Reason.DISK_FULL, "told to fail")

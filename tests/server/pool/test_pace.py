@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.server.pool.pace import FIRST_SECONDS, LONGEST_SECONDS, Pace, usual_pace
+from penstock.server.pool.health import FIRST_SECONDS, LONGEST_SECONDS, Pace, usual_pace
 
 USUAL = 0.01
 

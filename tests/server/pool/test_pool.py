@@ -15,7 +15,7 @@ import pytest
 
 from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.pool.member import Member, State
-from penstock.server.pool.remote import EngineServer, Refused, StagedThere, Unanswered
+from penstock.server.pool.remote import EngineRefused, EngineServer, StagedThere, Unanswered
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.security import Security
@@ -224,7 +224,7 @@ def refuse(pool: Pool, number: int, code: grpc.StatusCode) -> Callable[[], None]
     original = server.generate
 
     async def refused(message: object, metadata: object) -> AsyncGenerator[object]:
-        raise Refused(Failure(code, "broken"))
+        raise EngineRefused(Failure(code, "broken"))
         yield
 
     def repair() -> None:
@@ -489,7 +489,7 @@ async def test_engines_of_another_host_take_a_version_from_the_first_of_them(
         return stage(server, header, payload)
 
     monkeypatch.setattr(EngineServer, "stage", note)
-    monkeypatch.setattr("penstock.server.pool.uploads.host_id", lambda: "elsewhere")
+    monkeypatch.setattr("penstock.server.pool.fanout.host_id", lambda: "elsewhere")
     # Other engines can take the version only if the first stages it in memory.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         async with serve_pool(Path(folder), 3) as pool:

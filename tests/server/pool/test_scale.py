@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from benchmarks.scale import DEPLOYMENTS, GPU, Measured, load, tree
 
-from penstock.server.pool.branches import Branches
+from penstock.server.pool.fanout import Branches
 from penstock.server.pool.member import Member
 
 
@@ -19,7 +19,7 @@ class Host:
 
 
 def grown(hosts: int, branches: int) -> tuple[int, int]:
-    """Grow a tree of hosts that join one by one, as `pool_branches` does. Return the uploads that
+    """Grow a tree of hosts that join one by one, as `Branches` does. Return the uploads that
     the hub sends, and the hops to the farthest host."""
     tree = Branches(branches)
     hops: dict[Any, int] = {None: 0}

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.server.pool import remote as engine_server
+from penstock.server.pool.health import Silence
 from penstock.server.pool.member import State
-from penstock.server.pool.silence import Silence
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from tests.support.fakes import FakeEngine, expected_tokens
 from tests.support.harness import GetServerInfoRequest, Turn, sampling, until

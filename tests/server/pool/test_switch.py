@@ -13,9 +13,9 @@ import pytest
 
 from penstock.server.core.errors import DomainError
 from penstock.server.pool.member import Member, State
-from penstock.server.pool.remote import Refused, StagedThere, Unanswered
+from penstock.server.pool.remote import EngineRefused, StagedThere, Unanswered
 from penstock.server.weights.header import Announced
-from penstock.server.weights.staging.incoming import Upload
+from penstock.server.weights.staging.incoming import IncomingUpload
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.reasons import Reason
@@ -41,7 +41,7 @@ def hang(engine: Harness) -> asyncio.Event:
     gate = asyncio.Event()
     original = engine.serving.uploads._begin
 
-    async def held(announced: Announced) -> Upload:
+    async def held(announced: Announced) -> IncomingUpload:
         await gate.wait()
         return await original(announced)
 
@@ -135,7 +135,7 @@ async def test_one_that_is_still_at_an_upload_before_is_asked_again(tmp_path: Pa
     async with serve_pool(tmp_path, 2, rules=PATIENT) as pool:
         begin, refusals = pool.engines[0].serving.uploads._begin, 2
 
-        async def busy(announced: Announced) -> Upload:
+        async def busy(announced: Announced) -> IncomingUpload:
             nonlocal refusals
             if refusals:
                 refusals -= 1
@@ -290,7 +290,7 @@ async def test_one_that_has_the_version_no_more_is_given_it_again(
             calls += 1
             if calls == 1:
                 code = grpc.StatusCode.FAILED_PRECONDITION
-                raise Refused(Failure(code, "gone", "WEIGHT_VERSION_NOT_STAGED"))
+                raise EngineRefused(Failure(code, "gone", "WEIGHT_VERSION_NOT_STAGED"))
             return await activate(there, in_flight)  # type: ignore[arg-type]
 
         monkeypatch.setattr(StagedThere, "activate", gone)

@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -40,13 +41,14 @@ from penstock.server.vllm.engine import (
     VllmEngine,
     describe_options,
     engine_arguments,
-    version_pieces,
 )
+from penstock.server.vllm.translation import version_pieces
+from penstock.server.weights.engine_switch import EngineSwitch
 from penstock.server.weights.probe import Probe
 from penstock.server.weights.staging.incoming import Staged
 from penstock.server.weights.staging.manifest import Encoding, ManifestTensor
 from penstock.server.weights.staging.stage import WeightStage
-from penstock.server.weights.switch import InFlight, ProbeMismatch, WeightSwitch
+from penstock.server.weights.switch import InFlight, ProbeMismatch, Update, WeightSwitch
 from penstock.wire import sparse
 from penstock.wire.reasons import Reason
 from tests.support.processes import engines_of
@@ -599,6 +601,19 @@ def unrecorded() -> TurnRecorder:
     return TurnRecorder(MemoryJournal(), TrajectoryStore(1))
 
 
+def engine_switch(
+    engine: VllmEngine, active: int, *, ahead: bool = True
+) -> tuple[WeightSwitch, EngineSwitch]:
+    """A switch of full weights only, and its state."""
+    state = WeightSwitch(active)
+    turns = TurnRunner(engine, state, lambda ids: "", unrecorded())
+    return state, EngineSwitch(engine, state, turns, cast("Any", None), prepare_ahead=ahead)
+
+
+def update(weights: StagedWeights, probe: Probe | None) -> Update:
+    return Update(Staged(weights, {}, cast("Any", None)), probe)
+
+
 async def refused_switch(
     engine: VllmEngine,
     active: int,
@@ -614,12 +629,11 @@ async def refused_switch(
     async def way_back() -> AsyncIterator[StagedWeights]:
         yield before
 
-    switching = WeightSwitch(engine, active, prepare_ahead=ahead)
-    turns = TurnRunner(engine, switching, lambda ids: "", unrecorded())
+    state, switching = engine_switch(engine, active, ahead=ahead)
     with pytest.raises(DomainError) as caught:
-        await switching.switch(weights, InFlight.RECOMPUTE, turns, way_back, probe)
-    assert switching.trusted
-    assert switching.active_version == active
+        await switching.switch(update(weights, probe), InFlight.RECOMPUTE, way_back)
+    assert state.trusted
+    assert state.active_version == active
     return caught.value
 
 
@@ -656,15 +670,12 @@ async def check_probe(
     new = stage(models[True, 2], tmp_path, version + 1)
     wanted = Reference(models[True, 2]).score(tuple(text[:1].tolist()), text[1:].tolist())
     probe = Probe(text, wanted.astype(np.float32), 1e-3)
-    switching = WeightSwitch(engine, version - 1)
-    turns = TurnRunner(engine, switching, lambda ids: "", unrecorded())
+    _, switching = engine_switch(engine, version - 1)
     for weights, checked in ((new, probe), (before, None)):
         switched = await switching.switch(
-            replace(weights, weight_version=version),
+            update(replace(weights, weight_version=version), checked),
             InFlight.KEEP,
-            turns,
             lambda: contextlib.nullcontext(),
-            checked,
         )
         if switched.probe:
             assert switched.probe.mean_difference < 1e-4

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from penstock.common.memory_file import MemoryFile
 from penstock.server.engine.protocol import TensorMeta
 from penstock.server.weights.staging.filling import Filling
-from penstock.server.weights.staging.incoming import Upload
+from penstock.server.weights.staging.incoming import IncomingUpload
 from penstock.server.weights.staging.manifest import ManifestTensor, WeightRefused
 from penstock.server.weights.staging.stage import WeightStage
 from penstock.server.weights.staging.stage_memory import Buffer
@@ -72,7 +72,9 @@ def memory(data: bytes) -> Iterator[MemoryFile]:
         file.close()
 
 
-async def begin(stage: WeightStage, file: MemoryFile, manifest: Sequence[ManifestTensor]) -> Upload:
+async def begin(
+    stage: WeightStage, file: MemoryFile, manifest: Sequence[ManifestTensor]
+) -> IncomingUpload:
     return await stage.begin_shared(
         1,
         manifest,

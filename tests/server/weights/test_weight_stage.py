@@ -24,7 +24,7 @@ from penstock.common.memory_file import MemoryFile
 from penstock.server.engine.protocol import TensorMeta
 from penstock.server.weights.staging import incoming as weight_upload
 from penstock.server.weights.staging import shared_memory, stage_memory
-from penstock.server.weights.staging.incoming import Staged, Upload
+from penstock.server.weights.staging.incoming import IncomingUpload, Staged
 from penstock.server.weights.staging.manifest import Encoding, ManifestTensor, WeightRefused
 from penstock.server.weights.staging.stage import WeightStage
 from penstock.wire.reasons import Reason
@@ -64,7 +64,7 @@ def random_payload(dtype: str = "float32", seed: int = 0) -> bytes:
     return values.astype(dtype).tobytes()
 
 
-def send(upload: Upload, payload: bytes, size: int = 50) -> None:
+def send(upload: IncomingUpload, payload: bytes, size: int = 50) -> None:
     for offset in range(0, len(payload), size):
         data = payload[offset : offset + size]
         upload.write_chunk(offset, data, xxhash.xxh3_64_intdigest(data))

@@ -285,7 +285,7 @@ async def test_under_drain_new_turns_wait_until_the_old_have_finished(lora: Harn
     old = begin(lora, "old", [1], 60)
     await lora.sampled("old")
     switching = asyncio.ensure_future(push(lora, 2, policy="drain"))
-    while not lora.serving.switch._closed:
+    while not lora.serving.switch.switching:
         await asyncio.sleep(0.002)
     new = await lora.generate("new", sampling_params=sampling(3))
     assert old.done()

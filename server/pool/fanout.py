@@ -7,36 +7,37 @@ bytes, so a wrong guess about hosts costs only time. If a leader fails, or takes
 `stage_seconds`, the next engine on its host leads.
 
 A leader that reports holding the previous version is sent only what changed, if that is fewer bytes
-than the tree would carry (`pool_differences`). Its host then has the whole version, and hands it on
+than the tree would carry (`differences`). Its host then has the whole version, and hands it on
 to other hosts.
 
 An adapter is only a few megabytes, so each engine server gets it from the hub. Engine servers hand
 no adapters on.
 
 Every engine server verifies every byte itself, against the hub's checksums.
+
+The hosts form a tree. The hub hands the version to `most` hosts, each of those to as many more, and
+so on; with one each, it is a chain. A host passes on what it has while it still receives. So the
+last host has all of it about as soon as the first, and no connection carries it more often than
+there are branches.
+
+What a failure does. A failed host leaves the tree. The hosts that took the version from it start
+over with another one, and after a second failure with the hub.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import mmap
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
-import xxhash
-
-from penstock.common.memory_file import host_id, host_namespace
-from penstock.server.engine.protocol import StagedWeights
-from penstock.server.pool.branches import Branches
+from penstock.common.memory_file import host_id
 from penstock.server.pool.differences import Differing, Sendable
 from penstock.server.pool.member import Member
-from penstock.server.pool.remote import Refused, StagedThere, Unanswered
+from penstock.server.pool.payload import Tensors, VersionPayload
+from penstock.server.pool.remote import EngineRefused, StagedThere, Unanswered
 from penstock.server.pool.rules import PoolRules
-from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe
-from penstock.server.weights.staging.assembly import lay_out
 from penstock.v1 import weights_pb2
 from penstock.wire.differences import NOT_THE_DIFFERENCE
 from penstock.wire.reasons import Reason
@@ -49,75 +50,15 @@ POLICIES: Mapping[str, weights_pb2.InFlightPolicy.ValueType] = {
     "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
     "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
 }
+PEERS_TRIED = 2
+"""Number of hosts that are asked before the hub sends the version itself."""
 
 
-def not_taken(version: int, error: Refused) -> str:
+def not_taken(version: int, error: EngineRefused) -> str:
     """Describe why an engine server did not take a version."""
     fenced = error.failure.reason == Reason.STALE_EPOCH
     why = "takes weights from a newer hub: it " if fenced else ""
     return f"{why}did not take version {version}: {error}"
-
-
-class Payload:
-    """The mapped bytes of a staged version, and the fields of its upload header."""
-
-    def __init__(self, weights: StagedWeights, adapter: AdapterShape | None = None) -> None:
-        """`adapter` is the shape of an adapter; None for full weights.
-
-        Blocks while it reads every byte once, for the checksums. Raises OSError.
-        """
-        self.weight_version = weights.weight_version
-        self.adapter = None if adapter is None else adapter.message()
-        self._descriptor = os.open(weights.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self.host_namespace = host_namespace(self._descriptor)
-            self.length_bytes = max(
-                (t.offset_bytes + t.length_bytes for t in weights.tensors), default=0
-            )
-            mapped = (
-                mmap.mmap(self._descriptor, self.length_bytes, prot=mmap.PROT_READ)
-                if self.length_bytes
-                else b""
-            )
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        self.view = memoryview(mapped)
-        # A path of this process, so that it exists exactly as long as the process.
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self.tensors = [
-            weights_pb2.TensorSpec(
-                name=tensor.name,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                offset_bytes=tensor.offset_bytes,
-                length_bytes=tensor.length_bytes,
-                xxh3=xxhash.xxh3_64_intdigest(
-                    self.view[tensor.offset_bytes : tensor.offset_bytes + tensor.length_bytes]
-                ),
-            )
-            for tensor in weights.tensors
-        ]
-
-    @property
-    def dense(self) -> Tensors:
-        """The tensors as laid out by an engine server that assembled the version from a
-        difference."""
-        tensors = self.tensors
-        places, _ = lay_out((t.name, tuple(t.shape), t.dtype, t.length_bytes) for t in tensors)
-        dense: list[weights_pb2.TensorSpec] = []
-        for tensor, place in zip(tensors, places, strict=True):
-            dense.append(weights_pb2.TensorSpec())
-            dense[-1].CopyFrom(tensor)
-            dense[-1].offset_bytes = place.offset_bytes
-        return dense
-
-    def close(self) -> None:
-        """Close the file; processes that have it open can still read it."""
-        os.close(self._descriptor)
-
-
-Tensors = Sequence[weights_pb2.TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +86,56 @@ UNREADABLE = (Reason.SOURCE_UNAVAILABLE, Reason.FIELD_INVALID, Reason.CHECKSUM_M
 """Refusals of a source after which the hub sends the bytes itself."""
 
 
+@dataclass(slots=True, eq=False)
+class _Host:
+    member: Member
+    given: int = 0
+    """Number of hosts that take the version from this one."""
+
+
+@dataclass(slots=True)
+class Branches:
+    """The hosts that can hand one version on, in the order in which they got it."""
+
+    most: int
+    """Number of hosts that each host, and the hub, hands it on to; with 0, the hub sends it to
+    each."""
+    spare_hub: bool = False
+    """Whether the hub sends only if no other host can."""
+    _hub_given: int = 0
+    _hosts: list[_Host] = field(default_factory=list[_Host])
+
+    def add(self, members: Iterable[Member]) -> None:
+        """Add hosts that have the version or are receiving it."""
+        self._hosts += [_Host(member) for member in members if member.hands_on]
+
+    def drop(self, member: Member) -> None:
+        """Remove a host that will not have the version."""
+        self._hosts = [host for host in self._hosts if host.member is not member]
+
+    def take(self, tried: Collection[Member]) -> Member | None:
+        """Choose the source for the next host: a member, or None for the hub.
+
+        `tried` holds members that already failed to give it the version.
+        """
+        if self._hub_given < self.most and not self.spare_hub:
+            self._hub_given += 1
+            return None
+        for host in self._hosts:
+            untried = host.member not in tried and len(tried) < PEERS_TRIED
+            if untried and host.given < self.most:
+                host.given += 1
+                return host.member
+        self._hub_given += 1
+        return None
+
+
 class Fanout:
     """Distributes one version to any number of engine servers, once to each."""
 
     def __init__(
         self,
-        payload: Payload,
+        payload: VersionPayload,
         epoch: int,
         rules: PoolRules,
         probe: Probe | None = None,
@@ -185,7 +170,7 @@ class Fanout:
         self.is_adapter = payload.adapter is not None
 
     def begin(self, member: Member) -> asyncio.Task[StagedThere]:
-        """Stage the version at an engine; returns the task, which raises Unanswered and Refused.
+        """Stage the version at an engine; returns the task, which raises Unanswered and EngineRefused.
 
         Returns the existing task if it is for the same process and has not failed.
         """
@@ -232,7 +217,7 @@ class Fanout:
         found = await asyncio.gather(*self._sending.values(), return_exceptions=True)
         for member, there in zip(self._sending, found, strict=True):
             # If it was staged, its number is used up, even without a switch.
-            self.settle(member, accepted=not isinstance(there, Refused | Unanswered))
+            self.settle(member, accepted=not isinstance(there, EngineRefused | Unanswered))
             if isinstance(there, StagedThere):
                 there.cancel()
         self._sending.clear()
@@ -275,7 +260,7 @@ class Fanout:
     async def _offer(self, member: Member, shared: Shared) -> StagedThere:
         try:
             return (await self._send(member, shared))[0]
-        except Refused as error:
+        except EngineRefused as error:
             if error.failure.reason not in UNREADABLE:
                 raise
             return (await self._send(member, None))[0]
@@ -286,7 +271,7 @@ class Fanout:
         if (difference := await self._difference_for(member)) is not None:
             try:
                 sent = await self._send(member, difference)
-            except Refused as error:
+            except EngineRefused as error:
                 if error.failure.reason not in NOT_THE_DIFFERENCE:
                     raise
                 logger.warning("sending engine %s the whole version: %s", member.address, error)
@@ -299,7 +284,7 @@ class Fanout:
             tried.add(peer)
             try:
                 return await self._grow(member, peer)
-            except Refused as error:
+            except EngineRefused as error:
                 if error.failure.reason not in UNREADABLE:
                     raise
                 logger.warning("engine %s, trying another source: %s", member.address, error)
@@ -347,7 +332,7 @@ class Fanout:
         while True:
             try:
                 return await self._send_now(member, source)
-            except Refused as error:
+            except EngineRefused as error:
                 if error.failure.reason != Reason.UPLOAD_IN_PROGRESS:
                     raise
                 # The engine still verifies an upload that was cancelled. The caller limits the

@@ -1,5 +1,4 @@
-"""Measures how fast an engine is by its turns, and decides when a slow one is tried again. No I/O,
-no clock.
+"""Measures how fast an engine is by its turns, and for how long it samples nothing. No I/O, no clock.
 
 States of a `Pace`:
 
@@ -14,6 +13,16 @@ States of a `Pace`:
 So an engine that was slow once, at its first turn or because of another process, is measured again.
 If it is slow again, it is left alone for twice as long as before, up to a limit. A turn that is
 lost, or samples nothing, measures nothing; the next turn then becomes the trial.
+
+What changes a `Silence`, the time in which an engine had turns and sampled no token for any of them:
+
+    given a turn    the engine owes tokens from now on, unless it already did
+    a token         of any of its turns: the time starts over. So turns waiting in the engine are no silence
+    no turns        the engine owes nothing, but the time so far is kept. An engine whose turns are given up
+                    one after another because it samples nothing is still silent
+    other weights   counts like a token, because the engine stops for them
+
+`turns` decides how long is too long, and what happens to the engine's turns.
 """
 
 from __future__ import annotations
@@ -85,3 +94,29 @@ def usual_pace(paces: Iterable[Pace]) -> float:
     """Median seconds per token of the engines; of two, the faster one's. 0 if nothing is known."""
     known = [pace.seconds_per_token for pace in paces if pace.seconds_per_token]
     return median_low(known) if known else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Time since an engine's last token, without the times at which it had no turns."""
+
+    before: float = 0.0
+    """Seconds accumulated before `since`."""
+    since: float | None = None
+    """Start of the current period on the caller's clock; None while the engine has no turns."""
+
+    def given(self, now: float) -> Silence:
+        """The engine got a turn."""
+        return self if self.since is not None else Silence(self.before, now)
+
+    def left(self, now: float) -> Silence:
+        """The engine has no more turns."""
+        return Silence(self.seconds(now))
+
+    def broken(self, now: float) -> Silence:
+        """The engine sampled a token, or starts over for another reason."""
+        return Silence(0.0, None if self.since is None else now)
+
+    def seconds(self, now: float) -> float:
+        """Duration of the silence so far."""
+        return self.before + (0.0 if self.since is None else now - self.since)

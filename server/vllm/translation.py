@@ -1,0 +1,115 @@
+"""Between the server's types and vLLM's: parameters of a request, its output, and staged weights."""
+
+from __future__ import annotations
+
+# First, because vLLM reads the environment when it is imported.
+import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# isort: split
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import numpy as np
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from penstock.server.engine.protocol import Delta, EngineRequest, Finish, StagedWeights
+
+# vLLM silently raises temperatures between zero and this value to it.
+LOWEST_TEMPERATURE = 0.01
+
+FINISHES = {
+    "stop": Finish.STOP,
+    "repetition": Finish.STOP,
+    "length": Finish.LENGTH,
+    "abort": Finish.ABORTED,
+}
+
+
+def sampling_params(request: EngineRequest) -> SamplingParams:
+    """The parameters of a turn's request. Raises ValueError for a temperature that vLLM would change."""
+    sampling = request.sampling
+    if 0.0 < sampling.temperature < LOWEST_TEMPERATURE:
+        raise ValueError(
+            f"vLLM samples at temperature 0 or from {LOWEST_TEMPERATURE} on, "
+            f"got {sampling.temperature}"
+        )
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        max_tokens=sampling.max_tokens,
+        logprobs=0,  # Only that of the sampled token.
+        flat_logprobs=True,
+        # Only stop strings need text; they may be special tokens.
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=request.stream_interval,
+        skip_clone=True,
+    )
+
+
+def cut(
+    output: RequestOutput,
+    completion: CompletionOutput,
+    position: int,
+    starts: Sequence[tuple[str, int]],
+    weight_version: int,
+) -> Iterator[Delta]:
+    """Cut an output at the tokens at which the weight version changes; see `version_pieces`.
+
+    The output begins with token `position` of the request. An end without tokens has `weight_version` if no
+    token came before it.
+    """
+    token_ids = np.asarray(completion.token_ids, np.int32)
+    flat = cast(FlatLogprobs, completion.logprobs)
+    logprobs = np.asarray(flat.logprobs, np.float32)
+    if len(logprobs) != len(token_ids):
+        raise RuntimeError(f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
+    finish = _finish(completion.finish_reason) if output.finished else None
+    cached = output.num_cached_tokens or 0
+    pieces = list(version_pieces(starts, position, position + len(token_ids)))
+    if not pieces and finish:
+        version = int(starts[-1][0]) if starts else weight_version
+        pieces = [(position, position, version)]
+    for index, (begin, end, version) in enumerate(pieces):
+        part = slice(begin - position, end - position)
+        last = index == len(pieces) - 1
+        yield Delta(token_ids[part], logprobs[part], version, finish if last else None, cached)
+
+
+def version_pieces(
+    starts: Sequence[tuple[str, int]], begin: int, end: int
+) -> Iterator[tuple[int, int, int]]:
+    """Cut the tokens [begin, end) where the weight version changes. Yields (begin, end, version) pieces.
+
+    `starts` has, in order, the label and first token of each version of the request.
+    """
+    for index, (label, start) in enumerate(starts):
+        stop = starts[index + 1][1] if index + 1 < len(starts) else end
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            yield first, last, int(label)
+
+
+def update_info(weights: StagedWeights) -> dict[str, object]:
+    """Fields of `worker.weight_engine.StagedFile` for the worker."""
+    return {
+        "path": str(weights.path),
+        "names": [tensor.name for tensor in weights.tensors],
+        "dtypes": [tensor.dtype for tensor in weights.tensors],
+        "shapes": [list(tensor.shape) for tensor in weights.tensors],
+        "offsets_bytes": [tensor.offset_bytes for tensor in weights.tensors],
+    }
+
+
+def _finish(reason: str | None) -> Finish:
+    if reason not in FINISHES:
+        raise RuntimeError(f"vLLM ended a request with {reason!r}")
+    return FINISHES[reason]

@@ -1,0 +1,274 @@
+"""Switching one engine: pause -> load -> resume under one lock, with a way back on failure.
+
+`switch` loads a staged version. `change` runs any load, for example one that receives a collective.
+
+Order of events of a switch to version v:
+
+0. PREPARING: the engine prepares v as far as it can next to the weights it samples with.
+1. CLOSED: new turns wait, admissions under way finish.
+2. Turns in flight are drained or aborted if the policy requires it. Turns that require the old version
+   are always aborted.
+3. The engine pauses at a step boundary, loads, and labels everything after that with v.
+4. The engine resumes. If there is a probe, the switch scores it now, UNCONFIRMED.
+5. v becomes the active version and the gate opens.
+
+Failures:
+
+- A failed preparation, a failed pause, or a load refused before it changed anything leaves the old version
+  serving.
+- After a failed load, the engine loads the previous version again and continues undisturbed.
+- After a failed probe, turns in flight end ABORTED at the last token of the previous version. Then the
+  engine loads that version again.
+- If going back is impossible or fails too, the weights in the engine cannot be trusted. Turns in flight
+  end ABORTED with the tokens they have, and every admission is refused with WEIGHTS_INCONSISTENT. Only
+  another complete load heals this; it drops the cache under every policy.
+- The same applies if a later check shows that the bytes were written to while the engine loaded them
+  (`spoiled`).
+
+An adapter becomes active without a pause; see `adapter_versions`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from opentelemetry import trace
+
+from penstock.server.core.errors import DomainError
+from penstock.server.engine.protocol import CollectiveEngine, EngineLoadFailed, EngineLost
+from penstock.server.weights.adapter_versions import AdapterVersions
+from penstock.server.weights.probe import Probe, ProbeResult, compare
+from penstock.server.weights.staging.manifest import WeightRefused
+from penstock.server.weights.switch import (
+    InFlight,
+    ProbeMismatch,
+    Switched,
+    SwitchPhase,
+    TurnsInFlight,
+    Update,
+    VersionBefore,
+    WeightSwitch,
+    abort_required,
+)
+from penstock.wire.reasons import Reason
+
+logger = logging.getLogger(__name__)
+tracer = trace.get_tracer("penstock.server")
+
+Load = Callable[[], Awaitable[None]]
+"""Loads other weights into a paused engine.
+
+Raises DomainError or WeightRefused if the engine still holds what it held before, and EngineLoadFailed if
+its weights can no longer be trusted."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """One switch: the target version, how to load it, and what to go back to."""
+
+    weight_version: int
+    load: Load
+    before: VersionBefore
+
+
+class EngineSwitch:
+    """The `Switcher` of one engine."""
+
+    holds_adapters = False
+    """The engine has read an adapter, and the full weights stay."""
+
+    def __init__(
+        self,
+        engine: CollectiveEngine,
+        state: WeightSwitch,
+        turns: TurnsInFlight,
+        adapters: AdapterVersions,
+        *,
+        prepare_ahead: bool = True,
+    ) -> None:
+        self.engine = engine
+        self._state = state
+        self._turns = turns
+        self._adapters = adapters
+        self._prepare_ahead = prepare_ahead
+
+    @property
+    def adapter_versions(self) -> list[int]:
+        return self._adapters.weight_versions
+
+    def stage(self, update: Update) -> None:
+        """Do nothing ahead: only a switch gives the engine a version."""
+
+    async def switch(self, update: Update, policy: InFlight, before: VersionBefore) -> Switched:
+        if update.adapter is not None:
+            return await self._adapters.switch(update.staged, update.adapter, policy, update.probe)
+        engine, weights = self.engine, update.staged.weights
+        ahead = (lambda: engine.prepare(weights)) if self._prepare_ahead else None
+        return await self.change(
+            weights.weight_version,
+            lambda: engine.load(weights),
+            policy,
+            before,
+            update.probe,
+            ahead,
+        )
+
+    async def change(
+        self,
+        weight_version: int,
+        load: Load,
+        policy: InFlight,
+        before: VersionBefore,
+        probe: Probe | None = None,
+        prepare: Load | None = None,
+    ) -> Switched:
+        """Make the version that `load` gives the engine the active one; `prepare` runs first.
+
+        Raises what `Switcher.switch` raises, and what `load` raises if that changed nothing.
+        """
+        async with self._state.change():
+            with tracer.start_as_current_span("penstock.switch_weights") as span:
+                span.set_attribute("penstock.weight_version", weight_version)
+                span.set_attribute("penstock.in_flight", policy.value)
+                # While nothing is served, preparing ahead cannot shorten a pause.
+                if prepare is not None and self._state.trusted:
+                    await self._prepare(weight_version, prepare)
+                try:
+                    await self._state.hold_turns()
+                    switched = await self._switch(
+                        _Change(weight_version, load, before), policy, probe
+                    )
+                except EngineLost as error:
+                    raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
+                except (DomainError, WeightRefused):
+                    raise
+                except Exception as error:
+                    # After an unexpected error it is unknown which weights the engine holds.
+                    await self._distrust(weight_version, f"it failed: {error}")
+                    raise
+                span.set_attribute("penstock.pause_seconds", switched.pause_seconds)
+                return switched
+
+    async def _prepare(self, version: int, prepare: Load) -> None:
+        self._state.move(SwitchPhase.PREPARING)
+        try:
+            with tracer.start_as_current_span("penstock.prepare_weights"):
+                await prepare()
+        except EngineLost as error:
+            raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
+        except EngineLoadFailed as error:
+            raise self._load_failed(version, error) from error
+
+    def _load_failed(self, version: int, error: EngineLoadFailed) -> DomainError:
+        active = self._state.active_version
+        return DomainError(
+            Reason.WEIGHT_LOAD_FAILED,
+            f"loading version {version} failed; version {active} stays active: {error}",
+            {"weight_version": version, "active": active},
+        )
+
+    async def _switch(self, change: _Change, policy: InFlight, probe: Probe | None) -> Switched:
+        version, state = change.weight_version, self._state
+        if policy is InFlight.DRAIN:
+            await self._turns.wait_idle()
+        elif policy is InFlight.ABORT:
+            await self._turns.abort(self._turns.sampling)
+        else:
+            await abort_required(self._turns)
+        await self._pause(drop_cache=policy is not InFlight.KEEP)
+        began = time.monotonic()
+        try:
+            await change.load()
+        except (DomainError, WeightRefused):
+            # Nothing was changed; what could not be trusted before still cannot.
+            if state.trusted:
+                await self.engine.resume()
+            raise
+        except EngineLoadFailed as error:
+            await self._go_back(change, f"loading it failed: {error}")
+            raise self._load_failed(version, error) from error
+        if probe is None:
+            state.adopt(version)
+        else:
+            # Before the engine can sample a single token with these weights.
+            state.withhold(version)
+        await self.engine.resume()
+        pause = time.monotonic() - began
+        result = await self._confirm(change, probe) if probe is not None else None
+        if not state.trusted:
+            await state.refuse(None)
+        return Switched(version, pause, result)
+
+    async def _confirm(self, change: _Change, probe: Probe) -> ProbeResult:
+        """Score the probe and give the verdict; on a mismatch, go back."""
+        version = change.weight_version
+        try:
+            result = compare(probe, await self.engine.score(probe.token_ids))
+        except BaseException:
+            self._state.judge(good=False)
+            raise
+        # NaN compares false, so it is never within the tolerance.
+        good = result.mean_difference <= probe.tolerance
+        self._state.judge(good=good)
+        if good:
+            self._state.adopt(version)
+            return result
+        # The verdict stands until the last token of these weights has been discarded.
+        await self._turns.abort(self._turns.sampling)
+        # Nothing that these weights computed may be reused.
+        await self._pause(drop_cache=True)
+        await self._go_back(change, f"its probe is {result.mean_difference:.6g} nats off")
+        raise ProbeMismatch(version, self._state.active_version, result, probe)
+
+    async def _go_back(self, change: _Change, problem: str) -> None:
+        """Load the previous version into the paused engine and resume.
+
+        Raises WEIGHTS_INCONSISTENT if that fails.
+        """
+        way = "there is no version to go back to"
+        if self._state.trusted:
+            async with change.before() as weights:
+                if weights is not None:
+                    try:
+                        await self.engine.load(weights)
+                    except EngineLoadFailed as error:
+                        way = f"going back to version {weights.weight_version} failed too: {error}"
+                    else:
+                        await self.engine.resume()
+                        return
+        raise await self._distrust(change.weight_version, f"{problem}; {way}")
+
+    async def spoiled(self, weight_version: int, problem: str) -> None:
+        async with self._state.change():
+            raise await self._distrust(weight_version, problem)
+
+    async def _distrust(self, version: int, problem: str) -> DomainError:
+        """Stop serving because the engine does not hold a version; return the caller's error."""
+        logger.error(
+            "version %s cannot be served; refusing turns until a full upload succeeds: %s",
+            version,
+            problem,
+        )
+        await self._state.refuse(
+            DomainError(
+                Reason.WEIGHTS_INCONSISTENT,
+                f"version {version} cannot be served; "
+                "nothing is served until a full upload succeeds",
+                {"weight_version": version},
+                retry_after_seconds=5.0,
+            )
+        )
+        await self._turns.abort(self._turns.sampling)
+        return DomainError(
+            Reason.WEIGHTS_INCONSISTENT,
+            f"version {version} cannot be served: {problem}",
+            {"weight_version": version, "problem": problem},
+        )
+
+    async def _pause(self, *, drop_cache: bool) -> None:
+        """Pause the engine, which after an unrecoverable load is paused already. Untrusted weights also
+        lose their cache: it carries a version number that may be uploaded again."""
+        await self.engine.pause(drop_cache=drop_cache or not self._state.trusted)
