@@ -191,6 +191,11 @@ def describe_step(
 class Policy(Protocol):
     """A model being trained."""
 
+    @property
+    def data_ranks(self) -> int:
+        """Number of shares that a step's micro-batches are cut into."""
+        ...
+
     def step(self, plan: StepPlan) -> StepResult:
         """Apply the plan's optimizer updates.
 

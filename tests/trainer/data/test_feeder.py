@@ -570,7 +570,7 @@ async def test_what_a_server_drops_makes_room_for_another_task(
                 await asyncio.sleep(0.01)
             # A checkpoint lists no task that will never yield a group. The trainer learns shortly
             # afterwards which tasks the server has.
-            while run.loop._tasks.outstanding != ((3, 4, 5, 6) if named else tuple(range(7))):
+            while run.tasks.outstanding != ((3, 4, 5, 6) if named else tuple(range(7))):
                 await asyncio.sleep(0.01)
         # A trainer that resumes from an older checkpoint does not list them either.
         reopened = Ledger(tmp_path)
