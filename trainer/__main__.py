@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.trainer.assembly import Parts
-    from penstock.trainer.core.compute import ComputeThread
+    from penstock.trainer.core.aio import ComputeThread
     from penstock.trainer.metrics.trackers import Trackers
     from penstock.trainer.policy.ranks import Leader, LocalRanks, Place
     from penstock.trainer.resume import Start
@@ -166,7 +166,7 @@ def _follow(config: TrainerConfig, place: Place) -> int:
 def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) -> bool:
     """Returns True once training is done, False if it was asked to stop."""
     from penstock.common import allocator, telemetry
-    from penstock.trainer.core.compute import ComputeThread
+    from penstock.trainer.core.aio import ComputeThread
 
     allocator.keep_freed_memory(allocator.TRAINER_TRIM_BYTES, allocator.TRAINER_MAP_BYTES)
     telemetry.configure("penstock-trainer")

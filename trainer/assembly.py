@@ -14,11 +14,12 @@ from torch.utils.tensorboard import SummaryWriter
 from penstock.trainer.agreement import Agreement
 from penstock.trainer.config.server import ServerConfig
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data.feeder import ServerTasks, TaskFeeder, submit_tasks
+from penstock.trainer.data.feeder import ServerTasks, TaskFeeder
 from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
+from penstock.trainer.data.submission import submit_tasks
 from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange.server_load import LoadMeter

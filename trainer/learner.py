@@ -13,7 +13,7 @@ from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.batching.planning import plan_step
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.core.figures import as_json
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.policy.protocol import Policy, StepResult

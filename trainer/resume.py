@@ -10,7 +10,7 @@ from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.problem import Source
-from penstock.trainer.evaluation.evaluation import EvaluationSet
+from penstock.trainer.evaluation.sets import EvaluationSet
 from penstock.trainer.evaluation.writer import last_steps
 from penstock.trainer.metrics.metrics import keep_until
 from penstock.trainer.policy.ranked import LeadingPolicy, RankPolicy

@@ -21,11 +21,14 @@ from penstock.trainer.__main__ import _walk
 from penstock.trainer.agreement import Agreement
 from penstock.trainer.assembly import IN_FLIGHT, Link, Parts, make_publisher
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.compute import ComputeThread
-from penstock.trainer.data.feeder import Problem, ServerTasks, TaskFeeder, submit_tasks
+from penstock.trainer.core.aio import ComputeThread
+from penstock.trainer.data.feeder import ServerTasks, TaskFeeder
 from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
-from penstock.trainer.evaluation.evaluation import EvaluationSet, Evaluator
+from penstock.trainer.data.sources.problem import Problem
+from penstock.trainer.data.submission import submit_tasks
+from penstock.trainer.evaluation.evaluation import Evaluator
+from penstock.trainer.evaluation.sets import EvaluationSet
 from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps
 from penstock.trainer.exchange.stream import Contract, Exchange
 from penstock.trainer.exchange.streams import Exchanges

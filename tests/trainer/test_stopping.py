@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.trainer.core.stopping import unless
+from penstock.trainer.core.aio import unless
 from penstock.trainer.state.ledger import FILE, Ledger
 from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse
 from tests.support.trainer_walk import WeightReceipt, Welcome, delivery, greet, running, stage

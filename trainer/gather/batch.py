@@ -41,11 +41,10 @@ from functools import partial
 from penstock.client.plugins.group_filter import Delivered
 from penstock.trainer.batching.batching import TrainingGroup, read_group
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread, together, unless
 from penstock.trainer.core.errors import EverythingDropped, EverythingFailed
-from penstock.trainer.core.stopping import unless
-from penstock.trainer.core.together import together
-from penstock.trainer.data.feeder import ALL_FAILED, TaskFeeder, times_asked_again
+from penstock.trainer.data.feeder import ALL_FAILED, TaskFeeder
+from penstock.trainer.data.tasks import times_asked_again
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.gather.group_policies import (
     ASKED_AGAIN,

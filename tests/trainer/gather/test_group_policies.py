@@ -18,7 +18,7 @@ from penstock.client.plugins.group_filter import Delivered
 from penstock.trainer.batching.batching import TrainingGroup, read_group
 from penstock.trainer.config.groups import GroupsConfig, OverlongConfig
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.core.errors import ConfigInvalid, EverythingDropped
 from penstock.trainer.data.feeder import ALL_FAILED, ServerTasks, TaskFeeder
 from penstock.trainer.data.indices import DataIndices
