@@ -32,7 +32,7 @@ from pydantic import (
 )
 
 from penstock.common.section import Section
-from penstock.common.settings import SettingInvalid, apply_setting, read_table
+from penstock.common.settings import SettingInvalid, read_settings
 from penstock.common.token_file import redact
 from penstock.server.core.memory_budget import default_bytes
 from penstock.wire.channel import LAST_PORT, MAX_MESSAGE_BYTES, is_loopback, split_address
@@ -441,13 +441,9 @@ def load(path: Path | None, settings: list[str]) -> ServeConfig:
     Raises ConfigError if the file cannot be read or a value is invalid.
     """
     try:
-        table = read_table(path) if path is not None else {}
-        for setting in settings:
-            apply_setting(table, setting)
+        config = ServeConfig.model_validate(read_settings(path, settings))
     except SettingInvalid as error:
         raise ConfigError(str(error)) from error
-    try:
-        config = ServeConfig.model_validate(table)
     except ValidationError as error:
         found: list[str] = []
         for item in error.errors():
