@@ -29,7 +29,7 @@ from penstock.trainer.gather.batch import Gatherer, settle_refused
 from penstock.trainer.learner import Learner
 from penstock.trainer.loop import TrainingLoop
 from penstock.trainer.metrics.metrics import MetricsWriter
-from penstock.trainer.metrics.trackers import TrackedScalars, Trackers
+from penstock.trainer.metrics.reporting import TrackedScalars, Trackers
 from penstock.trainer.resume import Start
 from penstock.trainer.state.checkpoint import TrainerState, save_checkpoint
 from penstock.trainer.state.run_id import remove_start_id

@@ -14,8 +14,13 @@ import pytest
 from penstock.trainer.config.metrics import MetricsConfig
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid
+from penstock.trainer.metrics.reporting import (
+    TrackedScalars,
+    Trackers,
+    TrackerThread,
+    make_trackers,
+)
 from penstock.trainer.metrics.tracker import RunStart
-from penstock.trainer.metrics.trackers import TrackedScalars, Trackers, TrackerThread, make_trackers
 
 SECONDS = 30.0
 
@@ -194,7 +199,7 @@ def test_a_run_that_resumes_goes_on_in_its_run_and_one_that_does_not_in_another(
 def test_one_that_is_not_installed_ends_the_start(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, f"penstock.trainer.{kind}_tracker", raising=False)
+    monkeypatch.delitem(sys.modules, f"penstock.trainer.metrics.{kind}", raising=False)
     monkeypatch.setitem(sys.modules, kind, None)
     config = MetricsConfig.model_validate({"trackers": [{"kind": kind}]})
     with pytest.raises(ConfigInvalid, match=rf"pip install 'penstock\[{kind}\]'"):
