@@ -1,6 +1,6 @@
 """The interface between the trainer and a model with its optimizer.
 
-`fsdp_policy.FsdpPolicy` is the default implementation. All methods are called from one thread,
+`fsdp.FsdpPolicy` is the default implementation. All methods are called from one thread,
 which is not the event loop's.
 """
 
