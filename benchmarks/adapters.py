@@ -39,7 +39,7 @@ from weights import DTYPE, Switch, watched
 from penstock.demo.model import prepare_model
 from penstock.demo.settings import LORA_ALPHA, LORA_RANK
 from penstock.trainer.config.trainer import LoraConfig
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.policy.adapter import Adapter
 from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.payloads import Weights

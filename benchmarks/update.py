@@ -35,7 +35,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from penstock.demo.model import prepare_model
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.publisher import Publisher
 from penstock.trainer.weights.sender import Sender

@@ -50,7 +50,7 @@ from weights_baselines import Calls, Engine, Memcpy, Tcp, engine
 
 from penstock.demo.model import prepare_model
 from penstock.server.vllm import environment as vllm_environment
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.weights.collective.transport import CollectiveSettings, CollectiveTransport
 from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.parcel import Delta

@@ -2,7 +2,7 @@
 
 Order of shutdown: the loop ends after its step, including the last checkpoint. The stream is
 half-closed and read to its end. Metrics, payload and channels are closed. The model is written.
-Trackers get up to `trackers.CLOSE_SECONDS` to finish. Then the compute thread ends.
+Trackers get up to `reporting.CLOSE_SECONDS` to finish. Then the compute thread ends.
 
 The first SIGTERM or SIGINT starts the shutdown. If the server is away, or lost before the shutdown
 is complete, the trainer does not wait for it. There is then no stream to close, and stderr names
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.trainer.assembly import Parts
-    from penstock.trainer.core.compute import ComputeThread
-    from penstock.trainer.metrics.trackers import Trackers
+    from penstock.trainer.core.aio import ComputeThread
+    from penstock.trainer.metrics.reporting import Trackers
     from penstock.trainer.policy.ranks import Leader, LocalRanks, Place
     from penstock.trainer.resume import Start
     from penstock.trainer.state.ledger import Ledger
@@ -166,7 +166,7 @@ def _follow(config: TrainerConfig, place: Place) -> int:
 def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) -> bool:
     """Returns True once training is done, False if it was asked to stop."""
     from penstock.common import allocator, telemetry
-    from penstock.trainer.core.compute import ComputeThread
+    from penstock.trainer.core.aio import ComputeThread
 
     allocator.keep_freed_memory(allocator.TRAINER_TRIM_BYTES, allocator.TRAINER_MAP_BYTES)
     telemetry.configure("penstock-trainer")
@@ -208,7 +208,7 @@ async def _run_locked(
 ) -> None:
     """Runs while `ledger` keeps other trainers from writing to the run's folder."""
     from penstock.trainer.gather.group_policies import load_filter
-    from penstock.trainer.metrics.trackers import make_trackers
+    from penstock.trainer.metrics.reporting import make_trackers
 
     # Report errors in filters and trackers before the model is loaded.
     load_filter(config)

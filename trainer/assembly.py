@@ -11,26 +11,30 @@ import grpc
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
+from penstock.trainer.agreement import Agreement
 from penstock.trainer.config.server import ServerConfig
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data.feeder import ServerTasks, TaskFeeder, submit_tasks
+from penstock.trainer.data.feeder import ServerTasks, TaskFeeder
 from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
+from penstock.trainer.data.submission import submit_tasks
 from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange.server_load import LoadMeter
 from penstock.trainer.exchange.stream import Contract, Exchange
 from penstock.trainer.exchange.streams import Exchanges
-from penstock.trainer.gather.batch import settle_refused
-from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES, TrainingLoop
+from penstock.trainer.gather.batch import Gatherer, settle_refused
+from penstock.trainer.learner import Learner
+from penstock.trainer.loop import TrainingLoop
 from penstock.trainer.metrics.metrics import MetricsWriter
-from penstock.trainer.metrics.trackers import TrackedScalars, Trackers
+from penstock.trainer.metrics.reporting import TrackedScalars, Trackers
 from penstock.trainer.resume import Start
 from penstock.trainer.state.checkpoint import TrainerState, save_checkpoint
 from penstock.trainer.state.run_id import remove_start_id
 from penstock.trainer.weights.copy import WeightCopy
+from penstock.trainer.weights.handover import Handover
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher
 from penstock.trainer.weights.sender import Sender
@@ -41,8 +45,21 @@ from penstock.trainer.weights.transports import (
     Transport,
     VersionFolders,
 )
-from penstock.v1 import weights_pb2
+from penstock.v1 import trainer_service_pb2, weights_pb2
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
+
+LATE_POLICIES = {
+    "mask": trainer_service_pb2.LATE_POLICY_MASK,
+    "wait": trainer_service_pb2.LATE_POLICY_WAIT,
+    "requeue": trainer_service_pb2.LATE_POLICY_REQUEUE,
+    "drop": trainer_service_pb2.LATE_POLICY_DROP,
+}
+IN_FLIGHT = {
+    "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
+    "recompute": weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE,
+    "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
+    "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
+}
 
 # Batches of tasks to keep waiting at the server, beyond what the gate can admit at once.
 SPARE_BATCHES = 2
@@ -92,21 +109,63 @@ def wire(
     stopping: asyncio.Event,
     trackers: Trackers,
 ) -> Parts:
-    run, state = config.run, start.state
     division = Division(config.train.groups_per_step, len(links))
     exchanges = _make_exchanges(config, start, links, division, stopping)
     tasks = _make_feeder(config, start, links, exchanges)
+    settle_refused(tasks, start.ledger.refused)
     probe = Probe(
         start.policy.score,
         tokens=config.weights.probe.tokens,
         tolerance=config.weights.probe.tolerance,
-        token_ids=state.probe,
+        token_ids=start.state.probe,
     )
     publisher = make_publisher(config, compute, links, probe, start.policy.adapter())
-    settle_refused(tasks, start.ledger.refused)
     metrics, evaluations = _make_writers(config, start, links, console, trackers)
+    handover = Handover(exchanges, publisher, IN_FLIGHT[config.weights.in_flight])
+    gatherer = Gatherer(
+        config,
+        exchanges=exchanges,
+        tasks=tasks,
+        handover=handover,
+        ledger=start.ledger,
+        compute=compute,
+        stopping=stopping,
+    )
+    loop = TrainingLoop(
+        config,
+        learner=_make_learner(config, start, compute, tasks, probe, stopping),
+        gatherer=gatherer,
+        exchanges=exchanges,
+        publisher=publisher,
+        handover=handover,
+        agreement=Agreement(
+            config,
+            policy=start.policy,
+            exchanges=exchanges,
+            publisher=publisher,
+            tasks=tasks,
+            handover=handover,
+            gatherer=gatherer,
+            ledger=start.ledger,
+            forgotten_step=start.passed_over,
+        ),
+        metrics=metrics,
+        evaluator=_make_evaluator(start, config.run.id, exchanges, links, evaluations, stopping),
+    )
+    return Parts(exchanges, publisher, metrics, loop)
 
-    def checkpoint(
+
+def _make_learner(
+    config: TrainerConfig,
+    start: Start,
+    compute: ComputeThread,
+    tasks: TaskFeeder,
+    probe: Probe,
+    stopping: asyncio.Event,
+) -> Learner:
+    run, state = config.run, start.state
+
+    def collect(
         step: int, weight_version: int, figures: Mapping[str, object]
     ) -> Callable[[], object]:
         reached = TrainerState(
@@ -119,37 +178,29 @@ def wire(
             probe.token_ids,
             state.data,
             start.ledger.length_bytes,
-            start.state.start_id,
+            state.start_id,
             figures,
         )
-        folder, keep = run.out / "checkpoints", config.checkpoint.keep
 
         def save() -> None:
-            save_checkpoint(folder, reached, start.policy.save, keep=keep)
+            keep = config.checkpoint.keep
+            save_checkpoint(run.out / "checkpoints", reached, start.policy.save, keep=keep)
             # The run can resume from a checkpoint now, so the id of its start is no longer needed.
             remove_start_id(run.out)
 
         return save
 
-    loop = TrainingLoop(
+    return Learner(
         config,
         policy=start.policy,
         compute=compute,
-        exchanges=exchanges,
-        publisher=publisher,
-        tasks=tasks,
-        metrics=metrics,
-        probe=probe,
         ledger=start.ledger,
-        checkpoint=checkpoint,
+        probe=probe,
+        collect=collect,
         stopping=stopping,
         step=state.step,
         share_prefixes=start.share_prefixes,
-        forgotten_step=start.passed_over,
-        evaluator=_make_evaluator(start, run.id, exchanges, links, evaluations, stopping),
-        data_ranks=start.policy.data_ranks,
     )
-    return Parts(exchanges, publisher, metrics, loop)
 
 
 def _make_writers(

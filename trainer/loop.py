@@ -59,7 +59,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -67,43 +67,21 @@ from opentelemetry.trace import Span
 
 from penstock.common.failpoints import hit
 from penstock.trainer.agreement import Agreement
-from penstock.trainer.algorithms.objective import Objective
-from penstock.trainer.batching.batching import TrainingGroup
-from penstock.trainer.batching.planning import plan_step
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.compute import ComputeThread
-from penstock.trainer.core.figures import as_json
-from penstock.trainer.core.together import together
-from penstock.trainer.data.feeder import TaskFeeder
 from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.exchange.stream import SwitchReceipt
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.gather.batch import TAKE_THEIR_TASK, Batch, Gatherer
-from penstock.trainer.metrics.batch_figures import describe_batch
+from penstock.trainer.learner import Learner
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.step_record import StepRecord
-from penstock.trainer.policy.protocol import Policy, StepResult
-from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
+from penstock.trainer.state.ledger import StepEntry, TrainedGroup
 from penstock.trainer.weights.handover import Handover
-from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher
 from penstock.trainer.weights.sender import Sent
-from penstock.v1 import trainer_service_pb2, weights_pb2
+from penstock.v1 import trainer_service_pb2
 
 log = logging.getLogger(__name__)
-
-LATE_POLICIES = {
-    "mask": trainer_service_pb2.LATE_POLICY_MASK,
-    "wait": trainer_service_pb2.LATE_POLICY_WAIT,
-    "requeue": trainer_service_pb2.LATE_POLICY_REQUEUE,
-    "drop": trainer_service_pb2.LATE_POLICY_DROP,
-}
-IN_FLIGHT = {
-    "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
-    "recompute": weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE,
-    "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
-    "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
-}
 
 
 class TrainingLoop:
@@ -113,134 +91,27 @@ class TrainingLoop:
         self,
         config: TrainerConfig,
         *,
-        policy: Policy,
-        compute: ComputeThread,
+        learner: Learner,
+        gatherer: Gatherer,
         exchanges: Exchanges,
         publisher: Publisher,
-        tasks: TaskFeeder,
+        handover: Handover,
+        agreement: Agreement,
         metrics: MetricsWriter,
-        probe: Probe,
-        ledger: Ledger,
-        checkpoint: Callable[[int, int, Mapping[str, object]], Callable[[], object]],
-        stopping: asyncio.Event,
-        step: int,
-        share_prefixes: bool,
-        forgotten_step: int = 0,
-        evaluator: Evaluator | None = None,
-        data_ranks: int = 1,
+        evaluator: Evaluator,
     ) -> None:
-        """`checkpoint(step, weight_version, figures)` collects what to save, and returns a function
-        that saves it in the compute thread. `figures` are those of the step, if not written yet.
-
-        `stopping` is shared with the exchanges and ends the run after the current step. If a
-        checkpoint is broken, `forgotten_step` is its step. Up to that step the server may have
-        forgotten groups that the ledger still has ahead. Without an `evaluator` there are no
-        evaluations. Plans are made for `data_ranks` ranks.
-        """
-        self._data_ranks = data_ranks
         self._config = config
-        self._evaluator = evaluator
-        self._policy = policy
-        self._compute = compute
+        self._learner = learner
+        self._gatherer = gatherer
         self._exchanges = exchanges
         self._publisher = publisher
-        self._tasks = tasks
+        self._handover = handover
+        self._agreement = agreement
         self._metrics = metrics
-        self._probe = probe
-        self._ledger = ledger
-        self._checkpoint = checkpoint
-        self._stopping = stopping
-        self._share_prefixes = share_prefixes
-        self._objective = Objective(config.algorithm)
-        self._handover = Handover(exchanges, publisher, IN_FLIGHT[config.weights.in_flight])
-        self._gatherer = Gatherer(
-            config,
-            exchanges=exchanges,
-            tasks=tasks,
-            handover=self._handover,
-            ledger=ledger,
-            compute=compute,
-            stopping=stopping,
-        )
-        self._agreement = Agreement(
-            config,
-            policy=policy,
-            exchanges=exchanges,
-            publisher=publisher,
-            tasks=tasks,
-            handover=self._handover,
-            gatherer=self._gatherer,
-            ledger=ledger,
-            forgotten_step=forgotten_step,
-        )
-        self._saved_step = step
+        self._evaluator = evaluator
         self._unconcluded: StepRecord | None = None
-        self.step = step
+        self.step = learner.saved_step
         """The last step that the policy contains."""
-
-    async def run(self) -> None:
-        """Gather batches, train on them, and produce weight versions and receipts.
-
-        Ends after the last step, or earlier if asked to stop. The module docstring describes how.
-        """
-        async with asyncio.TaskGroup() as concluding:
-            self._exchanges.on_notice = lambda server, notice: self._heed(
-                server, notice, concluding
-            )
-            if self._evaluator is not None:
-                self._evaluator.open(concluding)
-            fillers = [
-                concluding.create_task(
-                    self._tasks.keep_filled(server, partial(self._handover.ask, server))
-                )
-                for server in self._handover.servers
-            ]
-            try:
-                await self._steps(concluding)
-            finally:
-                self._exchanges.on_notice = None
-                for filler in fillers:
-                    filler.cancel()
-
-    def _seconds_afterwards(self) -> float | None:
-        """Estimate the seconds that the evaluation of the final weights takes after the last step."""
-        return self._evaluator.seconds_after(self._config.run.steps) if self._evaluator else 0.0
-
-    async def _steps(self, concluding: asyncio.TaskGroup) -> None:
-        conclusion = None
-        self._measure(self._exchanges.held_version)
-        if self.step < self._config.run.steps:
-            self._gatherer.demand(self.step + 1)
-        while self.step < self._config.run.steps:
-            record = StepRecord(self.step + 1, time_gather_start=time.time())
-            span = self._metrics.begin_step(record.step, self._seconds_afterwards())
-            batch = await self._gather(record)
-            if batch is None:
-                await self._save_if_due()
-                return
-            hit("train.gathered")
-            result = await self._train(batch, record)
-            hit("train.computed")
-            if conclusion is not None:
-                # The server reads the payload until it has answered the previous switch.
-                await conclusion
-            if self._config.weights.transport == "collective":
-                # For a collective, the upload is the switch.
-                await self._may_switch(record)
-            await self._publish(batch, result, record)
-            hit("train.published")
-            await self._may_switch(record)
-            switches = self._switch(batch, record)
-            self._unconcluded = record
-            record.finish(time.time() - record.time_gather_start)
-            record.seconds_checkpoint = await self._save_if_due()
-            record.finish(time.time() - record.time_gather_start)
-            conclusion = concluding.create_task(self._conclude(switches, record, span))
-        if conclusion is not None:
-            await conclusion
-        if self._evaluator is not None and not self._exchanges.left.is_set():
-            self._metrics.doing("evaluating")
-            await self._evaluator.finish(self.step, self._exchanges.held_version)
 
     async def begin(self) -> None:
         """Agree with the servers on weights and tasks before the first step.
@@ -251,21 +122,69 @@ class TrainingLoop:
 
     async def restore(self, server: int, welcome: trainer_service_pb2.Welcome) -> None:
         """Bring a server up to date that came back without some of its state. Raises ServerLost."""
-        samples_it = await self._agreement.restore(server, welcome)
-        if self._evaluator is not None:
-            if not samples_it:
-                self._evaluator.version_gone()
-            await self._evaluator.submit_again(server)
+        if not await self._agreement.restore(server, welcome):
+            self._evaluator.version_gone()
+        await self._evaluator.submit_again(server)
 
-    def _measure(self, weight_version: int) -> None:
-        """Start the evaluations that are due, now that the server samples the trainer's version."""
-        behind = self._agreement.catching_up or self._exchanges.left.is_set()
-        if self._evaluator is not None and not behind:
-            self._evaluator.version_active(self.step, weight_version)
+    async def run(self) -> None:
+        """Gather batches, train on them, and produce weight versions and receipts.
 
-    async def _may_switch(self, record: StepRecord) -> None:
-        if self._evaluator is not None:
-            record.seconds_held += await self._evaluator.may_switch()
+        Ends after the last step, or earlier if asked to stop. The module docstring describes how.
+        """
+        async with asyncio.TaskGroup() as group:
+            self._exchanges.on_notice = partial(self._heed, group)
+            self._evaluator.open(group)
+            fillers = [group.create_task(filler) for filler in self._gatherer.fillers()]
+            try:
+                await self._steps(group)
+            finally:
+                self._exchanges.on_notice = None
+                for filler in fillers:
+                    filler.cancel()
+
+    def _heed(
+        self, group: asyncio.TaskGroup, server: int, notice: trainer_service_pb2.Notice
+    ) -> None:
+        """Give up the task of a dropped group. The task of a requeued group stays."""
+        if notice.reason not in TAKE_THEIR_TASK:
+            return
+        if self._evaluator.dropped(notice.task_id, notice.reason):
+            return
+        if self._gatherer.awaits(notice):
+            group.create_task(self._gatherer.give_up(server, notice))
+
+    async def _steps(self, group: asyncio.TaskGroup) -> None:
+        steps = self._config.run.steps
+        conclusion = None
+        self._measure(self._exchanges.held_version)
+        if self.step < steps:
+            self._gatherer.demand(self.step + 1)
+        while self.step < steps:
+            record = StepRecord(self.step + 1, time_gather_start=time.time())
+            span = self._metrics.begin_step(record.step, self._evaluator.seconds_after(steps))
+            batch = await self._gather(record)
+            if batch is None:
+                # The run ends here. Stop requests and lost servers later in a step let it finish.
+                await self._save_if_due()
+                return
+            hit("train.gathered")
+            await self._train(batch, record)
+            hit("train.computed")
+            if conclusion is not None:
+                # The server reads the payload until it has answered the previous switch.
+                await conclusion
+            entry = await self._note(batch, record)
+            await self._publish(entry, record)
+            hit("train.published")
+            switches = await self._switch(batch, record)
+            record.finish(time.time() - record.time_gather_start)
+            record.seconds_checkpoint = await self._save_if_due()
+            record.finish(time.time() - record.time_gather_start)
+            conclusion = group.create_task(self._conclude(switches, record, span))
+        if conclusion is not None:
+            await conclusion
+        self._metrics.doing("evaluating")
+        await self._evaluator.finish(self.step, self._exchanges.held_version)
 
     async def _gather(self, record: StepRecord) -> Batch | None:
         """Return the next batch, without groups whose attempts all failed; None to stop the run."""
@@ -274,139 +193,96 @@ class TrainingLoop:
             return None
         record.time_gather_end = time.time()
         record.seconds_wait = record.time_gather_end - record.time_gather_start
-        sources = [self._tasks.data_source(delivery.task_id) for delivery in batch.deliveries]
-        record.batch = describe_batch(batch.deliveries, batch.groups, sources)
+        record.batch = self._gatherer.describe(batch)
         record.traceparents = [
             trajectory.traceparent
             for delivery in batch.deliveries
             for trajectory in delivery.trajectories
             if trajectory.traceparent
         ]
-        await self._handover.ask_all(self._tasks.fill)
-        return None if self._exchanges.left.is_set() else batch
+        return batch if await self._gatherer.refill() else None
 
-    def _heed(
-        self, server: int, notice: trainer_service_pb2.Notice, group: asyncio.TaskGroup
-    ) -> None:
-        """Give up the task of a dropped group. The task of a requeued group stays."""
-        if notice.reason not in TAKE_THEIR_TASK:
-            return
-        task_id = notice.task_id
-        if self._evaluator is not None and self._evaluator.dropped(task_id, notice.reason):
-            return
-        # Older servers send notices without an id: those may concern any task. Other unknown ids
-        # are an agent's, a finished evaluation's, or repeat a notice from a stream that was lost.
-        if not task_id or self._tasks.awaits(task_id):
-            group.create_task(self._give_up(server, notice))
-
-    async def _give_up(self, server: int, notice: trainer_service_pb2.Notice) -> None:
-        """Settle a task that will get no group, as if refused. The server knows about this already."""
-        self._tasks.settled(notice.task_id)
-        self._tasks.arrived(server)
-        self._gatherer.given_up(notice.reason)
-        entry = RefusedEntry(notice.group_id, notice.task_id, notice.reason)
-        await together(
-            (
-                # Without this entry, an older checkpoint would still list its index as outstanding.
-                self._compute.run(self._ledger.refuse, entry),
-                self._handover.ask(server, lambda: self._tasks.fill(server)),
-            )
-        )
-
-    async def _train(self, batch: Batch, record: StepRecord) -> StepResult:
+    async def _train(self, batch: Batch, record: StepRecord) -> None:
         record.time_train_start = time.time()
-        self._probe.choose(batch.groups)
-        record.result = await self._compute.run(self._compute_step, batch.groups)
+        record.result = await self._learner.train(batch.groups)
         record.time_train_end = time.time()
         record.seconds_train = record.time_train_end - record.time_train_start
-        return record.result
 
-    def _compute_step(self, groups: list[TrainingGroup]) -> StepResult:
-        plan = plan_step(
-            groups,
-            self._objective,
-            token_budget=self._config.train.micro_batch_tokens,
-            share_prefixes=self._share_prefixes,
-            update_count=self._config.train.updates_per_step,
-            ranks=self._data_ranks,
-        )
-        return self._policy.step(plan)
-
-    async def _publish(self, batch: Batch, result: StepResult, record: StepRecord) -> None:
-        """Note the step in the ledger and stage its weights while the server keeps generating.
+    async def _note(self, batch: Batch, record: StepRecord) -> StepEntry:
+        """Fill the payload, and record the step in the ledger with the payload's checksum.
 
         An upload that starts while the payload is filled is committed only after the note.
         """
+        if self._config.weights.transport == "collective":
+            # For a collective, the upload is the switch.
+            await self._may_switch(record)
         record.time_upload_start = record.time_upload_end = time.time()
         record.weight_version = self._exchanges.held_version + 1
         left = self._exchanges.left.is_set()
+        entry = _entry(batch, record, "")
         # No server takes these weights. But if the step was done before, its ledger line has their
         # checksum. A line without it would differ and cut off the lines of the steps that follow.
-        if left and record.step not in self._ledger.ahead:
-            await self._note(_entry(batch, record, ""))
+        if not left or self._learner.is_repeated(record.step):
+            before, applied = self._publisher.digest, record.result.applied
+            if applied or not self._publisher.filled_version:
+                await self._agreement.fill(record.weight_version, uploads=not left)
+            else:
+                self._publisher.relabel(record.weight_version)
+            record.unchanged = before == self._publisher.digest or not applied
+            entry = _entry(batch, record, self._publisher.digest)
+            record.weight_version = self._agreement.number(entry)
+            entry = replace(entry, weight_version=record.weight_version)
+        if self._learner.differs(entry):
+            # Must precede the ledger write, which removes the evidence of the mismatch.
+            self._metrics.forget(entry.step)
+            self._evaluator.forget(entry.step)
+        # The ledger must contain every version that the server may sample, so it is written first.
+        await self._learner.note(entry)
+        return entry
+
+    async def _publish(self, entry: StepEntry, record: StepRecord) -> None:
+        """Stage the noted weights while the server keeps generating, unless no server takes them."""
+        if not entry.weights:
             return
-        before = self._publisher.digest
-        if result.applied or not self._publisher.filled_version:
-            await self._agreement.fill(record.weight_version, uploads=not left)
-        else:
-            self._publisher.relabel(record.weight_version)
-        entry = _entry(batch, record, self._publisher.digest)
-        record.weight_version = self._agreement.number(entry)
-        await self._note(replace(entry, weight_version=record.weight_version))
         sent = await self._agreement.stage(record.weight_version)
         record.time_upload_end = time.time()
         record.seconds_upload = record.time_upload_end - record.time_upload_start
         if sent is not None:
             _describe_upload(sent, record)
         # A server cannot report this for its first version, or if its answer was lost.
-        same = before == self._publisher.digest or not result.applied
-        if same or record.changed_tensors == 0:
-            record.unchanged = True
-            why = "" if result.applied else ", because the step had no gradient"
+        record.unchanged |= record.changed_tensors == 0
+        if record.unchanged:
+            why = "" if record.result.applied else ", because the step had no gradient"
             log.warning("version %d changes no tensor%s", record.weight_version, why)
 
-    async def _note(self, entry: StepEntry) -> None:
-        if self._evaluator is not None and self._ledger.ahead.get(entry.step, entry) != entry:
-            # Must precede the ledger write, which removes the evidence of the mismatch.
-            self._metrics.forget(entry.step)
-            self._evaluator.forget(entry.step)
-        # The ledger must contain every version that the server may sample, so it is written first.
-        await self._compute.run(self._ledger.write, entry)
-        hit("train.noted")
+    async def _may_switch(self, record: StepRecord) -> None:
+        record.seconds_held += await self._evaluator.may_switch()
 
-    def _switch(
+    async def _switch(
         self, batch: Batch, record: StepRecord
     ) -> Mapping[int, asyncio.Future[SwitchReceipt]]:
         """Send the switch, the receipts and the next step's demand, in this order on each stream.
 
         Returns the pending answers. Servers already past this version have none.
         """
+        await self._may_switch(record)
         record.time_switch_start = time.time()
         switches = self._agreement.switch(record.weight_version)
         self.step = record.step
-        self._exchanges.receipt(batch.deliveries, self.step)
-        for delivery in batch.deliveries:
-            self._tasks.settled(delivery.task_id)
+        self._gatherer.settle(batch, self.step)
         if not self._config.checkpoint.every_steps:
             self._exchanges.checkpoint(self.step)
-        if self.step < self._config.run.steps and not self._stopping.is_set():
+        if self.step < self._config.run.steps:
             self._gatherer.demand(self.step + 1)
+        self._unconcluded = record
         return switches
 
     async def _save_if_due(self) -> float:
-        """Save a checkpoint every `every_steps` steps and at the end; return the seconds it took."""
-        every = self._config.checkpoint.every_steps
-        last = self.step == self._config.run.steps or self._stopping.is_set()
-        if not every or self.step == self._saved_step or (self.step % every and not last):
-            return 0.0
+        """Save a checkpoint if one is due; return the seconds it took."""
         begun = time.time()
-        # Collected here, while nothing changes; the compute thread writes it.
-        figures: Mapping[str, object] = (
-            {} if self._unconcluded is None else as_json(self._unconcluded.line())
-        )
-        save = self._checkpoint(self.step, self._exchanges.held_version, figures)
-        await self._compute.run(save)
-        self._saved_step = self.step
+        version = self._exchanges.held_version
+        if not await self._learner.save_if_due(self.step, version, self._unconcluded):
+            return 0.0
         hit("checkpoint.before_notice")
         # Not before the save: the notice is final, and the server forgets these groups.
         self._exchanges.checkpoint(self.step)
@@ -435,6 +311,11 @@ class TrainingLoop:
         self._metrics.write(record, span)
         if self._unconcluded is record:
             self._unconcluded = None
+
+    def _measure(self, weight_version: int) -> None:
+        """Start the evaluations that are due, now that the server samples the trainer's version."""
+        if not self._agreement.catching_up:
+            self._evaluator.version_active(self.step, weight_version)
 
 
 def _entry(batch: Batch, record: StepRecord, weights: str) -> StepEntry:

@@ -10,12 +10,12 @@ from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.problem import Source
-from penstock.trainer.evaluation.evaluation import EvaluationSet
+from penstock.trainer.evaluation.sets import EvaluationSet
 from penstock.trainer.evaluation.writer import last_steps
 from penstock.trainer.metrics.metrics import keep_until
 from penstock.trainer.policy.ranked import LeadingPolicy, RankPolicy
 from penstock.trainer.policy.ranks import Leader
-from penstock.trainer.state.checkpoint import TrainerState, has_checkpoints, restore
+from penstock.trainer.state.checkpoint import Checkpoint, TrainerState, has_checkpoints, restore
 from penstock.trainer.state.ledger import Ledger
 from penstock.trainer.state.run_id import new_start_id, read_start_id, remove_start_id
 
@@ -66,18 +66,7 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
     Runs in the compute thread. Raises ConfigInvalid and CheckpointUnusable.
     """
     run, folder = config.run, config.run.out / "checkpoints"
-    if not resume and has_checkpoints(folder):
-        raise ConfigInvalid(
-            f"run.out: {folder} holds checkpoints of an earlier start: "
-            "resume from them with --resume, or choose another folder"
-        )
-    checkpoint = restore(folder) if resume else None
-    if checkpoint is not None and not config.checkpoint.every_steps:
-        raise ConfigInvalid(
-            f"checkpoint.every_steps: 0 keeps no checkpoints, but this run resumes from "
-            f"{checkpoint.folder}, and its further steps could not be repeated after a crash. Set any "
-            "positive number: the last step is always saved"
-        )
+    checkpoint = _find_checkpoint(config, folder, resume)
     start_id = read_start_id(run.out) if resume and config.checkpoint.every_steps else ""
     resumes = checkpoint is not None or bool(start_id)
     if not resumes:
@@ -86,7 +75,6 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
     source = open_source(config.data, run.seed)
     data = source.identity
     state = TrainerState(run.id, 0, 0, next_index=0, outstanding=(), data=data, start_id=start_id)
-    measured: int | None = None
     policy = make_policy(config)
     if leader is not None:
         policy = LeadingPolicy(policy, leader)
@@ -95,12 +83,10 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         _check_same_run(checkpoint.folder, state, run.id, data)
         policy.load(checkpoint.folder)
         ledger.resume(state.step, state.ledger_bytes)
-        measured = max(ledger.ahead, default=state.step)
         log.info("resuming after step %d from %s", state.step, checkpoint.folder)
     elif start_id:
         # Nothing is final before the first checkpoint: the server still has all trained groups.
         ledger.resume(0)
-        measured = max(ledger.ahead, default=0)
         log.warning("no checkpoint in %s yet; starting at step 1 with the same groups", folder)
     else:
         ledger.begin()
@@ -113,21 +99,38 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         log.warning(
             "this model cannot share prefixes: its layers do not follow the mask of a prefix tree"
         )
-    passed_over = checkpoint.passed_over if checkpoint is not None else 0
+    measured = max(ledger.ahead, default=state.step) if resumes else None
     # Before the file is read or appended to.
     written_step = keep_until(run.out, state.step, measured)
-    evaluations = _open_evaluations(config)
     return Start(
         policy,
         state,
         source,
-        evaluations,
+        _open_evaluations(config),
         ledger,
         resumes,
         share_prefixes,
-        passed_over,
+        checkpoint.passed_over if checkpoint is not None else 0,
         written_step,
     )
+
+
+def _find_checkpoint(config: TrainerConfig, folder: Path, resume: bool) -> Checkpoint | None:
+    """Find the checkpoint to resume from, if any. Raises ConfigInvalid if the folder's checkpoints
+    and the configuration do not fit."""
+    if not resume and has_checkpoints(folder):
+        raise ConfigInvalid(
+            f"run.out: {folder} holds checkpoints of an earlier start: "
+            "resume from them with --resume, or choose another folder"
+        )
+    checkpoint = restore(folder) if resume else None
+    if checkpoint is not None and not config.checkpoint.every_steps:
+        raise ConfigInvalid(
+            f"checkpoint.every_steps: 0 keeps no checkpoints, but this run resumes from "
+            f"{checkpoint.folder}, and its further steps could not be repeated after a crash. Set any "
+            "positive number: the last step is always saved"
+        )
+    return checkpoint
 
 
 def _open_evaluations(config: TrainerConfig) -> tuple[EvaluationSet, ...]:

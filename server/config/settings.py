@@ -26,7 +26,7 @@ from typing import Literal, cast
 from pydantic import Field, ValidationError
 
 from penstock.common.section import Section
-from penstock.common.settings import SettingInvalid, apply_setting, read_table
+from penstock.common.settings import SettingInvalid, read_settings
 from penstock.common.token_file import redact
 from penstock.server.config.journal import JournalSection
 from penstock.server.config.limits import LeasesSection, LimitsSection
@@ -170,13 +170,9 @@ def load(path: Path | None, settings: list[str]) -> ServeConfig:
     Raises ConfigError if the file cannot be read or a value is invalid.
     """
     try:
-        table = read_table(path) if path is not None else {}
-        for setting in settings:
-            apply_setting(table, setting)
+        config = ServeConfig.model_validate(read_settings(path, settings))
     except SettingInvalid as error:
         raise ConfigError(str(error)) from error
-    try:
-        config = ServeConfig.model_validate(table)
     except ValidationError as error:
         found: list[str] = []
         for item in error.errors():

@@ -21,8 +21,8 @@ import pytest
 from penstock.cli.__main__ import rollout
 from penstock.trainer.config.data import PythonConfig, SamplingConfig
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.data.feeder import describe_problem
 from penstock.trainer.data.sources.rows import read_problem
+from penstock.trainer.data.tasks import describe_problem
 from penstock.up.config import command_line, load
 from tests.support.harness import Demand, SubmitTasksRequest, hello, serve
 

@@ -18,20 +18,27 @@ import torch
 from rich.console import Console
 
 from penstock.trainer.__main__ import _walk
-from penstock.trainer.assembly import Link, Parts, make_publisher
+from penstock.trainer.agreement import Agreement
+from penstock.trainer.assembly import IN_FLIGHT, Link, Parts, make_publisher
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.compute import ComputeThread
-from penstock.trainer.data.feeder import Problem, ServerTasks, TaskFeeder, submit_tasks
+from penstock.trainer.core.aio import ComputeThread
+from penstock.trainer.data.feeder import ServerTasks, TaskFeeder
 from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
-from penstock.trainer.evaluation.evaluation import EvaluationSet, Evaluator
+from penstock.trainer.data.sources.problem import Problem
+from penstock.trainer.data.submission import submit_tasks
+from penstock.trainer.evaluation.evaluation import Evaluator
+from penstock.trainer.evaluation.sets import EvaluationSet
 from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps
 from penstock.trainer.exchange.stream import Contract, Exchange
 from penstock.trainer.exchange.streams import Exchanges
-from penstock.trainer.loop import IN_FLIGHT, TrainingLoop
+from penstock.trainer.gather.batch import Gatherer
+from penstock.trainer.learner import Learner
+from penstock.trainer.loop import TrainingLoop
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.state.ledger import Ledger
+from penstock.trainer.weights.handover import Handover
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
@@ -61,6 +68,8 @@ class Numbers:
 
 class StillPolicy:
     """Counts its steps; each ends when `may_end` is set."""
+
+    data_ranks = 1
 
     def __init__(self) -> None:
         self.steps = 0
@@ -97,6 +106,8 @@ class Run:
     exchange: Exchange
     publisher: Publisher
     probe: Probe
+    tasks: TaskFeeder
+    ledger: Ledger
     loop: TrainingLoop
     stopping: asyncio.Event
     walk: asyncio.Task[None]
@@ -191,26 +202,64 @@ async def running(
             write=measured.write,
             stopping=stopping,
         )
-        loop = TrainingLoop(
+        handover = Handover(exchanges, publisher, IN_FLIGHT[config.weights.in_flight])
+        gatherer = Gatherer(
+            config,
+            exchanges=exchanges,
+            tasks=tasks,
+            handover=handover,
+            ledger=ledger,
+            compute=compute,
+            stopping=stopping,
+        )
+        learner = Learner(
             config,
             policy=policy,
             compute=compute,
-            exchanges=exchanges,
-            publisher=publisher,
-            tasks=tasks,
-            metrics=metrics,
-            probe=chosen,
             ledger=ledger,
-            checkpoint=lambda step, version, _: lambda: saved.append((step, version, policy.steps)),
+            probe=chosen,
+            collect=lambda step, version, _: lambda: saved.append((step, version, policy.steps)),
             stopping=stopping,
             step=step,
             share_prefixes=False,
+        )
+        agreement = Agreement(
+            config,
+            policy=policy,
+            exchanges=exchanges,
+            publisher=publisher,
+            tasks=tasks,
+            handover=handover,
+            gatherer=gatherer,
+            ledger=ledger,
+        )
+        loop = TrainingLoop(
+            config,
+            learner=learner,
+            gatherer=gatherer,
+            exchanges=exchanges,
+            publisher=publisher,
+            handover=handover,
+            agreement=agreement,
+            metrics=metrics,
             evaluator=evaluator,
         )
         parts = Parts(exchanges, publisher, metrics, loop)
         walk = asyncio.create_task(_walk(parts, stopping))
         try:
-            yield Run(policy, exchange, publisher, chosen, loop, stopping, walk, folder, saved)
+            yield Run(
+                policy,
+                exchange,
+                publisher,
+                chosen,
+                tasks,
+                ledger,
+                loop,
+                stopping,
+                walk,
+                folder,
+                saved,
+            )
         finally:
             policy.may_end.set()
             walk.cancel()

@@ -18,8 +18,9 @@ from penstock.trainer.batching.planning import StepPlan
 from penstock.trainer.config.algorithm import AlgorithmConfig, CriticConfig
 from penstock.trainer.config.trainer import LoraConfig, ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
+from penstock.trainer.policy.backend import learning_rate
 from penstock.trainer.policy.critic import Critic, Lesson
-from penstock.trainer.policy.fsdp import FsdpPolicy, learning_rate
+from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.policy.sharding import Sharding
 from penstock.trainer.policy.token_model import TokenModel
 from penstock.trainer.state.checkpoint import save_checkpoint

@@ -31,9 +31,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from penstock.client import Task, Trajectory
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import AdapterLimits
+from penstock.trainer.assembly import IN_FLIGHT
 from penstock.trainer.core.errors import CheckpointUnusable, RunFolderInUse, StorageFailed
 from penstock.trainer.exchange.stream import Contract, Exchange
-from penstock.trainer.loop import IN_FLIGHT
 from penstock.trainer.policy.random_states import load_random_states, save_random_states, seed_all
 from penstock.trainer.state.checkpoint import TrainerState, restore, save_checkpoint, verify
 from penstock.trainer.state.ledger import (

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.trainer.core.stopping import unless
+from penstock.trainer.core.aio import unless
 from penstock.trainer.state.ledger import FILE, Ledger
 from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse
 from tests.support.trainer_walk import WeightReceipt, Welcome, delivery, greet, running, stage
@@ -156,7 +156,7 @@ async def test_a_step_that_is_done_again_without_the_server_leaves_the_ledger_as
     after.mkdir()
     (after / FILE).write_bytes((before / FILE).read_bytes())
     async with Going(active=3) as server, running(after, server.address) as run:
-        run.loop._ledger.resume(0)
+        run.ledger.resume(0)
         run.policy.may_end.clear()
         await asyncio.to_thread(run.policy.computing.wait, 60)
         run.stopping.set()

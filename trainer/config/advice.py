@@ -1,6 +1,6 @@
 """Warnings about valid but probably unintended configurations. They are logged when the run starts.
 
-Configurations that cannot be intended are rejected when read (`config`, `algorithm_config`).
+Configurations that cannot be intended are rejected when read (`trainer`, `algorithm`).
 """
 
 from __future__ import annotations

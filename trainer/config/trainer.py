@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.common.secrets import without_passwords, without_secrets
 from penstock.common.section import Section
-from penstock.common.settings import SettingInvalid, apply_setting, read_table
+from penstock.common.settings import SettingInvalid, read_settings
 from penstock.common.token_file import redact
 from penstock.trainer.config.algorithm import GROUP_RELATIVE, AlgorithmConfig, Reinforce
 from penstock.trainer.config.data import DataConfig
@@ -376,10 +376,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
     Raises ConfigInvalid, naming each field and the value it got.
     """
     try:
-        document = read_table(path)
-        for override in overrides:
-            apply_setting(document, override)
-        return TrainerConfig.model_validate(document)
+        return TrainerConfig.model_validate(read_settings(path, overrides))
     except SettingInvalid as error:
         raise ConfigInvalid(str(error)) from error
     except ValidationError as error:

@@ -1,6 +1,6 @@
 """Submits tasks from the data source so that every server has enough of them waiting.
 
-`data_indices` tracks which index of the data is in which state, and which server it belongs to. If
+`indices` tracks which index of the data is in which state, and which server it belongs to. If
 a server may have lost tasks, only the outstanding ones are submitted again. A server that lost a
 group and made another one delivers both under the same task. That task is still trained once:
 `take` returns False for the second group.
@@ -20,95 +20,28 @@ import asyncio
 import logging
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 
 import grpc
-from google.protobuf import json_format
 
-from penstock.trainer.config.data import DataConfig, SamplingConfig
-from penstock.trainer.core.errors import ServerFull, ServerLost, SessionRefused
+from penstock.trainer.config.data import DataConfig
+from penstock.trainer.core.errors import ServerFull
 from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
-from penstock.trainer.data.sources.problem import Problem, Source
-from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
-from penstock.wire import codec
-from penstock.wire.failure import read_failure
-from penstock.wire.reasons import Reason
+from penstock.trainer.data.sources.problem import Source
+from penstock.trainer.data.submission import MOST_TASKS_PER_CALL, submit_tasks
+from penstock.trainer.data.tasks import AGAIN, TIMES, build_task, renamed, times_asked_again
+from penstock.v1 import task_service_pb2
 
 log = logging.getLogger(__name__)
-
-SUBMIT_TASKS = "/penstock.v1.TaskService/SubmitTasks"
-SUBMIT_TIMEOUT_SECONDS = 60.0
-# Delay before submitting again to a full server that named no delay.
-FULL_SECONDS = 1.0
-# Keeps a request far below the message size limit, and the server's reply quick.
-MOST_TASKS_PER_CALL = 512
-MOST_BYTES_PER_CALL = 8 << 20
-
-# Separates an index from the suffix that tells apart several task ids of that index.
-AGAIN = "~"
-# Separates the suffix from the number of times the prompt was asked again after an unusable group.
-TIMES = "+"
 
 # Data source under which rewards are counted if the task belongs to another run.
 UNKNOWN_SOURCE = "unknown"
 
 # Refusal reason for a group in which every attempt failed. Refusing the group settles its task.
 ALL_FAILED = "ALL_FAILED"
-
-ROLES = {
-    "system": conversation_pb2.ROLE_SYSTEM,
-    "user": conversation_pb2.ROLE_USER,
-    "assistant": conversation_pb2.ROLE_ASSISTANT,
-    "tool": conversation_pb2.ROLE_TOOL,
-}
-
-Task = codec.twin(task_service_pb2.Task)
-SubmitTasksRequest = codec.twin(task_service_pb2.SubmitTasksRequest)
-ChatMessage = codec.twin(conversation_pb2.ChatMessage)
-SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
-
-
-def build_task(
-    problem: Problem,
-    *,
-    run_id: str,
-    index: int,
-    config: DataConfig,
-    attempts: int | None = None,
-    again: str = "",
-) -> task_service_pb2.Task:
-    """Build the task of one index. The same run and index always give the same task.
-
-    `attempts` is the number of attempts to start if that is more than the group's size. `again`
-    makes a distinct task id, so that a server that knows the first id accepts the task.
-    """
-    task = describe_problem(problem, config.system_prompt, config.sampling)
-    task.task_id = f"{run_id}/{index}{AGAIN}{again}" if again else f"{run_id}/{index}"
-    task.purpose, task.index = trajectory_pb2.PURPOSE_TRAIN, index
-    task.group_size = attempts or config.group_size
-    task.finish_count = config.group_size if attempts else 0
-    return task
-
-
-def describe_problem(
-    problem: Problem, system_prompt: str, sampling: SamplingConfig
-) -> task_service_pb2.Task:
-    """Build a task that carries the problem as agents see it and the sampling parameters.
-
-    Its id, purpose, group size and index are not set.
-    """
-    task = Task(data_source=problem.data_source, sampling_params=_sampling(sampling))
-    messages = problem.messages
-    if system_prompt:
-        messages = (("system", system_prompt), *messages)
-    for role, text in messages:
-        task.conversation.messages.append(ChatMessage(role=ROLES[role], content=text))
-    json_format.ParseDict(problem.for_agents, task.metadata)
-    return task
 
 
 @dataclass(slots=True, eq=False)
@@ -373,7 +306,7 @@ class TaskFeeder:
                     index=index,
                     config=self._config,
                     attempts=self._attempts,
-                    again=_renamed(self._again.get(index, ""), again),
+                    again=renamed(self._again.get(index, ""), again),
                 )
             )
             # Computing a problem may take long; let streams and uploads proceed in between.
@@ -386,104 +319,3 @@ def _calls(indices: Sequence[int], again: str = "") -> Iterable[tuple[Sequence[i
     """Split indices into portions that each fit one call."""
     for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
         yield indices[begin : begin + MOST_TASKS_PER_CALL], again
-
-
-async def submit_tasks(
-    channel: grpc.aio.Channel,
-    tasks: Sequence[task_service_pb2.Task],
-    run_id: str = "",
-    trainer_epoch: Callable[[], int] = lambda: 0,
-) -> int:
-    """Submit tasks in as many calls as they need; return how many then wait at the server.
-
-    The call names the run and the trainer's current epoch. If a newer trainer took over, the stream
-    of `Exchange` ends for good; here that counts as a lost server. A server without room for a
-    whole call is sent halves of it, for as long as they fit. The caller submits everything again
-    later, and the server ignores the tasks it has accepted before.
-
-    Raises ServerFull, ServerLost and SessionRefused.
-    """
-    pending = 0
-    call = partial(_call_submit, channel, run_id=run_id, trainer_epoch=trainer_epoch)
-    for some in _parts(tasks):
-        pending = await _submit_some(call, some)
-    return pending
-
-
-def _parts(
-    tasks: Sequence[task_service_pb2.Task],
-) -> Iterator[Sequence[task_service_pb2.Task]]:
-    """Split tasks into portions that each fit one call. Without tasks, yield one empty portion."""
-    begin = size = 0
-    for end, task in enumerate(tasks):
-        count = task.ByteSize()
-        full = end - begin == MOST_TASKS_PER_CALL or size + count > MOST_BYTES_PER_CALL
-        if end > begin and full:
-            yield tasks[begin:end]
-            begin, size = end, 0
-        size += count
-    yield tasks[begin:]
-
-
-async def _submit_some(
-    call: Callable[[Sequence[task_service_pb2.Task]], Awaitable[int]],
-    tasks: Sequence[task_service_pb2.Task],
-) -> int:
-    try:
-        return await call(tasks)
-    except ServerFull:
-        if len(tasks) < 2:
-            raise
-    half = len(tasks) // 2
-    await _submit_some(call, tasks[:half])
-    return await _submit_some(call, tasks[half:])
-
-
-async def _call_submit(
-    channel: grpc.aio.Channel,
-    tasks: Sequence[task_service_pb2.Task],
-    run_id: str,
-    trainer_epoch: Callable[[], int],
-) -> int:
-    call: grpc.aio.UnaryUnaryMultiCallable[
-        task_service_pb2.SubmitTasksRequest, task_service_pb2.SubmitTasksResponse
-    ] = channel.unary_unary(
-        SUBMIT_TASKS,
-        request_serializer=codec.encode,
-        response_deserializer=codec.decoder(task_service_pb2.SubmitTasksResponse),
-    )
-    epoch = trainer_epoch()
-    request = SubmitTasksRequest(tasks=tasks, run_id=run_id, trainer_epoch=epoch)
-    try:
-        response = await call(request, timeout=SUBMIT_TIMEOUT_SECONDS)
-    except grpc.aio.AioRpcError as error:
-        failure = read_failure(error)
-        text = f"SubmitTasks: {failure.reason or failure.code.name}: {failure.message}"
-        if failure.is_full or failure.reason == Reason.QUEUE_FULL:
-            raise ServerFull(text, failure.retry_after_seconds or FULL_SECONDS) from error
-        if failure.is_unanswered or failure.reason == Reason.STALE_EPOCH:
-            raise ServerLost(text) from error
-        raise SessionRefused(text) from error
-    return response.pending_count
-
-
-def _renamed(before: str, again: str) -> str:
-    """Replace the suffix's first part by `again`, keeping the count of times asked again."""
-    part, plus, times = before.partition(TIMES)
-    return f"{again or part}{plus}{times}"
-
-
-def times_asked_again(task_id: str) -> int:
-    """Return how often the task's prompt was asked again because a group of it was unusable."""
-    times = task_id.rpartition("/")[2].partition(TIMES)[2]
-    return int(times) if times.isdecimal() else 0
-
-
-def _sampling(config: SamplingConfig) -> rollout_service_pb2.SamplingParams:
-    return SamplingParams(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_tokens=config.max_tokens,
-        stop=config.stop,
-    )

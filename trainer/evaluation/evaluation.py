@@ -48,29 +48,24 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from penstock.trainer.config.data import DataConfig
-from penstock.trainer.config.evaluation import EvaluationConfig, PinnedConfig
+from penstock.trainer.config.evaluation import PinnedConfig
+from penstock.trainer.core.aio import together, unless
 from penstock.trainer.core.errors import ServerFull
-from penstock.trainer.core.stopping import unless
-from penstock.trainer.core.together import together
-from penstock.trainer.data.feeder import describe_problem
-from penstock.trainer.data.sources.factory import open_source
-from penstock.trainer.data.sources.problem import Finite, Problem, Source
-from penstock.trainer.evaluation.prompts import SEED, Asked, Prompts, Schedule, Verdict
+from penstock.trainer.evaluation.prompts import Asked, Prompts, Verdict
 from penstock.trainer.evaluation.record import (
     EvaluationRecord,
     MeasuredPrompt,
     make_record,
     read_measured,
 )
+from penstock.trainer.evaluation.sets import EvaluationSet, Measurement
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange.stored_groups import Delivered
 from penstock.trainer.weights.handover import keep_trying
-from penstock.v1 import task_service_pb2, trajectory_pb2
+from penstock.v1 import task_service_pb2
 
 log = logging.getLogger(__name__)
 
@@ -90,60 +85,6 @@ class Exchanges(Protocol):
     def trainer_epoch(self) -> int: ...
     @property
     def held_version(self) -> int: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Measurement:
-    """One evaluation under way."""
-
-    prompts: Prompts
-    step: int
-    weight_version: int
-    skipped: int
-    time_start: float
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a group arrives."""
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when no server will sample its version any more."""
-    data_sources: dict[str, str] = field(default_factory=dict[str, str])
-    """Data source by task id."""
-    hold_start: float | None = None
-    """When the switch began to wait for it."""
-
-
-class EvaluationSet:
-    """One `[[evaluation]]` table: its prompts, its schedule, and its evaluation under way, if
-    any."""
-
-    def __init__(
-        self, config: EvaluationConfig, data: DataConfig, last_step: int | None = None
-    ) -> None:
-        """`data` holds the training defaults; `last_step` is the step of the last recorded
-        evaluation. Raises ConfigInvalid if the data cannot be read."""
-        self.config = config
-        self.source: Source = open_source(config, SEED, f"evaluation.{config.name}")
-        size = self.source.size if isinstance(self.source, Finite) else config.prompts
-        self.prompt_count = min(config.prompts, size)
-        self.sampling = config.sampling_over(data)
-        self.system_prompt = config.system_prompt_over(data)
-        self.schedule = Schedule(
-            every=config.every_versions,
-            at_start=config.at_start,
-            at_end=config.at_end,
-            last_step=last_step,
-        )
-        self.current: _Measurement | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.seconds: float | None = None
-        """Duration of the last evaluation; None until one has ended."""
-
-    def build_task(self, asked: Asked, problem: Problem) -> task_service_pb2.Task:
-        """Builds the task for one prompt of the set."""
-        task = describe_problem(problem, self.system_prompt, self.sampling)
-        task.task_id, task.index = asked.task_id, asked.index
-        task.purpose = trajectory_pb2.PURPOSE_EVAL
-        task.group_size = self.config.samples_per_prompt
-        return task
 
 
 class Evaluator:
@@ -256,7 +197,7 @@ class Evaluator:
                 )
                 self._group.create_task(unless(self._stopping, later))
 
-    async def _submit_asked(self, one: EvaluationSet, current: _Measurement, server: int) -> None:
+    async def _submit_asked(self, one: EvaluationSet, current: Measurement, server: int) -> None:
         """Submits all prompts of an evaluation that are still open, unless it has ended."""
         if one.current is current:
             await self._submit(one, current, server, current.prompts.asked.values())
@@ -279,7 +220,7 @@ class Evaluator:
             pinned_version=weight_version if pinned else None,
             max_other_version=pinned.max_other_version if pinned else 0,
         )
-        one.current = _Measurement(
+        one.current = Measurement(
             prompts, step, weight_version, one.schedule.begin(step), time.time()
         )
         log.info(
@@ -293,7 +234,7 @@ class Evaluator:
         running = self._measure(one, one.current)
         one.task = self._group.create_task(running, name=f"evaluation {config.name}")
 
-    async def _measure(self, one: EvaluationSet, current: _Measurement) -> None:
+    async def _measure(self, one: EvaluationSet, current: Measurement) -> None:
         """Consumes groups; waits for those of the prompts it submitted; produces a record."""
         try:
             asked = unless(current.gone, self._ask_all(one, current))
@@ -313,7 +254,7 @@ class Evaluator:
         finally:
             one.current = one.task = None
 
-    async def _ask_all(self, one: EvaluationSet, current: _Measurement) -> bool:
+    async def _ask_all(self, one: EvaluationSet, current: Measurement) -> bool:
         """Submits prompts as capacity allows. Returns whether every group arrived."""
         prompts = current.prompts
         while not prompts.done:
@@ -328,7 +269,7 @@ class Evaluator:
             return False
         return True
 
-    async def _comes(self, one: EvaluationSet, current: _Measurement) -> bool:
+    async def _comes(self, one: EvaluationSet, current: Measurement) -> bool:
         """Waits for a group. Returns False if none arrived in time while all servers were
         connected."""
         begun = asyncio.get_running_loop().time()
@@ -348,7 +289,7 @@ class Evaluator:
             return True
 
     async def _submit_all(
-        self, one: EvaluationSet, current: _Measurement, asked: Sequence[Asked]
+        self, one: EvaluationSet, current: Measurement, asked: Sequence[Asked]
     ) -> bool:
         """Submits each prompt to its server, then demands its group. Returns False if a server
         stayed full for too long."""
@@ -368,7 +309,7 @@ class Evaluator:
         return True
 
     async def _submit(
-        self, one: EvaluationSet, current: _Measurement, server: int, asked: Iterable[Asked]
+        self, one: EvaluationSet, current: Measurement, server: int, asked: Iterable[Asked]
     ) -> None:
         """Submits those of the given prompts that belong to this server."""
         tasks: list[task_service_pb2.Task] = []
@@ -437,7 +378,7 @@ class Evaluator:
             return True
         return False
 
-    def _record(self, one: EvaluationSet, current: _Measurement) -> EvaluationRecord:
+    def _record(self, one: EvaluationSet, current: Measurement) -> EvaluationRecord:
         config, prompts = one.config, current.prompts
         record = make_record(
             prompts.measured,
@@ -468,7 +409,7 @@ class Evaluator:
         return record
 
 
-def _warn(one: EvaluationSet, current: _Measurement, why: str) -> None:
+def _warn(one: EvaluationSet, current: Measurement, why: str) -> None:
     log.warning(
         "evaluation %s of version %d ends with %d of %d prompts: %s",
         one.config.name,

@@ -35,8 +35,8 @@ from typing import cast
 import grpc
 
 from penstock.common.failpoints import hit
+from penstock.trainer.core.aio import unless
 from penstock.trainer.core.errors import ServerGone, ServerLost, SessionRefused, SwitchRejected
-from penstock.trainer.core.stopping import unless
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange.known_groups import KnownGroups
 from penstock.trainer.exchange.stored_groups import Delivered, GroupUnreadable, StoredGroups

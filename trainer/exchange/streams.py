@@ -21,7 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from penstock.trainer.core.together import together
+from penstock.trainer.core.aio import together
 from penstock.trainer.data.shards import Division
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange.stream import Exchange

@@ -34,16 +34,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.client.plugins.group_filter import Delivered
 from penstock.trainer.batching.batching import TrainingGroup, read_group
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread, together, unless
 from penstock.trainer.core.errors import EverythingDropped, EverythingFailed
-from penstock.trainer.core.stopping import unless
-from penstock.trainer.data.feeder import ALL_FAILED, TaskFeeder, times_asked_again
+from penstock.trainer.data.feeder import ALL_FAILED, TaskFeeder
+from penstock.trainer.data.tasks import times_asked_again
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.gather.group_policies import (
     ASKED_AGAIN,
@@ -54,10 +55,11 @@ from penstock.trainer.gather.group_policies import (
     penalize_length,
     reason_to_drop,
 )
+from penstock.trainer.metrics.batch_figures import BatchFigures, describe_batch
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.state.ledger import Ledger, RefusedEntry
 from penstock.trainer.weights.handover import Handover
-from penstock.v1 import trajectory_pb2
+from penstock.v1 import trainer_service_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +132,10 @@ class Gatherer:
             await self._refuse_settled(delivery, instead=False)
 
     def demand(self, step: int) -> None:
-        """Grants each server the credit that its part of this step's batch needs."""
+        """Grants each server the credit that its part of this step's batch needs, unless the run is
+        asked to stop."""
+        if self._stopping.is_set():
+            return
         wanted = self._wanted = self._of(step)
         aside = [group for name, group in self._aside.items() if not wanted or name in wanted]
         in_hand = Counter(map(self._exchanges.server_of, aside))
@@ -141,9 +146,26 @@ class Gatherer:
             if missing > 0:
                 exchange.demand(missing)
 
-    def given_up(self, reason: str) -> None:
-        """Counts a group that the server dropped, with the current step or the next."""
-        self._given_up[reason] += 1
+    def awaits(self, notice: trainer_service_pb2.Notice) -> bool:
+        """Returns whether a notice of a dropped group may concern a task that awaits its group."""
+        # Older servers send notices without an id: those may concern any task. Other unknown ids
+        # are an agent's, a finished evaluation's, or repeat a notice from a stream that was lost.
+        return not notice.task_id or self._tasks.awaits(notice.task_id)
+
+    async def give_up(self, server: int, notice: trainer_service_pb2.Notice) -> None:
+        """Settles a task that will get no group, as if refused. The server knows about this
+        already. The group is counted with the current step or the next."""
+        self._tasks.settled(notice.task_id)
+        self._tasks.arrived(server)
+        self._given_up[notice.reason] += 1
+        entry = RefusedEntry(notice.group_id, notice.task_id, notice.reason)
+        await together(
+            (
+                # Without this entry, an older checkpoint would still list its index as outstanding.
+                self._compute.run(self._ledger.refuse, entry),
+                self._handover.ask(server, lambda: self._tasks.fill(server)),
+            )
+        )
 
     def _count_given_up(self, record: StepRecord) -> None:
         for reason, count in self._given_up.items():
@@ -196,6 +218,31 @@ class Gatherer:
         self._count_given_up(record)
         found.sort(key=lambda pair: (self._tasks.place(pair[0].task_id), pair[0].group_id))
         return Batch([delivery for delivery, _ in found], [group for _, group in found])
+
+    def describe(self, batch: Batch) -> BatchFigures:
+        """Computes the figures of a batch."""
+        sources = [self._tasks.data_source(delivery.task_id) for delivery in batch.deliveries]
+        return describe_batch(batch.deliveries, batch.groups, sources)
+
+    async def refill(self) -> bool:
+        """Submits tasks in place of those that became a batch. Returns False if the run is asked to
+        stop and has left its servers meanwhile."""
+        await self._handover.ask_all(self._tasks.fill)
+        return not self._exchanges.left.is_set()
+
+    def fillers(self) -> list[Coroutine[None, None, None]]:
+        """Returns, for each server, what submits tasks again whenever it was full. They run until
+        they are cancelled."""
+        return [
+            self._tasks.keep_filled(server, partial(self._handover.ask, server))
+            for server in self._handover.servers
+        ]
+
+    def settle(self, batch: Batch, step: int) -> None:
+        """Sends the receipts of a batch that the step trained, and marks its tasks as done."""
+        self._exchanges.receipt(batch.deliveries, step)
+        for delivery in batch.deliveries:
+            self._tasks.settled(delivery.task_id)
 
     def _of(self, step: int) -> frozenset[str]:
         """Returns the groups that the ledger lists for the step; empty if the gatherer does not

@@ -19,9 +19,9 @@ from penstock.trainer.core.figures import MOMENT, Line, aggregate, as_json, scal
 from penstock.trainer.exchange.server_load import LoadMeter
 from penstock.trainer.metrics.display import Display
 from penstock.trainer.metrics.pace import Pace
+from penstock.trainer.metrics.reporting import Trackers
 from penstock.trainer.metrics.step_record import FIGURES, StepRecord
 from penstock.trainer.metrics.tracker import Scalars
-from penstock.trainer.metrics.trackers import Trackers
 
 FILE = "metrics.jsonl"
 PREFIX = "train/"

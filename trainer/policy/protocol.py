@@ -1,6 +1,6 @@
 """The interface between the trainer and a model with its optimizer.
 
-`fsdp_policy.FsdpPolicy` is the default implementation. All methods are called from one thread,
+`fsdp.FsdpPolicy` is the default implementation. All methods are called from one thread,
 which is not the event loop's.
 """
 
@@ -190,6 +190,11 @@ def describe_step(
 
 class Policy(Protocol):
     """A model being trained."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of shares that a step's micro-batches are cut into."""
+        ...
 
     def step(self, plan: StepPlan) -> StepResult:
         """Apply the plan's optimizer updates.

@@ -35,11 +35,6 @@ if TYPE_CHECKING:
 class RankPolicy(Policy, Protocol):
     """One rank's part of a policy. Except for `score` and `adapter`, all ranks call a method or none."""
 
-    @property
-    def data_ranks(self) -> int:
-        """Number of shares that a step's micro-batches are cut into."""
-        ...
-
     def data_rank(self, rank: int) -> int:
         """Return the share that a rank computes."""
         ...

@@ -74,7 +74,7 @@ class TrainerState:
     ledger_bytes: int | None = None
     """Offset in the ledger where the line of `step` ends; None in checkpoints without it."""
     start_id: str = ""
-    """The start of the run that wrote it (`start_ids`); empty in checkpoints without it."""
+    """The start of the run that wrote it (`run_id`); empty in checkpoints without it."""
     record: Mapping[str, object] = field(default_factory=dict[str, object])
     """The figures of `step`, as far as known. They are written to the metrics when its switch is
     answered, before which the trainer may be killed. Empty if they are already written."""

@@ -10,7 +10,7 @@ memory for a second payload, every version is sent whole.
 
 from __future__ import annotations
 
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.weights.parcel import Held, Parcel, difference, whole
 from penstock.trainer.weights.payload import Payload
 from penstock.trainer.weights.payloads import Payloads, Weights

@@ -27,9 +27,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from penstock.trainer.core.aio import together, unless
 from penstock.trainer.core.errors import ServerFull, ServerLost, SwitchRejected, WeightsRefused
-from penstock.trainer.core.stopping import unless
-from penstock.trainer.core.together import together
 from penstock.trainer.exchange.stream import SwitchReceipt
 from penstock.trainer.exchange.streams import Exchanges
 from penstock.trainer.weights.publisher import Publisher

@@ -22,7 +22,7 @@ import grpc
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from penstock.common.memory_file import MemoryFile
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.core.errors import storing
 from penstock.trainer.state.checkpoint import replace_folder
 from penstock.trainer.weights.parcel import Parcel

@@ -24,9 +24,9 @@ from penstock.client.functions import BadFunction
 from penstock.client.turns import SegmentView
 from penstock.trainer.config.data import EnvironmentConfig, LevelConfig, SamplingConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data.feeder import describe_problem
 from penstock.trainer.data.sources.episodes import EpisodeSource
 from penstock.trainer.data.sources.problem import Finite
+from penstock.trainer.data.tasks import describe_problem
 from tests.support.harness import SubmitTasksRequest, serve
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"

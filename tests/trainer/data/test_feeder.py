@@ -16,19 +16,14 @@ from google.protobuf import json_format
 
 from penstock.trainer.config.data import DataConfig, ReasoningGymConfig, SamplingConfig
 from penstock.trainer.core.errors import ServerLost, SessionRefused
-from penstock.trainer.data.feeder import (
-    MOST_TASKS_PER_CALL,
-    ServerTasks,
-    Task,
-    TaskFeeder,
-    build_task,
-    submit_tasks,
-)
+from penstock.trainer.data.feeder import ServerTasks, TaskFeeder
 from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.problem import Problem, Source
 from penstock.trainer.data.sources.procedural import ReasoningGymSource
+from penstock.trainer.data.submission import MOST_TASKS_PER_CALL, submit_tasks
+from penstock.trainer.data.tasks import Task, build_task
 from penstock.trainer.gather.batch import settle_refused
 from penstock.trainer.state.ledger import Ledger, RefusedEntry
 from penstock.v1 import task_service_pb2, trainer_service_pb2
@@ -325,13 +320,13 @@ async def test_a_call_has_as_many_tasks_as_a_message_takes(monkeypatch: pytest.M
 
     server = ScriptedServer()
     server._submit = take  # type: ignore[method-assign]
-    monkeypatch.setattr("penstock.trainer.data.feeder.MOST_BYTES_PER_CALL", 500)
+    monkeypatch.setattr("penstock.trainer.data.submission.MOST_BYTES_PER_CALL", 500)
     async with server, connected(server) as channel:
         await feeder(channel, 7, source=Long()).fill(0)
         assert [index for call in calls for index in call] == list(range(7))
         assert [4] in calls and 2 < len(calls) < 7
         calls.clear()
-        monkeypatch.setattr("penstock.trainer.data.feeder.MOST_BYTES_PER_CALL", 1 << 20)
+        monkeypatch.setattr("penstock.trainer.data.submission.MOST_BYTES_PER_CALL", 1 << 20)
         many = [Task(task_id=f"r/{n}", index=n) for n in range(MOST_TASKS_PER_CALL + 1)]
         assert await submit_tasks(channel, many) == len(many)
         assert [len(call) for call in calls] == [MOST_TASKS_PER_CALL, 1]
@@ -570,7 +565,7 @@ async def test_what_a_server_drops_makes_room_for_another_task(
                 await asyncio.sleep(0.01)
             # A checkpoint lists no task that will never yield a group. The trainer learns shortly
             # afterwards which tasks the server has.
-            while run.loop._tasks.outstanding != ((3, 4, 5, 6) if named else tuple(range(7))):
+            while run.tasks.outstanding != ((3, 4, 5, 6) if named else tuple(range(7))):
                 await asyncio.sleep(0.01)
         # A trainer that resumes from an older checkpoint does not list them either.
         reopened = Ledger(tmp_path)

@@ -34,7 +34,6 @@ from penstock.trainer.config.data import (
 )
 from penstock.trainer.config.trainer import load_config, render_config
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data.feeder import build_task, describe_problem
 from penstock.trainer.data.sources import function as own
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.function import open_own
@@ -43,6 +42,7 @@ from penstock.trainer.data.sources.mixture import LONGEST_CYCLE, Interleaving, w
 from penstock.trainer.data.sources.problem import Problem, Source
 from penstock.trainer.data.sources.procedural import ReasoningGymSource
 from penstock.trainer.data.sources.tables import open_huggingface, open_parquet
+from penstock.trainer.data.tasks import build_task, describe_problem
 from penstock.v1 import task_service_pb2
 from penstock.wire import codec
 

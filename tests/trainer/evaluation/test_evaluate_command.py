@@ -23,8 +23,8 @@ from penstock.trainer.commands.evaluate_sets import Given, open_sets
 from penstock.trainer.config.data import DataConfig
 from penstock.trainer.config.trainer import load_config
 from penstock.trainer.data.sources.factory import open_source
-from penstock.trainer.evaluation.evaluation import EvaluationSet
 from penstock.trainer.evaluation.record import EvaluationRecord
+from penstock.trainer.evaluation.sets import EvaluationSet
 from tests.support.harness import Harness, hello
 from tests.support.tiny_model import make_tiny_model
 

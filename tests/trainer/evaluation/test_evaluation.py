@@ -24,7 +24,7 @@ from penstock.trainer.config.data import DataConfig
 from penstock.trainer.config.evaluation import EvaluationConfig
 from penstock.trainer.config.trainer import load_config, render_config
 from penstock.trainer.core.errors import ConfigInvalid, ServerFull, ServerLost
-from penstock.trainer.evaluation.evaluation import EvaluationSet, Evaluator
+from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.prompts import Prompts, Schedule, Verdict
 from penstock.trainer.evaluation.record import (
     EvaluationRecord,
@@ -33,6 +33,7 @@ from penstock.trainer.evaluation.record import (
     read_measured,
     take_figures,
 )
+from penstock.trainer.evaluation.sets import EvaluationSet
 from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps, lines_from, show
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.metrics.metrics import keep_until

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.data.shards import Division
 from penstock.trainer.gather.batch import Batch, Gatherer
 from penstock.trainer.gather.group_policies import NO_SPREAD

@@ -18,7 +18,7 @@ from penstock.client.plugins.group_filter import Delivered
 from penstock.trainer.batching.batching import TrainingGroup, read_group
 from penstock.trainer.config.groups import GroupsConfig, OverlongConfig
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.core.errors import ConfigInvalid, EverythingDropped
 from penstock.trainer.data.feeder import ALL_FAILED, ServerTasks, TaskFeeder
 from penstock.trainer.data.indices import DataIndices
@@ -347,7 +347,7 @@ async def test_a_group_without_spread_is_refused_counted_and_replaced(tmp_path: 
         assert record["groups_dropped"] == {NO_SPREAD: 2}
         assert (record["groups"], record["groups_kept_in_need"]) == (1, 0)
         # They are settled, so no checkpoint asks for them again.
-        assert not {0, 1, 2} & set(run.loop._tasks.outstanding)
+        assert not {0, 1, 2} & set(run.tasks.outstanding)
 
 
 async def test_what_the_server_dropped_is_counted_and_no_fault_of_the_groups(
@@ -409,7 +409,7 @@ async def test_the_prompt_of_a_failed_sibling_is_asked_again_under_another_id(
         assert run.records[0]["groups_dropped"] == {ASKED_AGAIN: 2, SIBLING_FAILED: 1}
         assert run.records[0]["failures"] == 3
         # The first was given up, the second is still to be answered, the third was trained.
-        assert set(run.loop._tasks.outstanding) & {0, 1, 2} == {1}
+        assert set(run.tasks.outstanding) & {0, 1, 2} == {1}
 
 
 async def test_a_prompt_of_which_everything_failed_is_asked_again_where_the_failed_are_replaced(

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from penstock.trainer.config.metrics import MetricsConfig
-from penstock.trainer.metrics.trackers import Trackers, make_trackers
+from penstock.trainer.metrics.reporting import Trackers, make_trackers
 
 
 def begin(
     monkeypatch: pytest.MonkeyPatch, out: Path, uri: str, *, resumes: bool = False
 ) -> Trackers:
     # Allow for a slow machine.
-    monkeypatch.setattr("penstock.trainer.metrics.trackers.CLOSE_SECONDS", 200.0)
+    monkeypatch.setattr("penstock.trainer.metrics.reporting.CLOSE_SECONDS", 200.0)
     tracker = {"kind": "mlflow", "tracking_uri": uri, "experiment": "e"}
     config = MetricsConfig.model_validate({"trackers": [tracker]})
     trackers = make_trackers(config.trackers, 4)

@@ -14,8 +14,13 @@ import pytest
 from penstock.trainer.config.metrics import MetricsConfig
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid
+from penstock.trainer.metrics.reporting import (
+    TrackedScalars,
+    Trackers,
+    TrackerThread,
+    make_trackers,
+)
 from penstock.trainer.metrics.tracker import RunStart
-from penstock.trainer.metrics.trackers import TrackedScalars, Trackers, TrackerThread, make_trackers
 
 SECONDS = 30.0
 

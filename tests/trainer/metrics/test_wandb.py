@@ -10,7 +10,7 @@ import pytest
 
 from penstock.trainer.config.metrics import MetricsConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.metrics.trackers import make_trackers
+from penstock.trainer.metrics.reporting import make_trackers
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     # Allow for a slow machine.
     monkeypatch.setattr("penstock.trainer.metrics.wandb.OPEN_TIMEOUT_SECONDS", 100.0)
-    monkeypatch.setattr("penstock.trainer.metrics.trackers.CLOSE_SECONDS", 200.0)
+    monkeypatch.setattr("penstock.trainer.metrics.reporting.CLOSE_SECONDS", 200.0)
     yield
     wandb.teardown()
 

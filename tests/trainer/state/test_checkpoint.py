@@ -24,7 +24,8 @@ from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid, StorageFailed
 from penstock.trainer.core.figures import aggregate, scalars
 from penstock.trainer.metrics.step_record import FIGURES, StepRecord
-from penstock.trainer.policy.fsdp import FsdpPolicy, learning_rate
+from penstock.trainer.policy.backend import learning_rate
+from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.policy.loading import load_model, save_tokenizer
 from penstock.trainer.policy.optimizer_progress import load_progress, save_progress
 from penstock.trainer.state.checkpoint import (

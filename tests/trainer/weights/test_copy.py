@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.state.checkpoint import replace_folder
 from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.parcel import difference

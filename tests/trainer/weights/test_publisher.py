@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from penstock.common.memory_file import MemoryFile
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.core.errors import ServerLost, WeightsRefused
 from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.payload import Payload

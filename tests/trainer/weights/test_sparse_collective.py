@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from penstock.trainer.config.weights import WeightsConfig
-from penstock.trainer.core.compute import ComputeThread
+from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.weights.collective.transport import CollectiveSettings, CollectiveTransport
 from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.publisher import Publisher

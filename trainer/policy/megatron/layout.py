@@ -3,7 +3,7 @@ the model.
 
     rank = (stage x data_ranks + data) x tensor_ranks + tensor
 
-Import it only after `megatron_hook.install`.
+Import it only after `hook.install`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ device. Attention uses torch's kernels, which support the masks of prefix trees 
 matrix. Rotary angles are computed from explicit positions, because those of a tree are not 0, 1, 2
 ... Fusions are off, because they go through torch.compile.
 
-Import it only after `megatron_hook.install`.
+Import it only after `hook.install`.
 """
 # ruff: noqa: N806 - a name ends with its dimensions.
 

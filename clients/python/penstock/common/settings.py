@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -21,6 +22,14 @@ def read_table(path: Path) -> Table:
         raise SettingInvalid(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingInvalid(f"{path}: {error}") from error
+
+
+def read_settings(path: Path | None, settings: Iterable[str]) -> Table:
+    """A TOML file with settings applied over it, the last one winning. Raises SettingInvalid."""
+    table = {} if path is None else read_table(path)
+    for setting in settings:
+        apply_setting(table, setting)
+    return table
 
 
 def apply_setting(table: Table, setting: str) -> None:

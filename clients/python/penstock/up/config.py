@@ -39,7 +39,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from penstock.common.secrets import without_passwords
 from penstock.common.section import Section
-from penstock.common.settings import SettingInvalid, Table, apply_setting, read_table
+from penstock.common.settings import SettingInvalid, Table, read_settings, read_table
 from penstock.common.token_file import redact
 from penstock.up.cluster_config import EVERY_INTERFACE, LOOPBACK, Cluster, Engines
 
@@ -131,10 +131,7 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
     Raises UpConfigInvalid.
     """
     try:
-        document = read_table(path)
-        for override in overrides:
-            apply_setting(document, override)
-        file = UpFile.model_validate(document)
+        file = UpFile.model_validate(read_settings(path, overrides))
     except SettingInvalid as error:
         raise UpConfigInvalid(str(error)) from error
     except ValidationError as error:
