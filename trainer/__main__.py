@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from penstock.trainer.assembly import Parts
     from penstock.trainer.core.aio import ComputeThread
     from penstock.trainer.metrics.reporting import Trackers
-    from penstock.trainer.policy.ranks import Leader, LocalRanks, Place
+    from penstock.trainer.policy.process_group import LocalRanks, Place
+    from penstock.trainer.policy.ranks import Leader
     from penstock.trainer.resume import Start
     from penstock.trainer.state.ledger import Ledger
 
@@ -92,7 +93,7 @@ def _take_place(
 ) -> tuple[Place, LocalRanks | None]:
     """Returns the place of this process among the ranks, and the local ranks that it started, if
     any."""
-    from penstock.trainer.policy.ranks import LocalRanks, find_place
+    from penstock.trainer.policy.process_group import LocalRanks, find_place
 
     place = find_place(os.environ)
     if ranks > 1 and place.size not in (1, ranks):
@@ -119,7 +120,8 @@ def _check_ranks(config: TrainerConfig, ranks: int) -> None:
 
 def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks | None) -> bool:
     """Runs the training as rank 0. Returns whether it is done."""
-    from penstock.trainer.policy.ranks import join_group, lead, leave_group
+    from penstock.trainer.policy.process_group import join_group, leave_group
+    from penstock.trainer.policy.ranks import lead
 
     join_group(place, local)
     leader = lead(place.size)
@@ -140,7 +142,8 @@ def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks |
 
 def _follow(config: TrainerConfig, place: Place) -> int:
     """Runs any other rank; returns its exit code. Rank 0 reports its errors."""
-    from penstock.trainer.policy.ranks import end_with_parent, follow, join_group, leave_group
+    from penstock.trainer.policy.process_group import end_with_parent, join_group, leave_group
+    from penstock.trainer.policy.ranks import follow
 
     end_with_parent()
     join_group(place, None)

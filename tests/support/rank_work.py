@@ -19,15 +19,9 @@ from penstock.trainer.batching.planning import StepPlan, plan_step
 from penstock.trainer.config.algorithm import AlgorithmConfig
 from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.policy.fsdp import FsdpPolicy
+from penstock.trainer.policy.process_group import end_with_parent, find_place, join_group
 from penstock.trainer.policy.ranked import LeadingPolicy, RankPolicy, obey
-from penstock.trainer.policy.ranks import (
-    Leader,
-    end_with_parent,
-    find_place,
-    follow,
-    join_group,
-    lead,
-)
+from penstock.trainer.policy.ranks import Leader, follow, lead
 from penstock.trainer.policy.sharding import Sharding
 from tests.support.policy_rollouts import roll_out
 from tests.trainer.batching.test_batching import context, group, read, trajectory, written

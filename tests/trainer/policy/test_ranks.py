@@ -30,7 +30,8 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.policy.ranks import LOCAL, PORT_BYTES, Leader, Place, join_group, lead
+from penstock.trainer.policy.process_group import LOCAL, Place, join_group
+from penstock.trainer.policy.ranks import PORT_BYTES, Leader, lead
 from tests.faults.trainers import Stand, check_lineage, check_weights, standing
 from tests.support.rank_work import groups_of, plan_for
 from tests.support.tiny_model import make_tiny_model
@@ -408,7 +409,7 @@ async def test_one_command_starts_all_ranks_of_a_host(model: Path, tmp_path: Pat
 
 def test_a_rank_that_ends_before_it_joined_ends_the_run() -> None:
     code = (
-        "import time; from penstock.trainer.policy.ranks import LocalRanks; import sys;"
+        "import time; from penstock.trainer.policy.process_group import LocalRanks; import sys;"
         "LocalRanks(2, (sys.executable, '-c', 'import sys; sys.exit(3)')); time.sleep(60)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -417,7 +418,7 @@ def test_a_rank_that_ends_before_it_joined_ends_the_run() -> None:
 
 
 def test_a_rank_that_begins_when_rank_zero_has_gone_ends_at_once() -> None:
-    code = "from penstock.trainer.policy.ranks import end_with_parent; end_with_parent()"
+    code = "from penstock.trainer.policy.process_group import end_with_parent; end_with_parent()"
     for leader, status in ((os.getpid(), 0), (1, 1)):
         environment = {**os.environ, "PENSTOCK_LOCAL_RANKS": str(leader)}
         assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == status
