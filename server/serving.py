@@ -37,13 +37,9 @@ from penstock.server.groups.attempts import LeaseRules
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
 from penstock.server.groups.recovery import recover_from
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.journal.records import (
-    Journal,
-    MemoryJournal,
-    SnapshotItem,
-    server_started,
-    weights_activated,
-)
+from penstock.server.journal.memory import MemoryJournal
+from penstock.server.journal.protocol import Journal, SnapshotItem
+from penstock.server.journal.records import server_started, weights_activated
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.rollouts.complete import Closing
 from penstock.server.rollouts.start import Opening, StreamRules
@@ -171,7 +167,6 @@ class Serving:
             config.leases.own_seconds,
         )
         self.budget.last = self.own
-        self._journal.on_full = self.own.give_way
         self.closing = Closing(
             self.store,
             self.queue,
@@ -384,7 +379,7 @@ class Serving:
             version = self.switch.active_version or (left_version if waits else 0)
             return self.parts.snapshot(self._starts, version)
 
-        await self._journal.start(state)
+        await self._journal.start(state, self.own.give_way)
         await self._journal.append([server_started(self._starts)])
 
     def _handlers(self) -> Mapping[str, Handler]:

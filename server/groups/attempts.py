@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from penstock.server.journal.records import JournalRecord, Record
+from penstock.server.journal.protocol import Record
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire.codec import twin
+from penstock.wire.messages import JournalRecord
 
 logger = logging.getLogger(__name__)
 

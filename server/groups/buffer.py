@@ -32,7 +32,7 @@ from typing import Protocol
 
 from penstock.server.core.broadcast import Broadcast
 from penstock.server.core.reason_counts import ReasonCounts
-from penstock.server.journal.records import FilePlace, Journal, Stored
+from penstock.server.journal.protocol import FilePlace, Journal, Stored
 from penstock.server.turns.group_bytes import EncodedGroup, group_in
 from penstock.v1 import task_service_pb2, trajectory_pb2
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.server.groups.buffer import BufferedGroup
-from penstock.server.journal.records import FilePlace
+from penstock.server.journal.protocol import FilePlace
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.codec import twin
 

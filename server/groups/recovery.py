@@ -20,9 +20,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from penstock.server.groups.attempts import Attempt, Group
+from penstock.server.groups.attempts import Attempt, Group, group_changed
 from penstock.server.journal import records
-from penstock.server.journal.records import (
+from penstock.server.journal.protocol import (
     Deferred,
     Journal,
     JournalUnreadable,
@@ -391,7 +391,7 @@ def snapshot(state: ServerState) -> Iterator[SnapshotItem]:
     for group in state.groups:
         if group.task is not None:
             yield records.task_accepted(group.task)
-        yield records.group_changed(group)
+        yield group_changed(group)
     for trajectory in state.trajectories:
         yield trajectory_opened(trajectory)
         if trajectory.turn is not None:

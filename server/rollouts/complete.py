@@ -43,11 +43,8 @@ from penstock.server.groups.buffer import (
     InMemory,
 )
 from penstock.server.groups.task_queue import TaskQueue
+from penstock.server.journal.protocol import Appended, Journal, Record, Stored
 from penstock.server.journal.records import (
-    Appended,
-    Journal,
-    Record,
-    Stored,
     group_dropped,
     leases_expired,
     trajectories_forgotten,

@@ -19,7 +19,7 @@ from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.engine.protocol import WHOLE, Engine
 from penstock.server.groups.attempts import Attempt, group_changed
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.journal.records import Journal
+from penstock.server.journal.protocol import Journal
 from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns import requests

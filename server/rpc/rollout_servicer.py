@@ -17,7 +17,8 @@ from penstock.server.core.own_tasks import OwnTasks
 from penstock.server.engine.protocol import Finish
 from penstock.server.groups.attempts import Attempt
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.journal.records import Journal, trajectories_forgotten
+from penstock.server.journal.protocol import Journal
+from penstock.server.journal.records import trajectories_forgotten
 from penstock.server.rollouts.start import Opening, StreamWish
 from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.text.renderer import Message, Renderer

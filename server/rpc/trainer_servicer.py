@@ -31,9 +31,8 @@ from penstock.server.groups.admission import Admission
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
 from penstock.server.groups.staleness_gate import LatePolicy, StalenessContract
 from penstock.server.groups.task_queue import TaskQueue
+from penstock.server.journal.protocol import Journal, Record
 from penstock.server.journal.records import (
-    Journal,
-    Record,
     group_dropped,
     groups_receipted,
     run_replaced,

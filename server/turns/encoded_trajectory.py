@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.server.journal.records import Part
+from penstock.server.journal.protocol import Part
 
 
 class LeftOut(NamedTuple):

@@ -13,14 +13,7 @@ from google.protobuf import json_format
 from opentelemetry import trace
 
 from penstock.server.engine.protocol import Delta, Finish
-from penstock.server.journal.records import (
-    Deferred,
-    EncodedRecord,
-    Journal,
-    JournalRecord,
-    Record,
-    Stored,
-)
+from penstock.server.journal.protocol import Deferred, EncodedRecord, Journal, Record, Stored
 from penstock.server.text.renderer import Tool
 from penstock.server.turns import group_bytes
 from penstock.server.turns.history import HeldMessage, History
@@ -29,6 +22,7 @@ from penstock.server.turns.runner import FINISH_REASONS, Turn, TurnAttempt, Turn
 from penstock.server.turns.store import PromptKind, TrajectoryRecord, TrajectoryStore
 from penstock.v1 import conversation_pb2, journal_pb2, rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
+from penstock.wire.messages import JournalRecord
 
 _TrajectoryOpened = codec.twin(journal_pb2.TrajectoryOpened)
 _TurnChanged = codec.twin(journal_pb2.TurnChanged)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.server.engine.protocol import Delta
-    from penstock.server.journal.records import Stored
+    from penstock.server.journal.protocol import Stored
     from penstock.server.turns.encoded_trajectory import EncodedTrajectory
     from penstock.server.turns.history import History
     from penstock.server.turns.runner import Turn, TurnSampling

@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.http.server import open_http
-from penstock.server.journal.records import EncodedRecord
+from penstock.server.journal.protocol import EncodedRecord
 from penstock.server.journals import open_journal
 from penstock.server.rpc.boundary import SERVICES
 from penstock.server.security.gate import open_gate

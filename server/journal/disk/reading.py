@@ -18,7 +18,8 @@ from pathlib import Path
 from penstock.server.journal.disk.files import Files, find_files
 from penstock.server.journal.disk.segment import SegmentCorrupt
 from penstock.server.journal.disk.segment_reader import SegmentReader, check_last, check_order
-from penstock.server.journal.records import JournalRecord, Record, Stored
+from penstock.server.journal.protocol import Record, Stored
+from penstock.wire.messages import JournalRecord
 from penstock.wire.referred import put_together
 
 MAX_REOPENINGS = 100

@@ -34,7 +34,6 @@ from pathlib import Path
 import xxhash
 
 from penstock.common.folders import sync_folder
-from penstock.server.journal.records import JournalRecord
 from penstock.wire.frames import (
     ALIGNMENT,
     CLOSING_MARK,
@@ -45,6 +44,7 @@ from penstock.wire.frames import (
     read_head,
     read_payload_at,
 )
+from penstock.wire.messages import JournalRecord
 from penstock.wire.referred import put_together
 
 MAGIC = b"PENSTOK2"

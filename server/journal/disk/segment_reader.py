@@ -27,8 +27,9 @@ from penstock.server.journal.disk.segment import (
     read_frame,
     read_header,
 )
-from penstock.server.journal.records import JournalRecord, Record
+from penstock.server.journal.protocol import Record
 from penstock.wire.frames import ALIGNMENT, CLOSING_MARK, FRAME, MARK, MAX_PAYLOAD
+from penstock.wire.messages import JournalRecord
 
 READ_BYTES = 64 << 10
 SCAN_BYTES = 1 << 20

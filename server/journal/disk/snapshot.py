@@ -15,7 +15,7 @@ from penstock.server.journal.disk.segment import (
     SegmentWriter,
     payload_length,
 )
-from penstock.server.journal.records import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
+from penstock.server.journal.protocol import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
 from penstock.wire.frames import frame_length
 
 BATCH_BYTES = 1 << 20

@@ -24,7 +24,7 @@ from enum import IntEnum
 import xxhash
 
 from penstock.server.journal.disk.segment import Payload, frame_of, payload_length, read_frame
-from penstock.server.journal.records import Stored
+from penstock.server.journal.protocol import Stored
 from penstock.wire.frames import frame_length
 
 REFERENCE = struct.Struct("<QQQQ")
@@ -100,6 +100,11 @@ class Entry:
     payload: Payload
     reference: Reference | None = None
     """Set if the record is outside the log already."""
+
+    @property
+    def frame_bytes(self) -> int:
+        """Size of its frame; approximate for a reference."""
+        return frame_length(payload_length(self.payload) + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from penstock.server.config.settings import JournalSection
 from penstock.server.journal.jetstream.answers import Fenced, JetStreamError, StreamState
@@ -35,7 +35,6 @@ from penstock.server.journal.jetstream.reading import (
     read_stored,
     replay_messages,
 )
-from penstock.server.journal.jetstream.snapshot import entry_bytes
 from penstock.server.journal.jetstream.stream import (
     fit_stream,
     list_outside,
@@ -44,7 +43,7 @@ from penstock.server.journal.jetstream.stream import (
     purge_outside,
     why_not_synced,
 )
-from penstock.server.journal.records import JournalInUse, JournalUnreadable, Record, Stored
+from penstock.server.journal.protocol import JournalInUse, JournalUnreadable, Record, Stored
 
 OWNER_SECONDS = 10.0
 """How long a listening writer may take to answer before its stream is taken over."""
@@ -182,9 +181,9 @@ class StreamLog:
 
     # Writing
 
-    async def store(self, entries: list[Entry]) -> list[Stored]:
+    async def store(self, entries: Sequence[Entry]) -> list[Stored]:
         """Store entries; returns their locations once they are durable. Raises JetStreamError."""
-        if sum(map(entry_bytes, entries)) > MESSAGE_BYTES:
+        if sum(entry.frame_bytes for entry in entries) > MESSAGE_BYTES:
             messages, places = await asyncio.to_thread(self._packing.pack, self._next, entries)
         else:
             messages, places = self._packing.pack(self._next, entries)

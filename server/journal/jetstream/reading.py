@@ -33,7 +33,8 @@ from penstock.server.journal.jetstream.frames import (
     read_at,
     read_message,
 )
-from penstock.server.journal.records import JournalRecord, Record, Stored
+from penstock.server.journal.protocol import Record, Stored
+from penstock.wire.messages import JournalRecord
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from penstock.server.journal.jetstream.answers import Refused, StreamState, state_in
 from penstock.server.journal.jetstream.connection import NO_ROOM, STREAM_NOT_FOUND, Connection
-from penstock.server.journal.records import JournalUnreadable
+from penstock.server.journal.protocol import JournalUnreadable
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.server.engine.protocol import Delta
-from penstock.server.journal.records import JournalRecord
 from penstock.server.turns import group_bytes
 from penstock.server.turns.runner import TurnSampling
 from penstock.server.turns.store import PromptKind, TrajectoryRecord
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec
+from penstock.wire.messages import JournalRecord
 
 Task = codec.twin(task_service_pb2.Task)
 Outcome = codec.twin(trajectory_pb2.Outcome)
