@@ -37,7 +37,7 @@ from penstock.wire.reasons import Reason
 logger = logging.getLogger(__name__)
 
 
-class Entry(Protocol):
+class Framed(Protocol):
     """A record as its journal queues it."""
 
     @property
@@ -46,7 +46,7 @@ class Entry(Protocol):
         ...
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=Framed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -71,7 +71,7 @@ from penstock.server.journal.disk.segment import (
     read_payload,
     whole_record,
 )
-from penstock.server.journal.disk.snapshot import Written, payload_of, write_snapshot
+from penstock.server.journal.disk.snapshot import WrittenSnapshot, payload_of, write_snapshot
 from penstock.server.journal.disk.writing import Durability, NoRoom, Segments
 from penstock.server.journal.protocol import (
     Appended,
@@ -330,7 +330,7 @@ class LogJournal(AppendingJournal[_Pending]):
         await self._remove(older)
         return waited
 
-    def _take_over(self, number: int, written: Written) -> list[Path]:
+    def _take_over(self, number: int, written: WrittenSnapshot) -> list[Path]:
         """Make the snapshot authoritative; returns the files that it replaces."""
         older = [(n, path) for n, path in self._segments.paths.items() if n < number]
         self._segments.paths[number] = self._folder / f"{number:010d}.snapshot"

@@ -3,7 +3,7 @@
 A server may write to the folder meanwhile. All files are opened before anything is read, and
 together they are one state of the folder: if a snapshot replaced older files in between, they are
 opened again. An open file stays readable after it is removed. A file that is being written is read
-up to its current end, with `pread` (`journal_segment_reader`).
+up to its current end, with `pread` (`segment_reader`).
 """
 
 from __future__ import annotations

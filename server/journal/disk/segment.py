@@ -19,7 +19,7 @@ versions have only magic and number before their frames, and no closing frame.
 The written part ends where no frame begins. If it ends in an invalid frame, the tail is torn: the
 frame was being written when the machine stopped, and its records were never acknowledged. That
 explanation is ruled out if a later frame states that this place was durable, or if another segment
-follows. Then acknowledged bytes were lost, and the segment is corrupt. `journal_segment_reader`
+follows. Then acknowledged bytes were lost, and the segment is corrupt. `segment_reader`
 tells the two cases apart.
 """
 

@@ -1,7 +1,7 @@
 """Reads files of the journal, for a starting server and for the read-only commands.
 
 A file is read with `pread`, in pieces, and never mapped. So an unreadable sector is an error with a
-location, and a file that a server truncates meanwhile simply ends. `journal_segment` describes how
+location, and a file that a server truncates meanwhile simply ends. `segment` describes how
 the end of the written part is found.
 
 While a server writes to the file, an invalid frame may be one that is just being written. A later

@@ -7,7 +7,7 @@ of another server then finds its sequence occupied.
 
 The server counts the sequences itself, and NATS stores each message under its sequence or not at
 all. So no message is duplicated, and none is missing unless NATS lost power (see
-`jetstream_reading`). Nothing after the BEGIN of the last whole snapshot is ever removed.
+`reading`). Nothing after the BEGIN of the last whole snapshot is ever removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.server.journal.jetstream.frames import (
     outside_bytes,
 )
 from penstock.server.journal.jetstream.reading import (
-    Reading,
+    StreamReading,
     begin_of,
     read_stored,
     replay_messages,
@@ -162,7 +162,7 @@ class StreamLog:
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
         """Yield every record that the previous server left. Raises JournalUnreadable."""
         synced = self._section.durability == "fsync"
-        reading = Reading(self.connection, self._begin, self._next - 1, synced)
+        reading = StreamReading(self.connection, self._begin, self._next - 1, synced)
         try:
             async for found in replay_messages(reading):
                 yield found

@@ -22,7 +22,7 @@ from penstock.server.journal import compaction_pace
 from penstock.server.journal.jetstream import journal as jetstream_journal
 from penstock.server.journal.jetstream import log as jetstream_log
 from penstock.server.journal.jetstream import stream as jetstream_stream
-from penstock.server.journal.jetstream.answers import Refused
+from penstock.server.journal.jetstream.answers import StreamRefused
 from penstock.server.journal.jetstream.frames import (
     Entry,
     FrameCorrupt,
@@ -561,7 +561,7 @@ async def test_a_compaction_that_failed_is_tried_again(
         nonlocal failures
         if failures < 3:
             failures += 1
-            raise Refused("maximum bytes exceeded", 10077)
+            raise StreamRefused("maximum bytes exceeded", 10077)
         await remove(log, carried)
 
     monkeypatch.setattr(jetstream_log.StreamLog, "remove", refused)
