@@ -33,7 +33,8 @@ from rich.table import Table
 from tests.support.nats_server import nats_server
 
 from penstock.server.config.journal import JournalSection
-from penstock.server.journal.records import Journal, tasks_known
+from penstock.server.journal.protocol import Journal
+from penstock.server.journal.records import tasks_known
 from penstock.server.journals import open_journal
 
 KINDS = {"one by one": (300, 1), "64 callers": (300, 64), "groups": (500_000, 8)}

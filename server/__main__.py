@@ -138,7 +138,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
     from penstock.common import allocator, telemetry
     from penstock.common.models import missing_folder
     from penstock.server.http.server import HttpAddressInUse
-    from penstock.server.journal.records import JournalInUse, JournalUnreadable
+    from penstock.server.journal.protocol import JournalInUse, JournalUnreadable
     from penstock.server.lifecycle import AddressInUse
     from penstock.wire.security import CredentialsUnusable
 

@@ -19,7 +19,9 @@ from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import LeaseRules
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.journal.records import Journal, MemoryJournal, weights_activated
+from penstock.server.journal.memory import MemoryJournal
+from penstock.server.journal.protocol import Journal
+from penstock.server.journal.records import weights_activated
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.rollouts.buffering import CompletedGroups
 from penstock.server.rollouts.complete import Closing

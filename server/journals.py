@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from penstock.server.config.journal import JournalSection
 from penstock.server.journal.disk.journal import LogJournal
-from penstock.server.journal.records import Journal, JournalUnreadable, MemoryJournal
+from penstock.server.journal.memory import MemoryJournal
+from penstock.server.journal.protocol import Journal, JournalUnreadable
 
 
 async def open_journal(section: JournalSection) -> Journal:

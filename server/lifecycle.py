@@ -28,7 +28,8 @@ from penstock.server.config.settings import SecuritySection, check_exposure
 from penstock.server.core.errors import DomainError
 from penstock.server.gauges import observe
 from penstock.server.groups.recovery import recover_from
-from penstock.server.journal.records import SnapshotItem, server_started
+from penstock.server.journal.protocol import SnapshotItem
+from penstock.server.journal.records import server_started
 from penstock.server.routes import endpoints, handlers
 from penstock.server.rpc.boundary import service_handlers
 from penstock.server.rpc.reflection import add_reflection

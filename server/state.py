@@ -12,7 +12,7 @@ from penstock.server.groups.admission import Admission
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer, InJournal, KeptGroups
 from penstock.server.groups.recovery import FinishedGroup, Recovered, ServerState, snapshot
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.journal.records import Journal, SnapshotItem, Stored
+from penstock.server.journal.protocol import Journal, SnapshotItem, Stored
 from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.rpc.trainer.session import CurrentSession
 from penstock.server.turns.store import ClosedMark, TrajectoryStore

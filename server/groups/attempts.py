@@ -26,9 +26,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from penstock.server.journal.records import JournalRecord, Record
+from penstock.server.journal.protocol import Record
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire.codec import twin
+from penstock.wire.messages import JournalRecord
 
 logger = logging.getLogger(__name__)
 

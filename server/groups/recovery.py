@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from penstock.server.groups.attempts import Attempt, Group, group_changed, recorded_state
 from penstock.server.journal import records
-from penstock.server.journal.records import (
+from penstock.server.journal.protocol import (
     Deferred,
     Journal,
     JournalUnreadable,

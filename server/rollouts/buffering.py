@@ -26,7 +26,8 @@ from penstock.server.groups.buffer import (
     InMemory,
 )
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.journal.records import Appended, Journal, Record, Stored, group_dropped
+from penstock.server.journal.protocol import Appended, Journal, Record, Stored
+from penstock.server.journal.records import group_dropped
 from penstock.server.turns.encoding import (
     EncodedGroup,
     decode_group,

@@ -30,9 +30,8 @@ from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.core.reason_counts import ReasonCounts
 from penstock.server.groups.attempts import Attempt, Group, Settled, group_changed
 from penstock.server.groups.task_queue import TaskQueue
+from penstock.server.journal.protocol import Journal, Record
 from penstock.server.journal.records import (
-    Journal,
-    Record,
     leases_expired,
     trajectories_forgotten,
     trajectory_closed,

@@ -18,7 +18,7 @@ from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.engine.protocol import WHOLE, EngineDescription
 from penstock.server.groups.attempts import Attempt, group_changed
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.journal.records import Journal
+from penstock.server.journal.protocol import Journal
 from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.turns import requests
 from penstock.server.turns.prompts import Prompts, Said

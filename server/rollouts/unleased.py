@@ -20,7 +20,8 @@ from collections.abc import Callable
 
 from penstock.server.core.aio import Broadcast
 from penstock.server.groups.lease_clock import LeaseClock
-from penstock.server.journal.records import Journal, leases_expired, trajectories_forgotten
+from penstock.server.journal.protocol import Journal
+from penstock.server.journal.records import leases_expired, trajectories_forgotten
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import TrajectoryRecord
 

@@ -13,7 +13,8 @@ from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.groups.attempts import Holder, group_changed
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.journal.records import Journal, task_accepted
+from penstock.server.journal.protocol import Journal
+from penstock.server.journal.records import task_accepted
 from penstock.server.rollouts.complete import Closing
 from penstock.server.turns import requests
 from penstock.v1 import task_service_pb2

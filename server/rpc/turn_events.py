@@ -14,7 +14,8 @@ from opentelemetry.context import Context
 
 from penstock.server.core.aio import OwnTasks
 from penstock.server.core.errors import DomainError
-from penstock.server.journal.records import Journal, trajectories_forgotten
+from penstock.server.journal.protocol import Journal
+from penstock.server.journal.records import trajectories_forgotten
 from penstock.server.rollouts.start import StreamWish
 from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.rpc.leases import CallLeases

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from google.protobuf.descriptor import Descriptor
 
-from penstock.server.journal.records import EncodedRecord, JournalRecord, Part, ShortRecord, Stored
+from penstock.server.journal.protocol import EncodedRecord, Part, ShortRecord, Stored
 from penstock.server.turns.trajectory import (
     EncodedTrajectory,
     LeftOut,
@@ -35,6 +35,7 @@ from penstock.server.turns.trajectory import (
 )
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire.codec import TOKEN, twin
+from penstock.wire.messages import JournalRecord
 
 _Segment = twin(trajectory_pb2.Segment)
 _Trajectory = twin(trajectory_pb2.Trajectory)

@@ -13,14 +13,7 @@ from google.protobuf import json_format
 from opentelemetry import trace
 
 from penstock.server.engine.protocol import Delta, Finish
-from penstock.server.journal.records import (
-    Deferred,
-    EncodedRecord,
-    Journal,
-    JournalRecord,
-    Record,
-    Stored,
-)
+from penstock.server.journal.protocol import Deferred, EncodedRecord, Journal, Record, Stored
 from penstock.server.text.messages import Tool
 from penstock.server.turns import encoding
 from penstock.server.turns.history import HeldMessage, History
@@ -30,6 +23,7 @@ from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord, Turn
 from penstock.server.turns.turn import FINISH_REASONS, TurnAttempt, TurnSampling, TurnState
 from penstock.v1 import conversation_pb2, journal_pb2, rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
+from penstock.wire.messages import JournalRecord
 
 _TrajectoryOpened = codec.twin(journal_pb2.TrajectoryOpened)
 _TurnChanged = codec.twin(journal_pb2.TurnChanged)

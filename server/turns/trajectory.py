@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from penstock.server.engine.protocol import Delta
-    from penstock.server.journal.records import Part, Stored
+    from penstock.server.journal.protocol import Part, Stored
     from penstock.server.turns.history import History
     from penstock.v1 import rollout_service_pb2
 

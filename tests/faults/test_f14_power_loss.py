@@ -22,7 +22,8 @@ from penstock.server.journal.disk import segment as journal_segment
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.disk.segment import SegmentCorrupt
-from penstock.server.journal.records import Record, Stored, tasks_known
+from penstock.server.journal.protocol import Record, Stored
+from penstock.server.journal.records import tasks_known
 from tests.faults.report import Report
 
 SECTOR = 512

@@ -26,7 +26,7 @@ pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstrea
 
 from penstock.server.journal.jetstream import log as jetstream_log
 from penstock.server.journal.jetstream.frames import StoredOutside
-from penstock.server.journal.records import Stored
+from penstock.server.journal.protocol import Stored
 from tests.faults.report import COUNT, Report
 from tests.support.journal_stores import MEBIBYTE, JetStreamStore, names_in, record
 from tests.support.nats_server import NatsServer, find_program, nats_server

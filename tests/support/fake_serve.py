@@ -40,7 +40,7 @@ from penstock.server.config import settings as configuration
 from penstock.server.config.settings import ConfigError, ServeConfig
 from penstock.server.engine.protocol import AdapterLimits, TensorMeta
 from penstock.server.http.server import HttpAddressInUse, open_http
-from penstock.server.journal.records import JournalInUse, JournalUnreadable
+from penstock.server.journal.protocol import JournalInUse, JournalUnreadable
 from penstock.server.journals import open_journal
 from penstock.server.lifecycle import AddressInUse, Lifecycle, bind
 from penstock.server.security.gate import open_gate

@@ -21,7 +21,7 @@ from penstock.server.assembly import Serving
 from penstock.server.config import settings as config
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.http.server import open_http
-from penstock.server.journal.records import EncodedRecord
+from penstock.server.journal.protocol import EncodedRecord
 from penstock.server.journals import open_journal
 from penstock.server.lifecycle import Lifecycle, bind
 from penstock.server.rpc.boundary import SERVICES

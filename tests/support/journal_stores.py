@@ -13,10 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.server.journal.disk import journal as log_journal
+from penstock.server.journal import appending
 from penstock.server.journal.disk import snapshot as journal_snapshot
 from penstock.server.journal.disk.journal import LogJournal
-from penstock.server.journal.records import Journal, JournalRecord, Record, Stored, tasks_known
+from penstock.server.journal.protocol import Journal, OnFull, Record, Stored, free_nothing
+from penstock.server.journal.records import tasks_known
+from penstock.wire.messages import JournalRecord
 from tests.support.nats_server import NatsServer
 
 MEBIBYTE = 1 << 20
@@ -64,20 +66,23 @@ class Store(ABC):
 
     @asynccontextmanager
     async def opened(
-        self, snapshot: Callable[[], Iterable[Record | Stored]] = list, **options: int
+        self,
+        snapshot: Callable[[], Iterable[Record | Stored]] = list,
+        on_full: OnFull = free_nothing,
+        **options: int,
     ) -> AsyncGenerator[tuple[Any, list[str]]]:
         """A journal that accepts records, and the names of the records it held before."""
         journal = await self.make(**options)
         try:
             names = await names_in(journal)
-            await journal.start(snapshot)
+            await journal.start(snapshot, on_full)
             yield journal, names
         finally:
             await journal.close()
 
     async def names(self, **options: int) -> list[str]:
         """The names of all records it holds."""
-        async with self.opened(**options) as (_, names):
+        async with self.opened(list, free_nothing, **options) as (_, names):
             return names
 
 
@@ -89,7 +94,7 @@ async def names_in(journal: Journal) -> list[str]:
 class LogStore(Store):
     """A folder on disk."""
 
-    modules = (log_journal, journal_snapshot)
+    modules = (appending, journal_snapshot)
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "journal"
@@ -129,7 +134,7 @@ class JetStreamStore(Store):
     def __init__(self, nats: NatsServer) -> None:
         from penstock.server.journal.jetstream import journal as jetstream_journal
 
-        self.modules = (jetstream_journal,)
+        self.modules = (appending, jetstream_journal)
         self.nats = nats
         self.stream = f"TEST_{next(STREAMS)}"
 

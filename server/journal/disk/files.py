@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.server.journal.disk.segment_reader import SegmentReader, check_last, check_order
-from penstock.server.journal.records import Record, Stored
+from penstock.server.journal.protocol import Record, Stored
 
 
 @dataclass(frozen=True, slots=True)

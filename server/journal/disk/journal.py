@@ -12,7 +12,7 @@ Append: encode the records -> queue them -> write everything queued as one batch
 or not (`process`) -> answer. Appends complete in the order in which they began.
 
 Room. A caller that is about to change state first calls `check_room`, so that nothing begins that
-may not fit. There is room if the next segment is already allocated, or if `journal_room` still
+may not fit. There is room if the next segment is already allocated, or if `room` still
 finds some within `max_bytes`.
 
 Compaction starts when obsolete bytes outgrow the live ones:
@@ -58,10 +58,9 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
-from penstock.common.failpoints import hit
 from penstock.common.folders import make_folder
 from penstock.server.core.errors import DomainError
-from penstock.server.journal.compaction_pace import CompactionPace
+from penstock.server.journal.appending import AppendingJournal
 from penstock.server.journal.disk.files import Reading, find_files, forget_cached, read_records
 from penstock.server.journal.disk.room import Room
 from penstock.server.journal.disk.segment import (
@@ -72,22 +71,19 @@ from penstock.server.journal.disk.segment import (
     read_payload,
     whole_record,
 )
-from penstock.server.journal.disk.snapshot import Written, payload_of, write_snapshot
+from penstock.server.journal.disk.snapshot import WrittenSnapshot, payload_of, write_snapshot
 from penstock.server.journal.disk.writing import Durability, NoRoom, Segments
-from penstock.server.journal.records import (
+from penstock.server.journal.protocol import (
     Appended,
     EncodedRecord,
     FilePlace,
     Folder,
     JournalInUse,
     JournalUnreadable,
-    OnFull,
     Record,
     ShortRecord,
-    Snapshot,
     SnapshotItem,
     Stored,
-    no_way_to_give,
 )
 from penstock.wire.frames import frame_length
 from penstock.wire.reasons import Reason
@@ -110,8 +106,8 @@ class _Pending:
 
     whole: Payload
     short: ShortRecord | None
-    most_bytes: int
-    """Bytes of its frame in the whole form, which is the larger one."""
+    frame_bytes: int
+    """In the whole form, which is the larger one."""
 
     @classmethod
     def of(cls, record: Appended) -> _Pending:
@@ -120,15 +116,8 @@ class _Pending:
         return cls(whole, short, frame_length(payload_length(whole)))
 
 
-@dataclass(eq=False)
-class _Append:
-    records: list[_Pending]
-    hold_last: bool
-    done: asyncio.Future[list[Stored]]
-
-
-class LogJournal:
-    """Durable records in a folder; see `journal.Journal` for what each method promises."""
+class LogJournal(AppendingJournal[_Pending]):
+    """Durable records in a folder."""
 
     def __init__(
         self,
@@ -140,6 +129,7 @@ class LogJournal:
         refers_from: int | None = None,
     ) -> None:
         """Lock the folder. Raises JournalInUse and OSError."""
+        super().__init__(_Pending.of, (OSError, SegmentCorrupt))
         self._refers_from = refers_from
         self._leaving = 0
         """Files with a lower number are removed, or about to be."""
@@ -163,25 +153,7 @@ class LogJournal:
         for path in self._files.obsolete:
             path.unlink()
         self._segments.paths = dict(self._files.all)
-        self._held: set[Stored] = set()
-        self._pending: list[_Append] = []
-        self._pending_bytes = 0
-        self._wake = asyncio.Event()
-        self._closing = False
         self._thread = ThreadPoolExecutor(1, "journal")
-        self._writing: asyncio.Task[None] | None = None
-        self._compacting: asyncio.Task[None] | None = None
-        self._pace = CompactionPace()
-        self._on_full: OnFull = no_way_to_give
-        self._failure: DomainError | None = None
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._snapshot: Snapshot | None = None
-        self.compactions = 0
-        """Number of finished compactions."""
-
-    @property
-    def on_disk(self) -> bool:
-        return True
 
     @property
     def folder(self) -> Folder | None:
@@ -265,12 +237,9 @@ class LogJournal:
 
     # Appending
 
-    async def start(self, snapshot: Snapshot, on_full: OnFull = no_way_to_give) -> None:
-        """Open a new segment and begin to write; called after `replay`. Raises OSError."""
-        self._snapshot, self._on_full = snapshot, on_full
+    async def _prepare(self) -> None:
         newest = max((number for number, _ in self._files.all), default=0)
         await self._in_thread(lambda: self._segments.rotate(newest + 1))
-        self._writing = asyncio.create_task(self._write_batches(), name="journal")
 
     def check_room(self, byte_count: int) -> None:
         """Raise DISK_FULL if records of `byte_count` bytes may not fit any more."""
@@ -282,89 +251,31 @@ class LogJournal:
             message = f"the journal's disk has no room for {byte_count} more bytes"
         else:
             return
-        self._on_full(wanted)
-        self._pace.press()
         self._room_needed.set()
-        self._wake.set()
-        raise DomainError(
-            Reason.DISK_FULL,
-            message,
-            {"kept_bytes": self._room.in_use, "limit": self._room.limit},
-            retry_after_seconds=5.0,
-        )
+        raise self._refuse(wanted, message, self._room.in_use, self._room.limit)
 
-    async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
-        """Append records; returns their locations once they are durable."""
-        return await self.begin_append(records, hold_last=hold_last)
+    def _count_held(self, stored: Stored, sign: int) -> None:
+        if sign > 0:
+            self._room.hold(stored.byte_count)
+        else:
+            self._room.release(stored.byte_count)
 
-    def begin_append(
-        self, records: Sequence[Appended], *, hold_last: bool = False
-    ) -> asyncio.Future[list[Stored]]:
-        """Queue records; the future completes as `append` does. Raises JOURNAL_FAILED."""
-        if self._failure is not None:
-            raise self._failure
-        pending = [_Pending.of(record) for record in records]
-        done: asyncio.Future[list[Stored]] = asyncio.get_running_loop().create_future()
-        self._pending.append(_Append(pending, hold_last, done))
-        self._pending_bytes += _most_bytes(pending)
-        self._wake.set()
-        return done
-
-    def hold(self, stored: Stored) -> None:
-        """Keep a record, which will be read again, until `release`."""
-        self._held.add(stored)
-        self._room.hold(stored.byte_count)
-
-    def release(self, stored: Stored) -> None:
-        """Stop keeping a record; it may be dropped by the next compaction."""
-        self._held.remove(stored)
-        self._room.release(stored.byte_count)
-        self._pace.change()
-        self._wake.set()
-
-    async def _write_batches(self) -> None:
-        """Write queued appends in batches until `close`, and begin compactions between batches."""
-        while not (self._closing and not self._pending):
-            await self._wake.wait()
-            self._wake.clear()
-            batch, self._pending = self._pending, []
-            try:
-                await self._write_batch(batch)
-                if self._compaction_due():
-                    await self._begin_compaction()
-            except NoRoom:
-                if self._closing:
-                    self._fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), batch)
-                    return
-                # These appends wait, and so do later ones. Callers that use `check_room` are
-                # refused.
-                self._pending = [*batch, *self._pending]
-                self._room_needed.set()
-                asyncio.get_running_loop().call_later(ROOM_SECONDS, self._wake.set)
-            except Exception as error:  # Any error: otherwise pending appends would never complete.
-                self._fail(error, batch)
-                return
-
-    async def _write_batch(self, batch: list[_Append]) -> None:
-        pending = [record for append in batch for record in append.records]
-        forms = [self._form_of(record) for record in pending]
-        hit("journal.before_write")
-        places = await self._in_thread(
-            lambda: self._segments.write([payload for payload, _ in forms])
-        )
-        hit("journal.before_reply")
-        if pending:
-            self._pace.change()
-        self._pending_bytes -= _most_bytes(pending)
+    async def _write(self, entries: Sequence[_Pending]) -> list[Stored] | None:
+        forms = [self._form_of(entry) for entry in entries]
+        try:
+            places = await self._in_thread(
+                lambda: self._segments.write([payload for payload, _ in forms])
+            )
+        except NoRoom:
+            if self._closing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+            # These appends wait, and so do later ones. Callers that use `check_room` are refused.
+            self._room_needed.set()
+            asyncio.get_running_loop().call_later(ROOM_SECONDS, self._wake.set)
+            return None
         for place, (_, turns) in zip(places, forms, strict=True):
             place.turns = turns
-        for append in batch:
-            count = len(append.records)
-            if append.hold_last:
-                self.hold(places[count - 1])
-            if not append.done.done():
-                append.done.set_result(places[:count])
-            places = places[count:]
+        return places
 
     def _form_of(self, record: _Pending) -> tuple[Payload, tuple[Stored, ...]]:
         """Return the bytes to write, and the records they refer to.
@@ -376,27 +287,13 @@ class LogJournal:
             return record.whole, ()
         return short.parts, short.turns
 
-    def _fail(self, error: Exception, batch: list[_Append]) -> None:
-        message = f"the journal cannot be written: {error}"
-        logger.critical("%s", message, exc_info=None if isinstance(error, OSError) else error)
-        self._failure = DomainError(Reason.JOURNAL_FAILED, message)
-        for append in (*batch, *self._pending):
-            if not append.done.done():
-                append.done.set_exception(self._failure)
-        self._pending = []
-        if not self.failed.done():
-            self.failed.set_result(message)
-
     # Compaction
 
-    def _compaction_due(self) -> bool:
-        if self._compacting is not None or self._snapshot is None or self._closing:
-            return False
-        return self._pace.may_begin and (self._pace.is_pressed or self._room.compaction_due)
+    def _is_outgrown(self) -> bool:
+        return self._room.compaction_due
 
     async def _begin_compaction(self) -> None:
         """Take the current state, switch to a later segment and start writing the snapshot."""
-        assert self._snapshot is not None
         began = asyncio.get_running_loop().time()
         least = self._room.kept
         if not self._segments.has_spare:
@@ -404,54 +301,36 @@ class LogJournal:
         if self._segments.free_bytes < least:
             self._put_off(began, f"the disk has fewer than {least} bytes free")
             return
-        self._pace.begun()
-        records = list(self._snapshot())
-        named = {item for item in records if isinstance(item, Stored)}
-        records += self._held - named
+        records = self._take_state()
         pending = self.begin_append(())
         number = self._leaving = self._segments.number + 1
         self._room.begin_copy()
         await self._in_thread(lambda: self._segments.rotate(number + 1))
-        self._compacting = asyncio.create_task(
-            self._compact(number, self._segments.before, records, pending, began), name="compaction"
-        )
+        before = self._segments.before
+        self._compact(began, lambda: self._replace_older(number, before, records, pending))
 
-    def _put_off(self, began: float, problem: object) -> None:
-        """Note a failed compaction. Nothing is lost: the older files hold the same state."""
-        if self._pace.failed(began, self._wake.set):
-            logger.error("the journal cannot be compacted, will retry: %s", problem)
-
-    async def _compact(
+    async def _replace_older(
         self,
         number: int,
         before: Place,
         records: list[SnapshotItem],
         pending: asyncio.Future[list[Stored]],
-        began: float,
-    ) -> None:
+    ) -> float:
+        """Write a snapshot in place of the older files; returns the seconds that readers were given."""
+        await pending
         try:
-            await pending
-            written = await asyncio.to_thread(self._write_snapshot, number, before, records)
+            written = await asyncio.to_thread(
+                write_snapshot, self._folder, number, before, records, self._read
+            )
             older = self._take_over(number, written)
-            # Exclude this wait from the duration: the pause before the next compaction depends on
-            # it.
-            began += await self._let_read()
-            await self._remove(older)
-        except DomainError:
-            return  # An earlier append failed, and `_fail` reported it.
-        except (OSError, SegmentCorrupt) as error:
+        except (OSError, SegmentCorrupt):
             self._room.give_up_copy()
-            self._put_off(began, error)
-        except Exception as error:  # A bug: what the journal holds is no longer known.
-            self._fail(error, [])
-            return
-        else:
-            self.compactions += 1
-            self._pace.ended(began)
-        self._compacting = None
-        self._wake.set()
+            raise
+        waited = await self._let_read()
+        await self._remove(older)
+        return waited
 
-    def _take_over(self, number: int, written: Written) -> list[Path]:
+    def _take_over(self, number: int, written: WrittenSnapshot) -> list[Path]:
         """Make the snapshot authoritative; returns the files that it replaces."""
         older = [(n, path) for n, path in self._segments.paths.items() if n < number]
         self._segments.paths[number] = self._folder / f"{number:010d}.snapshot"
@@ -486,19 +365,11 @@ class LogJournal:
                 logger.error("cannot remove obsolete journal file %s: %s", path, error)
         self._room.removed()
 
-    def _write_snapshot(self, number: int, before: Place, records: list[SnapshotItem]) -> Written:
-        return write_snapshot(self._folder, number, before, records, self._read)
-
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def close(self) -> None:
-        """Write what is queued and unlock the folder. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
+    async def _end(self) -> None:
         self._room_needed.set()
-        self._wake.set()
         if self._writing is not None:
             await self._writing
         if self._compacting is not None:
@@ -509,7 +380,3 @@ class LogJournal:
         self._segments.close()
         self._thread.shutdown()
         self._lock.close()
-
-
-def _most_bytes(records: Sequence[_Pending]) -> int:
-    return sum(record.most_bytes for record in records)

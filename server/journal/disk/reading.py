@@ -3,7 +3,7 @@
 A server may write to the folder meanwhile. All files are opened before anything is read, and
 together they are one state of the folder: if a snapshot replaced older files in between, they are
 opened again. An open file stays readable after it is removed. A file that is being written is read
-up to its current end, with `pread` (`journal_segment_reader`).
+up to its current end, with `pread` (`segment_reader`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from penstock.server.journal.disk.files import Files, find_files
 from penstock.server.journal.disk.segment import SegmentCorrupt
 from penstock.server.journal.disk.segment_reader import SegmentReader, check_last, check_order
-from penstock.server.journal.records import JournalRecord, Record, Stored
+from penstock.server.journal.protocol import Record, Stored
+from penstock.wire.messages import JournalRecord
 from penstock.wire.referred import put_together
 
 MAX_REOPENINGS = 100

@@ -19,7 +19,7 @@ versions have only magic and number before their frames, and no closing frame.
 The written part ends where no frame begins. If it ends in an invalid frame, the tail is torn: the
 frame was being written when the machine stopped, and its records were never acknowledged. That
 explanation is ruled out if a later frame states that this place was durable, or if another segment
-follows. Then acknowledged bytes were lost, and the segment is corrupt. `journal_segment_reader`
+follows. Then acknowledged bytes were lost, and the segment is corrupt. `segment_reader`
 tells the two cases apart.
 """
 
@@ -34,7 +34,6 @@ from pathlib import Path
 import xxhash
 
 from penstock.common.folders import sync_folder
-from penstock.server.journal.records import JournalRecord
 from penstock.wire.frames import (
     ALIGNMENT,
     CLOSING_MARK,
@@ -45,6 +44,7 @@ from penstock.wire.frames import (
     read_head,
     read_payload_at,
 )
+from penstock.wire.messages import JournalRecord
 from penstock.wire.referred import put_together
 
 MAGIC = b"PENSTOK2"

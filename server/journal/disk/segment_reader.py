@@ -1,7 +1,7 @@
 """Reads files of the journal, for a starting server and for the read-only commands.
 
 A file is read with `pread`, in pieces, and never mapped. So an unreadable sector is an error with a
-location, and a file that a server truncates meanwhile simply ends. `journal_segment` describes how
+location, and a file that a server truncates meanwhile simply ends. `segment` describes how
 the end of the written part is found.
 
 While a server writes to the file, an invalid frame may be one that is just being written. A later
@@ -27,8 +27,9 @@ from penstock.server.journal.disk.segment import (
     read_frame,
     read_header,
 )
-from penstock.server.journal.records import JournalRecord, Record
+from penstock.server.journal.protocol import Record
 from penstock.wire.frames import ALIGNMENT, CLOSING_MARK, FRAME, MARK, MAX_PAYLOAD
+from penstock.wire.messages import JournalRecord
 
 READ_BYTES = 64 << 10
 SCAN_BYTES = 1 << 20

@@ -15,14 +15,14 @@ from penstock.server.journal.disk.segment import (
     SegmentWriter,
     payload_length,
 )
-from penstock.server.journal.records import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
+from penstock.server.journal.protocol import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
 from penstock.wire.frames import frame_length
 
 BATCH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenSnapshot:
     """What a durable snapshot contains."""
 
     moves: list[tuple[Stored, tuple[int, int]]]
@@ -42,7 +42,7 @@ def write_snapshot(
     before: Place,
     items: Iterable[SnapshotItem],
     read: Callable[[Stored], bytes],
-) -> Written:
+) -> WrittenSnapshot:
     """Write a snapshot of everything up to `before`; `read` returns the payload of a stored record.
 
     Raises OSError and what `read` raises, and then removes its file.
@@ -71,7 +71,7 @@ def write_snapshot(
             left.unlink(missing_ok=True)
         raise
     hit("journal.before_snapshot_clean_up")
-    return Written(moves, writer.end, other)
+    return WrittenSnapshot(moves, writer.end, other)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from penstock.server.journal.disk.segment import (
     SegmentWriter,
     payload_length,
 )
-from penstock.server.journal.records import Stored
+from penstock.server.journal.protocol import Stored
 from penstock.wire.frames import frame_length
 
 logger = logging.getLogger(__name__)

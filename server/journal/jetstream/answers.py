@@ -18,7 +18,7 @@ class Fenced(JetStreamError):
     """Another server writes to the stream."""
 
 
-class Refused(JetStreamError):
+class StreamRefused(JetStreamError):
     """The NATS server refused a request, or is not configured as required."""
 
     def __init__(self, description: str, code: int) -> None:

@@ -1,6 +1,6 @@
 """Packs journal records into messages of a stream, and unpacks them.
 
-A message of the log holds the same frames with checksums as a segment (`journal_segment`). Each
+A message of the log holds the same frames with checksums as a segment (`disk.segment`). Each
 frame names the message that it is in, so that no message passes for another. The content of a frame
 begins with its kind:
 
@@ -24,7 +24,7 @@ from enum import IntEnum
 import xxhash
 
 from penstock.server.journal.disk.segment import Payload, frame_of, payload_length, read_frame
-from penstock.server.journal.records import Stored
+from penstock.server.journal.protocol import Stored
 from penstock.wire.frames import frame_length
 
 REFERENCE = struct.Struct("<QQQQ")
@@ -101,9 +101,14 @@ class Entry:
     reference: Reference | None = None
     """Set if the record is outside the log already."""
 
+    @property
+    def frame_bytes(self) -> int:
+        """Size of its frame; approximate for a reference."""
+        return frame_length(payload_length(self.payload) + 1)
+
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class StreamMessage:
     """A message to store under exactly this sequence."""
 
     sequence: int
@@ -162,12 +167,14 @@ class Packing:
     inline_bytes: int
     """Largest record stored inside the log."""
 
-    def pack(self, first: int, entries: Sequence[Entry]) -> tuple[list[Message], list[Stored]]:
+    def pack(
+        self, first: int, entries: Sequence[Entry]
+    ) -> tuple[list[StreamMessage], list[Stored]]:
         """Pack entries into messages with sequences starting at `first`.
 
         Returns the messages, those outside the log first, and the location of each entry.
         """
-        messages: list[Message] = []
+        messages: list[StreamMessage] = []
         placed: list[Entry] = []
         for entry in entries:
             if entry.reference is None and payload_length(entry.payload) > self.inline_bytes:
@@ -185,7 +192,9 @@ class Packing:
             payload: Payload = (bytes([entry.kind]), *content)
             more = frame_length(payload_length(payload))
             if frames and length + more > self.message_bytes:
-                messages.append(Message(first + len(messages), self.subjects.log, b"".join(frames)))
+                messages.append(
+                    StreamMessage(first + len(messages), self.subjects.log, b"".join(frames))
+                )
                 frames, length = [], 0
             sequence = first + len(messages)
             frames += frame_of(payload, sequence)
@@ -193,17 +202,19 @@ class Packing:
             length += more
         if frames:
             subject = self.subjects.end if placed[-1].kind is Kind.END else self.subjects.log
-            messages.append(Message(first + len(messages), subject, b"".join(frames)))
+            messages.append(StreamMessage(first + len(messages), subject, b"".join(frames)))
         return messages, stored
 
-    def _put_outside(self, first: int, payload: Payload) -> tuple[list[Message], Reference]:
+    def _put_outside(self, first: int, payload: Payload) -> tuple[list[StreamMessage], Reference]:
         record = memoryview(b"".join(payload))
         chunks = [
             bytes(record[begin : begin + self.message_bytes])
             for begin in range(0, len(record), self.message_bytes)
         ]
         subject = self.subjects.outside(first)
-        messages = [Message(first + place, subject, chunk) for place, chunk in enumerate(chunks)]
+        messages = [
+            StreamMessage(first + place, subject, chunk) for place, chunk in enumerate(chunks)
+        ]
         digest = xxhash.xxh3_64_intdigest(record)
         return messages, Reference(first, len(chunks), len(record), digest)
 

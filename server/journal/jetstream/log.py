@@ -7,7 +7,7 @@ of another server then finds its sequence occupied.
 
 The server counts the sequences itself, and NATS stores each message under its sequence or not at
 all. So no message is duplicated, and none is missing unless NATS lost power (see
-`jetstream_reading`). Nothing after the BEGIN of the last whole snapshot is ever removed.
+`reading`). Nothing after the BEGIN of the last whole snapshot is ever removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from penstock.server.config.journal import JournalSection
 from penstock.server.journal.jetstream.answers import Fenced, JetStreamError, StreamState
@@ -30,12 +30,11 @@ from penstock.server.journal.jetstream.frames import (
     outside_bytes,
 )
 from penstock.server.journal.jetstream.reading import (
-    Reading,
+    StreamReading,
     begin_of,
     read_stored,
     replay_messages,
 )
-from penstock.server.journal.jetstream.snapshot import entry_bytes
 from penstock.server.journal.jetstream.stream import (
     fit_stream,
     list_outside,
@@ -44,7 +43,7 @@ from penstock.server.journal.jetstream.stream import (
     purge_outside,
     why_not_synced,
 )
-from penstock.server.journal.records import JournalInUse, JournalUnreadable, Record, Stored
+from penstock.server.journal.protocol import JournalInUse, JournalUnreadable, Record, Stored
 
 OWNER_SECONDS = 10.0
 """How long a listening writer may take to answer before its stream is taken over."""
@@ -163,7 +162,7 @@ class StreamLog:
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
         """Yield every record that the previous server left. Raises JournalUnreadable."""
         synced = self._section.durability == "fsync"
-        reading = Reading(self.connection, self._begin, self._next - 1, synced)
+        reading = StreamReading(self.connection, self._begin, self._next - 1, synced)
         try:
             async for found in replay_messages(reading):
                 yield found
@@ -182,9 +181,9 @@ class StreamLog:
 
     # Writing
 
-    async def store(self, entries: list[Entry]) -> list[Stored]:
+    async def store(self, entries: Sequence[Entry]) -> list[Stored]:
         """Store entries; returns their locations once they are durable. Raises JetStreamError."""
-        if sum(map(entry_bytes, entries)) > MESSAGE_BYTES:
+        if sum(entry.frame_bytes for entry in entries) > MESSAGE_BYTES:
             messages, places = await asyncio.to_thread(self._packing.pack, self._next, entries)
         else:
             messages, places = self._packing.pack(self._next, entries)

@@ -33,7 +33,8 @@ from penstock.server.journal.jetstream.frames import (
     read_at,
     read_message,
 )
-from penstock.server.journal.records import JournalRecord, Record, Stored
+from penstock.server.journal.protocol import Record, Stored
+from penstock.wire.messages import JournalRecord
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ AHEAD = 64
 
 
 @dataclass(eq=False)
-class Reading:
+class StreamReading:
     """The range to read, and totals that are filled in while reading."""
 
     connection: Connection
@@ -65,7 +66,7 @@ def begin_of(end: Fetched) -> int:
     return int(PLACE.unpack(found.content)[0])
 
 
-async def replay_messages(reading: Reading) -> AsyncIterator[tuple[Record, Stored]]:
+async def replay_messages(reading: StreamReading) -> AsyncIterator[tuple[Record, Stored]]:
     """Yield every record, oldest first. Raises FrameCorrupt and JetStreamError."""
     connection = reading.connection
     in_snapshot = False
@@ -135,7 +136,7 @@ async def read_stored(connection: Connection, stored: Stored) -> bytes:
     return bytes(read_at(sequence, message.body, offset).content)
 
 
-async def _fetch_told(reading: Reading) -> AsyncIterator[Fetched]:
+async def _fetch_told(reading: StreamReading) -> AsyncIterator[Fetched]:
     """Yield every acknowledged message, in order. Raises FrameCorrupt and JetStreamError."""
     missing = 0
     async with aclosing(_fetch_places(reading.connection, reading.begin, reading.last)) as places:

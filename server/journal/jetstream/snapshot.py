@@ -6,12 +6,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from penstock.server.journal.disk.segment import payload_length
 from penstock.server.journal.jetstream.connection import Connection
 from penstock.server.journal.jetstream.frames import Entry, Kind, StoredOutside
 from penstock.server.journal.jetstream.reading import read_stored
-from penstock.server.journal.records import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
-from penstock.wire.frames import frame_length
+from penstock.server.journal.protocol import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
 
 SLICE_BYTES = 1 << 20
 """Size of a slice; appends can be stored between two slices."""
@@ -27,11 +25,6 @@ def entry_of(record: Appended, kind: Kind = Kind.RECORD) -> Entry:
     return Entry(kind, parts)
 
 
-def entry_bytes(entry: Entry) -> int:
-    """Return the size of its frame; approximate for a reference."""
-    return frame_length(payload_length(entry.payload) + 1)
-
-
 async def slice_snapshot(
     connection: Connection, items: Sequence[SnapshotItem]
 ) -> AsyncIterator[Slice]:
@@ -40,7 +33,7 @@ async def slice_snapshot(
     size = 0
     async for stored, entry in _entries(connection, items):
         part.append((stored, entry))
-        size += entry_bytes(entry)
+        size += entry.frame_bytes
         if size >= SLICE_BYTES:
             yield part
             part, size = [], 0

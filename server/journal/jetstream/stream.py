@@ -22,9 +22,10 @@ import urllib.request
 from http.client import HTTPException
 from typing import Any, cast
 
-from penstock.server.journal.jetstream.answers import Refused, StreamState, state_in
-from penstock.server.journal.jetstream.connection import NO_ROOM, STREAM_NOT_FOUND, Connection
-from penstock.server.journal.records import JournalUnreadable
+from penstock.server.journal.jetstream.answers import StreamRefused, StreamState, state_in
+from penstock.server.journal.jetstream.connection import STREAM_NOT_FOUND, Connection
+from penstock.server.journal.jetstream.link import NO_ROOM
+from penstock.server.journal.protocol import JournalUnreadable
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +58,12 @@ def wanted_config(connection: Connection, room: int) -> dict[str, Any]:
 async def open_stream(connection: Connection, max_bytes: int) -> StreamState:
     """Create the stream if it does not exist, check its configuration, and return its state.
 
-    Raises Refused, Unreachable and JournalUnreadable.
+    Raises StreamRefused, Unreachable and JournalUnreadable.
     """
     wanted = wanted_config(connection, max_bytes + SLACK_BYTES)
     try:
         state = await connection.state()
-    except Refused as error:
+    except StreamRefused as error:
         if error.code != STREAM_NOT_FOUND:
             raise
         return state_in(await _make_room(connection, "STREAM.CREATE", wanted))
@@ -87,7 +88,7 @@ async def fit_stream(
     """Set the stream's size to the larger of `max_bytes` and `byte_count`, plus slack.
 
     A stream smaller than its content would lose its oldest messages. If NATS has no room for a
-    larger one, an overfull stream keeps its size. Raises Refused and Unreachable.
+    larger one, an overfull stream keeps its size. Raises StreamRefused and Unreachable.
     """
     room = max(byte_count, max_bytes) + SLACK_BYTES
     if state.config.get("max_bytes") == room:
@@ -95,22 +96,22 @@ async def fit_stream(
     config = {**state.config, **wanted_config(connection, room)}
     try:
         await _make_room(connection, "STREAM.UPDATE", config)
-    except Refused as error:
+    except StreamRefused as error:
         if error.code not in NO_ROOM or byte_count <= max_bytes:
             raise
         logger.warning("cannot enlarge an overfull stream, keeping its size: %s", error)
 
 
 async def _make_room(connection: Connection, verb: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Create or update a stream; NATS reserves its room. Raises Refused, naming the setting to
+    """Create or update a stream; NATS reserves its room. Raises StreamRefused, naming the setting to
     change."""
     try:
         return await connection.ask(verb, config)
-    except Refused as error:
+    except StreamRefused as error:
         if error.code not in NO_ROOM:
             raise
         wanted = config["max_bytes"]
-        raise Refused(
+        raise StreamRefused(
             f"the NATS server has no {wanted} bytes to set aside for it (journal.max_bytes): {error}",
             error.code,
         ) from error
@@ -147,7 +148,7 @@ def _read_monitor(url: str) -> dict[str, Any]:
 
 
 async def purge_log(connection: Connection, before: int) -> None:
-    """Remove log messages with a sequence below `before`. Raises Refused and Unreachable."""
+    """Remove log messages with a sequence below `before`. Raises StreamRefused and Unreachable."""
     await _purge(connection, connection.subjects.all_of_log, before)
 
 
@@ -162,7 +163,7 @@ async def purge_outside(
 ) -> None:
     """Remove records outside the log. `gone` holds the sequences of their first messages.
 
-    All of them are below `before`, the start of a snapshot. Raises Refused and Unreachable.
+    All of them are below `before`, the start of a snapshot. Raises StreamRefused and Unreachable.
     """
     subjects = connection.subjects
     # Usually the oldest are removed, and one request covers all of those.
@@ -174,7 +175,7 @@ async def purge_outside(
 
 
 async def list_outside(connection: Connection) -> set[int]:
-    """Return the first sequence of each record outside the log. Raises Refused and Unreachable."""
+    """Return the first sequence of each record outside the log. Raises StreamRefused and Unreachable."""
     found: set[int] = set()
     offset = 0
     while True:

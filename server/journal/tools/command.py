@@ -26,7 +26,7 @@ from penstock.server.journal.disk.segment_reader import (
     check_last,
     check_order,
 )
-from penstock.server.journal.records import Stored
+from penstock.server.journal.protocol import Stored
 from penstock.server.journal.tools.contents import (
     Contents,
     FinishedLine,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.server.groups.recovery import FinishedGroup, Recovered, recover
 from penstock.server.journal.disk.reading import NoJournal, StoredJournal
-from penstock.server.journal.records import JournalUnreadable, Record, Stored
+from penstock.server.journal.protocol import JournalUnreadable, Record, Stored
 from penstock.server.journal.tools.export import State, purpose_name, state_of
 from penstock.wire import codec
 

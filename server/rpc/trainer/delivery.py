@@ -21,7 +21,7 @@ from penstock.server.groups import buffer as group_buffer
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
 from penstock.server.groups.staleness_gate import StalenessContract
-from penstock.server.journal.records import Journal
+from penstock.server.journal.protocol import Journal
 from penstock.server.rpc.trainer.drops import Drops
 from penstock.server.rpc.trainer.session import Session
 from penstock.server.turns.encoding import Delivery

@@ -11,7 +11,8 @@ from penstock.server.groups.admission import Admission
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
 from penstock.server.groups.staleness_gate import LatePolicy
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.journal.records import Record, group_dropped, run_replaced, task_accepted
+from penstock.server.journal.protocol import Record
+from penstock.server.journal.records import group_dropped, run_replaced, task_accepted
 from penstock.server.rpc.trainer.session import Session
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore

@@ -6,7 +6,8 @@ from penstock.common.failpoints import hit
 from penstock.server.core.errors import FieldInvalid
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.buffer import GroupBuffer
-from penstock.server.journal.records import Journal, groups_receipted, step_final
+from penstock.server.journal.protocol import Journal
+from penstock.server.journal.records import groups_receipted, step_final
 from penstock.server.rpc.trainer.session import Session
 from penstock.v1 import trainer_service_pb2
 

@@ -17,7 +17,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from penstock.common.memory_file import host_id
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.journal.records import Journal, session_began
+from penstock.server.journal.protocol import Journal
+from penstock.server.journal.records import session_began
 from penstock.server.rpc.trainer.delivery import Deliverer
 from penstock.server.rpc.trainer.drops import Drops
 from penstock.server.rpc.trainer.receipts import Receipts

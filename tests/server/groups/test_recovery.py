@@ -21,17 +21,13 @@ from penstock.server.core.errors import DomainError
 from penstock.server.groups.attempts import Attempt, AttemptState, Group, group_changed
 from penstock.server.groups.recovery import Recovered
 from penstock.server.journal.disk.journal import LogJournal
-from penstock.server.journal.records import (
-    Deferred,
-    EncodedRecord,
-    JournalRecord,
-    Stored,
-    tasks_known,
-)
+from penstock.server.journal.protocol import Deferred, EncodedRecord, Stored
+from penstock.server.journal.records import tasks_known
 from penstock.server.turns.encoding import encode_group, group_finished
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
+from penstock.wire.messages import JournalRecord
 from penstock.wire.reasons import Reason
 from tests.support.fakes import expected_tokens
 from tests.support.harness import (

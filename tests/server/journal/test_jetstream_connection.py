@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
 from penstock.server.config.journal import JournalSection
-from penstock.server.journal.jetstream.answers import Refused, Unreachable
+from penstock.server.journal.jetstream.answers import StreamRefused, Unreachable
 from penstock.server.journal.jetstream.connection import Connection
 
 INFO = {
@@ -127,7 +127,7 @@ async def test_nothing_is_sent_to_a_server_that_came_back_until_it_says_what_it_
         await asyncio.sleep(0.3)
         assert (connected, sent, asking.done()) == (2, [1], False)
         last.set()
-        with pytest.raises(Refused, match="it syncs nothing"):
+        with pytest.raises(StreamRefused, match="it syncs nothing"):
             await asking
         assert sent == [1]
         await connection.close()

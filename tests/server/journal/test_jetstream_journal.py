@@ -22,7 +22,7 @@ from penstock.server.journal import compaction_pace
 from penstock.server.journal.jetstream import journal as jetstream_journal
 from penstock.server.journal.jetstream import log as jetstream_log
 from penstock.server.journal.jetstream import stream as jetstream_stream
-from penstock.server.journal.jetstream.answers import Refused
+from penstock.server.journal.jetstream.answers import StreamRefused
 from penstock.server.journal.jetstream.frames import (
     Entry,
     FrameCorrupt,
@@ -34,7 +34,7 @@ from penstock.server.journal.jetstream.frames import (
 )
 from penstock.server.journal.jetstream.journal import JetStreamJournal
 from penstock.server.journal.jetstream.stream import open_stream
-from penstock.server.journal.records import JournalInUse, JournalUnreadable
+from penstock.server.journal.protocol import JournalInUse, JournalUnreadable
 from penstock.wire.reasons import Reason
 from tests.support.journal_stores import MEBIBYTE, JetStreamStore, names_in, read_name, record
 from tests.support.nats_server import NatsServer, nats_server
@@ -481,7 +481,7 @@ async def test_a_compaction_has_room_however_often_it_was_killed_before(
     monkeypatch.setattr(jetstream_stream, "SLACK_BYTES", 2 * MEBIBYTE)
     most, state = 16 * MEBIBYTE, [record(f"{n}-" + "x" * 50_000) for n in range(80)]
     full = most + jetstream_stream.SLACK_BYTES
-    queue, copied = JetStreamJournal._queue, asyncio.Event()
+    queue, copied = JetStreamJournal._enqueue, asyncio.Event()
 
     def killed_at_the_end(journal: Any, entries: Any, **options: Any) -> Any:
         if entries and entries[0].kind is Kind.END:
@@ -490,7 +490,7 @@ async def test_a_compaction_has_room_however_often_it_was_killed_before(
         return queue(journal, entries, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(JetStreamJournal, "_queue", killed_at_the_end)
+        patched.setattr(JetStreamJournal, "_enqueue", killed_at_the_end)
         for kill in range(8):
             copied.clear()
             journal = await store.make(max_bytes=most)
@@ -561,7 +561,7 @@ async def test_a_compaction_that_failed_is_tried_again(
         nonlocal failures
         if failures < 3:
             failures += 1
-            raise Refused("maximum bytes exceeded", 10077)
+            raise StreamRefused("maximum bytes exceeded", 10077)
         await remove(log, carried)
 
     monkeypatch.setattr(jetstream_log.StreamLog, "remove", refused)
@@ -583,7 +583,8 @@ async def test_what_is_refused_has_it_compacted(
     live records no longer count."""
     monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
     state = [record(f"open{n}", 100_000) for n in range(8)]
-    async with store.opened(lambda: state) as (journal, _):
+    asked: list[int] = []
+    async with store.opened(lambda: state, asked.append) as (journal, _):
         async with asyncio.timeout(20):
             while not journal.compactions:
                 await journal.append([record("nobody's", 100_000)])
@@ -591,8 +592,6 @@ async def test_what_is_refused_has_it_compacted(
         room = journal._most_kept - jetstream_journal.HEADROOM_BYTES - 400_000
         state.clear()
         await journal.append([record("closed")])
-        asked: list[int] = []
-        journal._on_full = asked.append
         async with asyncio.timeout(20):
             while True:
                 try:

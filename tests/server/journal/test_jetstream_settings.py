@@ -19,7 +19,8 @@ pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstrea
 from penstock.server.config import settings as config
 from penstock.server.config.journal import JournalSection
 from penstock.server.core.errors import DomainError
-from penstock.server.journal.records import JournalUnreadable, MemoryJournal
+from penstock.server.journal.memory import MemoryJournal
+from penstock.server.journal.protocol import JournalUnreadable
 from penstock.server.journals import open_journal
 from tests.support.journal_stores import MEBIBYTE, names_in, record
 from tests.support.nats_server import NatsServer, nats_server, version_of

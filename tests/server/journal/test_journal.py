@@ -22,14 +22,10 @@ from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.disk.segment import NOWHERE, SegmentCorrupt, SegmentWriter
 from penstock.server.journal.disk.segment_reader import SegmentReader
 from penstock.server.journal.disk.writing import Durability
-from penstock.server.journal.records import (
-    JournalRecord,
-    JournalUnreadable,
-    Record,
-    Stored,
-    tasks_known,
-)
+from penstock.server.journal.protocol import JournalUnreadable, Record, Stored
+from penstock.server.journal.records import tasks_known
 from penstock.trainer.state.ledger import Ledger
+from penstock.wire.messages import JournalRecord
 from penstock.wire.reasons import Reason
 
 MEBIBYTE = 1 << 20

@@ -31,8 +31,9 @@ from penstock.server.journal.disk.segment import (
     SegmentCorrupt,
     SegmentWriter,
 )
-from penstock.server.journal.records import JournalRecord, tasks_known
+from penstock.server.journal.records import tasks_known
 from penstock.wire.frames import FRAME, MARK, frame_length
+from penstock.wire.messages import JournalRecord
 from tests.server.groups.test_recovery import killed, lease, on_disk, submit, work
 from tests.support.harness import (
     CompleteTrajectoryRequest,

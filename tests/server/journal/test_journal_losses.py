@@ -17,7 +17,7 @@ from penstock.server.journal.disk import journal as log_journal
 from penstock.server.journal.disk.files import Reading, find_files, forget_cached, read_records
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.disk.writing import Durability
-from penstock.server.journal.records import JournalUnreadable, Record, Stored
+from penstock.server.journal.protocol import JournalUnreadable, Record, Stored
 from tests.support.journal_stores import MEBIBYTE, names_in, record
 
 

@@ -10,13 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.server.core.errors import DomainError
-from penstock.server.journal.records import (
-    JournalInUse,
-    JournalRecord,
-    JournalUnreadable,
-    Record,
-    Stored,
-)
+from penstock.server.journal.protocol import JournalInUse, JournalUnreadable, Record, Stored
+from penstock.wire.messages import JournalRecord
 from penstock.wire.reasons import Reason
 from tests.support.journal_stores import (
     MEBIBYTE,

@@ -16,9 +16,10 @@ import pytest
 from penstock.server.config.journal import JournalSection
 from penstock.server.core.errors import DomainError
 from penstock.server.journal import compaction_pace
+from penstock.server.journal.disk import journal as log_journal
 from penstock.server.journal.disk import snapshot as journal_snapshot
 from penstock.server.journal.disk.journal import LogJournal
-from penstock.server.journal.records import Record, Stored
+from penstock.server.journal.protocol import Record, Stored
 from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
 from tests.support.harness import SubmitTasksRequest, Task, sampling, sequence, serve
@@ -227,13 +228,13 @@ async def test_a_compaction_that_failed_is_tried_again(
             failures += 1
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def read_bad(journal: LogJournal, number: int, *rest: object) -> object:
+    def read_bad(*arguments: object) -> object:
         fail("start")
-        return write(journal, number, *rest)  # type: ignore[arg-type]
+        return write(*arguments)  # type: ignore[arg-type]
 
-    write = LogJournal._write_snapshot
+    write = log_journal.write_snapshot
     monkeypatch.setattr(journal_snapshot, "hit", fail)
-    monkeypatch.setattr(LogJournal, "_write_snapshot", read_bad)
+    monkeypatch.setattr(log_journal, "write_snapshot", read_bad)
     most = 16 * MEBIBYTE
     async with watched(tmp_path, lambda: [record("state")], most) as (journal, peak):
         async with asyncio.timeout(20):

@@ -18,12 +18,8 @@ from penstock.server.journal.disk import journal as log_journal
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.disk.reading import open_stored
-from penstock.server.journal.records import (
-    JournalRecord,
-    JournalUnreadable,
-    Stored,
-    trajectory_closed,
-)
+from penstock.server.journal.protocol import JournalUnreadable, Stored
+from penstock.server.journal.records import trajectory_closed
 from penstock.server.journal.tools.contents import read_contents
 from penstock.server.turns import encoding
 from penstock.server.turns.records import trajectory_opened, turn_changed
@@ -32,6 +28,7 @@ from penstock.server.turns.turn import TurnAttempt, TurnSampling
 from penstock.trainer.exchange.stored_groups import GroupUnreadable, StoredGroups
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
+from penstock.wire.messages import JournalRecord
 from penstock.wire.referred import put_together
 from tests.server.groups.test_recovery import ContinueRequest, killed, on_disk
 from tests.server.rpc.test_wire_exchange import finish_groups

@@ -33,7 +33,7 @@ from penstock.server.engine.protocol import (
     StagedTensor,
     StagedWeights,
 )
-from penstock.server.journal.records import MemoryJournal
+from penstock.server.journal.memory import MemoryJournal
 from penstock.server.turns.records import TurnRecorder
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
