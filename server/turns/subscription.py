@@ -30,7 +30,7 @@ class Subscription:
         return self._record.turn is not self.turn or self.turn.attempt is not self.attempt
 
     async def admitted(self) -> None:
-        """Return when the attempt was admitted. Raises its error if it failed before."""
+        """Wait until the attempt is admitted. Raises its error if it fails before."""
         while self.attempt.started_version is None:
             if self.attempt.ended.is_set():
                 if self.attempt.error is not None:
