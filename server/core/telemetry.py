@@ -51,7 +51,7 @@ class ServerMetrics:
         """The same counts since the server's start, by kind."""
 
     def conversation(self, kind: str) -> None:
-        """`kind`: the request was new, or continued, realigned or branched a held conversation."""
+        """Count a request by its match with held conversations: new, continued, realigned or branched."""
         self.conversations[kind] = self.conversations.get(kind, 0) + 1
         self._conversations.add(1, {"kind": kind})
 
