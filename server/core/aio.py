@@ -35,10 +35,8 @@ class Broadcast:
 
 
 class OwnTasks:
-    """Tasks that belong to the server and run to their end even if their callers go away.
-
-    Callers wait for them with `asyncio.shield`.
-    """
+    """Tasks that belong to the server and run to their end even if their callers go away. Callers wait for
+    them with `asyncio.shield`."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()

@@ -130,11 +130,8 @@ class Admission:
         self._changed.notify()
 
     def select(self, credit: int) -> Selection:
-        """Returns the groups to deliver now for a demand of `credit` groups.
-
-        Call it after every change, even with a credit of zero: the gate uses these calls to measure how
-        long the trainer waits.
-        """
+        """Returns the groups to deliver now for a demand of `credit` groups. Call it after every change,
+        even with a credit of zero: the gate uses these calls to measure how long the trainer waits."""
         if self._gate is None:
             return Selection((), ())
         selection = self._gate.select(credit, self._clock())

@@ -218,10 +218,8 @@ class GroupBuffer:
         return chain(self._buffered.values(), self._delivered.values(), self._receipted.values())
 
     def restore(self, groups: Iterable[BufferedGroup], last_delivery_id: int) -> None:
-        """Takes over the groups of a previous server. Those with a step are receipted.
-
-        `last_delivery_id` must be at least as high as any id that it assigned.
-        """
+        """Takes over the groups of a previous server. Those with a step are receipted. `last_delivery_id`
+        must be at least as high as any id that it assigned."""
         self._last_delivery_id = last_delivery_id
         for group in groups:
             if group.step:

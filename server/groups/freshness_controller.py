@@ -44,8 +44,7 @@ TOLERATED_WAIT = 0.02
 saves."""
 
 EDGE_STEPS = 2
-"""Steps in a row that can starve at an edge. Groups that the first one added are there for the
-third."""
+"""Steps in a row that can starve at an edge. Groups that the first one added are there for the third."""
 
 
 @dataclass(frozen=True, slots=True)

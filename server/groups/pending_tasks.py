@@ -30,10 +30,8 @@ class PendingTasks:
         return sum(len(tasks) for tasks in self._tasks.values())
 
     def count_of(self, tasks: Iterable[task_service_pb2.Task]) -> int:
-        """Counts tasks that have the purposes of `tasks`, or all if `tasks` is empty.
-
-        A submitter that keeps training tasks waiting has no use for waiting evaluation tasks.
-        """
+        """Counts tasks that have the purposes of `tasks`, or all if `tasks` is empty. A submitter that
+        keeps training tasks waiting has no use for waiting evaluation tasks."""
         purposes = {_effective(task.purpose) for task in tasks} or self._tasks.keys()
         return sum(len(self._tasks[purpose]) for purpose in purposes)
 
@@ -55,10 +53,8 @@ class PendingTasks:
     def submit(
         self, tasks: Iterable[task_service_pb2.Task]
     ) -> tuple[list[task_service_pb2.Task], int]:
-        """Add all tasks or none. Return the new ones and the number of those known already.
-
-        Raises QUEUE_FULL if they do not fit.
-        """
+        """Add all tasks or none. Return the new ones and the number of those known already. Raises
+        QUEUE_FULL if they do not fit."""
         fresh: dict[str, task_service_pb2.Task] = {}
         duplicates = 0
         for task in tasks:

@@ -144,11 +144,8 @@ class _Completed:
 
 
 class StalenessGate:
-    """See the module's docstring.
-
-    `now` is seconds on any monotonic clock; it only feeds the freshness controller. With `freshness=False`
-    the bound on outstanding groups stays at its largest, `(L+1)*B`.
-    """
+    """See the module's docstring. `now` is seconds on any monotonic clock; it only feeds the freshness
+    controller. With `freshness=False` the bound on outstanding groups stays at its largest, `(L+1)*B`."""
 
     def __init__(
         self, contract: StalenessContract, trainer_version: int = 0, *, freshness: bool = True
@@ -239,10 +236,8 @@ class StalenessGate:
         )
 
     def admit(self, group_id: str, active_version: int) -> None:
-        """Raises ValueError for a known id, or if `may_admit` is false.
-
-        An id may return after it was released, dropped or delivered at an earlier version.
-        """
+        """Raises ValueError for a known id, or if `may_admit` is false. An id may return after it was
+        released, dropped or delivered at an earlier version."""
         self._refuse_known(group_id)
         if not self.may_admit(active_version):
             raise ValueError(
@@ -278,10 +273,8 @@ class StalenessGate:
         self._meter.supply(len(self._completed), now)
 
     def release(self, group_id: str) -> None:
-        """Free the slot of a group in any state, because it failed, expired or was refused.
-
-        Ignores unknown ids, because a failure and a drop may both report a group.
-        """
+        """Free the slot of a group in any state, because it failed, expired or was refused. Ignores
+        unknown ids, because a failure and a drop may both report a group."""
         if (first := self._running.pop(group_id, None)) is not None:
             self._forget_deadline(first)
         elif (group := self._completed.pop(group_id, None)) is not None:

@@ -242,10 +242,8 @@ class TaskQueue:
         self.leases.touch(attempt)
 
     def attempt_of(self, trajectory_id: str) -> Attempt | None:
-        """None for an unleased trajectory.
-
-        Raises LEASE_EXPIRED if its lease, or that of the trajectory it branched from, has expired.
-        """
+        """None for an unleased trajectory. Raises LEASE_EXPIRED if its lease, or that of the trajectory it
+        branched from, has expired."""
         self.leases.refuse_expired(trajectory_id)
         return self._attempts.get(trajectory_id)
 

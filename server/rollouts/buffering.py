@@ -65,10 +65,8 @@ class CompletedGroups:
         self._unbuffered: set[str] = set()
 
     def complete(self, group: Group, records: list[Record]) -> Coroutine[Any, Any, None]:
-        """Begin to record a group whose last attempt is settled, after these records of its close.
-
-        The returned coroutine waits for the append, and buffers or drops the group.
-        """
+        """Begin to record a group whose last attempt is settled, after these records of its close. The
+        returned coroutine waits for the append, and buffers or drops the group."""
         encoded, completed = self._assemble(group)
         self._unbuffered.add(completed.group_id)
         hit("closing.before_append")

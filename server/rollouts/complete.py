@@ -199,11 +199,8 @@ class Closing:
     def _settle(
         self, group: Group, settled: Sequence[Settled], records: list[Record]
     ) -> Coroutine[Any, Any, None]:
-        """Begins to journal settled attempts of a group, in the order in which they were settled.
-
-        The returned coroutine waits for the append, and buffers the group if the last attempt completed
-        it.
-        """
+        """Begins to journal settled attempts of a group, in the order in which they were settled. The
+        returned coroutine waits for the append, and buffers the group if the last attempt completed it."""
         for one in settled:
             if one.discarded:
                 records.append(trajectories_forgotten(self._forget_attempts(one.discarded)))
@@ -241,10 +238,8 @@ class Closing:
         await self._tasks.wait()
 
     async def expire_leases(self) -> None:
-        """Runs as long as the server.
-
-        The attempt of an expired lease returns to the queue, or fails if no retry is left.
-        """
+        """Runs as long as the server. The attempt of an expired lease returns to the queue, or fails if no
+        retry is left."""
         deadline: float | None = None
         while True:
             if deadline is not None and self._clock() - deadline > STOOD_STILL_SECONDS:

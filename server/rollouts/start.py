@@ -70,10 +70,8 @@ class Opening:
         own: OwnTrajectories,
         check_room: Callable[[int], None],
     ) -> None:
-        """`check_room` checks that the current caller may begin a turn that takes this many bytes.
-
-        It raises CALLER_LIMIT, MEMORY_BUDGET and DISK_FULL.
-        """
+        """`check_room` checks that the current caller may begin a turn that takes this many bytes. It
+        raises CALLER_LIMIT, MEMORY_BUDGET and DISK_FULL."""
         self._description = description
         self._streaming = streaming
         self._prompts = prompts
@@ -145,19 +143,15 @@ class Opening:
     def _owners(
         self, request: rollout_service_pb2.GenerateRequest
     ) -> tuple[Attempt | None, TrajectoryRecord | None]:
-        """The attempt and the parent of a trajectory that is about to be opened.
-
-        Raises LEASE_EXPIRED, TRAJECTORY_EXISTS, QUEUE_FULL and what `_parent` raises.
-        """
+        """The attempt and the parent of a trajectory that is about to be opened. Raises LEASE_EXPIRED,
+        TRAJECTORY_EXISTS, QUEUE_FULL and what `_parent` raises."""
         attempt = self._queue.attempt_of(request.trajectory_id)
         self._store.check_new(request.trajectory_id)
         return attempt, self._parent(request)
 
     def _check_required(self, required: int) -> None:
-        """Raise WEIGHT_VERSION_NOT_ACTIVE if another version than the required one is active.
-
-        During a weight switch the turn waits, and this is checked again when it is admitted.
-        """
+        """Raise WEIGHT_VERSION_NOT_ACTIVE if another version than the required one is active. During a
+        weight switch the turn waits, and this is checked again when it is admitted."""
         active = self._switch.active_version
         if required not in (0, active) and not self._switch.changing:
             raise DomainError(

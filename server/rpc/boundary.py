@@ -144,11 +144,8 @@ class _Outgoing:
 async def _send_all(
     context: ServicerContext, answers: AsyncGenerator[object], stalled_seconds: float
 ) -> None:
-    """Send what a generator yields, then close it.
-
-    If the caller does not read an answer in time, the generator is closed at once. SLOW_READER is raised
-    later, when that answer has been read.
-    """
+    """Send what a generator yields, then close it. If the caller does not read an answer in time, the
+    generator is closed at once. SLOW_READER is raised later, when that answer has been read."""
     loop = asyncio.get_running_loop()
     closing: asyncio.Task[None] | None = None
 

@@ -66,10 +66,8 @@ class TurnEvents:
     async def stream(
         self, turn: Turn, how: StreamWish, context: Context
     ) -> AsyncGenerator[EventFields]:
-        """Yield started, segments, finished.
-
-        If the caller leaves before the end, the turn is aborted, unless it asked to detach.
-        """
+        """Yield started, segments, finished. If the caller leaves before the end, the turn is aborted,
+        unless it asked to detach."""
         subscription = Subscription(
             turn, flush_seconds=how.flush_seconds, final_only=how.final_only
         )

@@ -134,10 +134,8 @@ class Callers:
         task.add_done_callback(ended)
 
     def unread(self, byte_count: int) -> AbstractContextManager[None]:
-        """Charges an answer of the current call until its caller has read it or is gone.
-
-        Raises CALLER_LIMIT if the caller has already left too much unread.
-        """
+        """Charges an answer of the current call until its caller has read it or is gone. Raises
+        CALLER_LIMIT if the caller has already left too much unread."""
         visit = VISIT.get()
         if visit is not None and visit.account.unread:
             count, most = visit.account.unread + byte_count, self._unread_bytes

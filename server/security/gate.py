@@ -334,10 +334,8 @@ class _Messages:
             raise DomainError(Reason.MALFORMED_MESSAGE, "the message cannot be decoded") from error
 
     async def only(self, patience: float) -> object:
-        """Returns the single request of an rpc, which must arrive within `patience` seconds.
-
-        gRPC holds an incomplete message without reporting it.
-        """
+        """Returns the single request of an rpc, which must arrive within `patience` seconds. gRPC holds an
+        incomplete message without reporting it."""
         try:
             async with asyncio.timeout(patience):
                 return await anext(self)

@@ -115,10 +115,8 @@ class Renderer(Protocol):
         ...
 
     def render_next(self, messages: Sequence[Message], last_token: int | None) -> NDArray[np.int32]:
-        """Tokens of new messages after a turn of the policy that ended in `last_token`.
-
-        Raises FIELD_INVALID if the template cannot place them.
-        """
+        """Tokens of new messages after a turn of the policy that ended in `last_token`. Raises
+        FIELD_INVALID if the template cannot place them."""
         ...
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -132,11 +130,8 @@ class Renderer(Protocol):
         tools: Sequence[Tool],
         name: str,
     ) -> Written:
-        """Parses the tokens of a turn into the assistant's message. The result is deterministic.
-
-        Tool calls for which the policy writes no id get one derived from `name`, which identifies the
-        turn.
-        """
+        """Parses the tokens of a turn into the assistant's message. The result is deterministic. Tool
+        calls for which the policy writes no id get one derived from `name`, which identifies the turn."""
         ...
 
     def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
@@ -324,10 +319,8 @@ class TokenizerRenderer:
 
 
 def _may_control(text: str) -> bool:
-    """Whether an added token can be a mark of the template, not white space or a single letter.
-
-    Code tokenizers add runs of spaces, and others add single letters. In a text these are ordinary.
-    """
+    """Whether an added token can be a mark of the template, not white space or a single letter. Code
+    tokenizers add runs of spaces, and others add single letters. In a text these are ordinary."""
     return len(text.strip()) > 1
 
 

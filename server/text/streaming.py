@@ -33,11 +33,8 @@ class PlainStream:
 
 
 class ParsedStream:
-    """Splits a turn with a parser.
-
-    If the parser fails, which may happen on any text, the stream yields nothing more. The complete turn is
-    parsed again anyway.
-    """
+    """Splits a turn with a parser. If the parser fails, which may happen on any text, the stream yields
+    nothing more. The complete turn is parsed again anyway."""
 
     def __init__(
         self,

@@ -165,10 +165,8 @@ def _trajectory_head(record: TrajectoryRecord) -> bytes:
 
 
 def encode_early(record: TrajectoryRecord) -> None:
-    """Encodes a closed trajectory before its group is complete, so that less work is left for then.
-
-    Skips a trajectory that is still being sampled or written.
-    """
+    """Encodes a closed trajectory before its group is complete, so that less work is left for then. Skips
+    a trajectory that is still being sampled or written."""
     if not record.growing and record.is_written:
         record.encoded = encode_trajectory(record)
 

@@ -28,8 +28,7 @@ class HeldMessage:
     reasoning: bytes
     """Empty if it has none."""
     token_end: int
-    """Number of the trajectory's tokens up to the end of this message, or of the context it came
-    in."""
+    """Number of the trajectory's tokens up to the end of this message, or of the context it came in."""
     written: bool = False
 
     def is_meant_by(self, meaning: bytes, reasoning: bytes) -> bool:

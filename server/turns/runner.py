@@ -305,10 +305,8 @@ class TurnRunner:
         turn.attempt.changed.notify()
 
     async def abort(self, turns: Iterable[Turn]) -> list[tuple[Turn, TurnAttempt]]:
-        """Stop turns. Returns the attempts that were under way, once the engine works on none of them.
-
-        An attempt that ended before the abort reached it has its own `finish`.
-        """
+        """Stop turns. Returns the attempts that were under way, once the engine works on none of them. An
+        attempt that ended before the abort reached it has its own `finish`."""
         # Taken now: a caller that continues at once gives the turn another attempt.
         stopping = [(turn, turn.attempt) for turn in turns if turn.in_flight]
         request_ids: list[str] = []
@@ -365,11 +363,8 @@ def _end_span(turn: Turn) -> None:
 
 
 class StopAcrossResume:
-    """Finds a stop string that began before an abort and ends after the resume.
-
-    To the engine, everything before the resume is prompt, and it looks for stop strings only in the tokens
-    it samples itself.
-    """
+    """Finds a stop string that began before an abort and ends after the resume. To the engine, everything
+    before the resume is prompt, and it looks for stop strings only in the tokens it samples itself."""
 
     def __init__(self, stop: tuple[str, ...], before: NDArray[np.int32], decode: Decode) -> None:
         """`before` is what the policy has written in this turn so far."""

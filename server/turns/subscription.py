@@ -39,10 +39,8 @@ class Subscription:
             await self.attempt.changed.wait()
 
     async def segments(self) -> AsyncGenerator[trajectory_pb2.Segment]:
-        """Yield twin Segments, one per weight version and flush, until the attempt has ended.
-
-        Raises the attempt's error after everything it sampled.
-        """
+        """Yield twin Segments, one per weight version and flush, until the attempt has ended. Raises the
+        attempt's error after everything it sampled."""
         ended = self.attempt.ended
         while True:
             if self._final_only:

@@ -230,9 +230,8 @@ class TrajectoryRecord:
     written: dict[tuple[int, int], Future[list[Stored]] | Stored] = field(
         default_factory=dict["tuple[int, int]", "Future[list[Stored]] | Stored"]
     )
-    """Journal records that hold large segments, keyed by (tokens before the segment, tokens in it).
-    While the append is under way, the value is its future; the last record that it returns holds the
-    segment."""
+    """Journal records that hold large segments, keyed by (tokens before the segment, tokens in it). While
+    the append is under way, the value is its future; the last record that it returns holds the segment."""
     encoded: EncodedTrajectory | None = None
     """Set when it is closed and encoded, before its group is complete."""
     parent: TrajectoryRecord | None = None
