@@ -19,28 +19,24 @@ SAY_AGAIN_SECONDS = 10.0
 class Broadcast:
     """A change that any number of coroutines can wait for, without polling and without a queue.
 
-    A waiter first checks its condition. If it is false, the waiter calls `wait` before it awaits
-    anything else. Then it cannot miss a change between the check and the wait.
+    A waiter first checks its condition. If it is false, the waiter calls `wait` before it awaits anything
+    else. Then it cannot miss a change between the check and the wait.
     """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes all current waiters."""
         self._event.set()
         self._event = asyncio.Event()
 
     async def wait(self) -> None:
-        """Waits for the next `notify`."""
         await self._event.wait()
 
 
 class OwnTasks:
-    """Tasks that belong to the server and run to their end even if their callers go away.
-
-    Callers wait for them with `asyncio.shield`.
-    """
+    """Tasks that belong to the server and run to their end even if their callers go away. Callers wait for
+    them with `asyncio.shield`."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
@@ -48,8 +44,7 @@ class OwnTasks:
     def start(
         self, work: Coroutine[Any, Any, T], name: str, on_end: Callable[[], None] | None = None
     ) -> asyncio.Task[T]:
-        """Start a task; `on_end` is called when it ends, even if cancelled, before any waiter
-        resumes."""
+        """`on_end` is called when the task ends, even if cancelled, before any waiter resumes."""
         task = asyncio.create_task(work, name=name)
         self._running.add(task)
         if on_end is not None:
@@ -63,11 +58,9 @@ class OwnTasks:
             logger.warning("%s: %s", task.get_name(), error)
 
     async def wait(self) -> None:
-        """Wait until all tasks have ended."""
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def cancel(self) -> None:
-        """Cancel all tasks and wait until they have ended."""
         running = list(self._running)
         for task in running:
             task.cancel()
@@ -75,7 +68,7 @@ class OwnTasks:
 
 
 async def run_to_its_end(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-    """Run `work` in a thread. If the caller is cancelled, this still waits until `work` has ended.
+    """Run `work` in a thread. If the caller is cancelled, still wait until `work` has ended.
 
     So the memory that `work` reads and writes may be released as soon as this returns or raises. `undo`
     receives a result that the cancelled caller will never see.
@@ -96,8 +89,8 @@ async def run_to_its_end(work: Callable[[], T], undo: Callable[[T], None] | None
 async def said_again(
     respond: Callable[[T], Awaitable[None]], seconds: float
 ) -> AsyncGenerator[Callable[[T], Awaitable[None]]]:
-    """Yield the function to answer a long call with. Its last answer is repeated every `seconds`, but not
-    after the end of the context nor in the middle of another answer.
+    """Yield the function that answers a long call. Its last answer is repeated every `seconds`, but not
+    after the context ends nor in the middle of another answer.
 
     To its caller, a call whose frames were lost looks like one that is still working: its stream is open,
     and pings are answered. With the repetition, a caller that receives nothing for several intervals can

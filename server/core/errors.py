@@ -99,8 +99,6 @@ MAX_VALUE = 200
 
 
 class DomainError(Exception):
-    """A refusal with a reason from the table."""
-
     def __init__(
         self,
         reason: Reason,
@@ -120,7 +118,6 @@ class DomainError(Exception):
 
     @property
     def code(self) -> grpc.StatusCode:
-        """The status code for the reason."""
         return STATUS_CODES[self.reason]
 
 
@@ -141,8 +138,6 @@ def _short(value: object) -> str:
 
 
 class RpcStatus(grpc.Status):
-    """The argument of `context.abort_with_status`."""
-
     def __init__(self, code: grpc.StatusCode, details: str, serialized: bytes) -> None:
         self.code = code
         self.details = details
@@ -150,7 +145,7 @@ class RpcStatus(grpc.Status):
 
 
 def to_status(error: DomainError) -> RpcStatus:
-    """Converts an error to a status with ErrorInfo, and BadRequest or RetryInfo if they apply."""
+    """Adds ErrorInfo, and BadRequest or RetryInfo if they apply."""
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     ]
@@ -172,5 +167,5 @@ def to_status(error: DomainError) -> RpcStatus:
 
 
 def to_rejection(error: DomainError) -> rejection_pb2.Rejection:
-    """Converts an error to a message inside a stream."""
+    """For errors inside a stream."""
     return Rejection(reason=error.reason, message=error.message, metadata=error.metadata)

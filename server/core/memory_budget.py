@@ -55,24 +55,16 @@ class Kept(Protocol):
 
 
 def default_bytes() -> int:
-    """Return a quarter of this machine's memory."""
+    """A quarter of this machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // OF_PHYSICAL_MEMORY
 
 
 class MemoryBudget:
-    """A bound on the memory of several parts together."""
-
     def __init__(
         self, limit_bytes: int, parts: Sequence[Callable[[], int]], kept: Kept, last: GivesWay
     ) -> None:
-        """Make a budget.
-
-        Args:
-            limit_bytes: The bound.
-            parts: Functions that return how many bytes each part takes.
-            kept: The cache that is cleared if any part needs memory.
-            last: The part that is freed as far as the other parts need its memory.
-        """
+        """Each of `parts` returns the bytes that a part takes. `kept` is cleared if any part needs
+        memory; `last` frees as much as the other parts need."""
         self.limit_bytes = limit_bytes
         self.parts = parts
         self._kept = kept
@@ -88,11 +80,10 @@ class MemoryBudget:
         return sum(part() for part in self.parts)
 
     def may_keep(self, byte_count: int) -> bool:
-        """Whether the cache may grow by `byte_count`."""
         return self.used_bytes + byte_count <= self.limit_bytes
 
     def check(self, byte_count: int) -> None:
-        """Make room for `byte_count` bytes; raises MEMORY_BUDGET if they do not fit."""
+        """Make room for `byte_count` bytes; raise MEMORY_BUDGET if they do not fit."""
         used = self._needed
         if not self.may_keep(byte_count):
             self._kept.clear()
@@ -109,5 +100,4 @@ class MemoryBudget:
             )
 
     def may_begin(self) -> bool:
-        """Whether another group may begin."""
         return self._needed - self._last.byte_count < BEGIN_BELOW * self.limit_bytes

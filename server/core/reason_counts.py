@@ -15,9 +15,7 @@ OTHER = "OTHER"
 
 
 class ReasonCounts(Counter[str]):
-    """Number of occurrences of each reason."""
-
     def count(self, reason: str, times: int = 1) -> None:
-        """Count a reason, or OTHER if it is one too many or too long."""
+        """Counts as OTHER if the reason is one too many or too long."""
         known = reason in self or len(self) < MOST_REASONS
         self[reason if known and len(reason) <= MAX_ID_LENGTH else OTHER] += times

@@ -15,8 +15,6 @@ Breakdown = Callable[[], Mapping[str, float]]
 
 
 class ServerMetrics:
-    """The server's OpenTelemetry instruments."""
-
     def __init__(self) -> None:
         self._meter = metrics.get_meter("penstock.server")
         self._tokens = self._meter.create_counter(
@@ -53,31 +51,28 @@ class ServerMetrics:
         """The same counts since the server's start, by kind."""
 
     def conversation(self, kind: str) -> None:
-        """Count a request that was new, or continued, realigned or branched a held conversation."""
+        """Count a request by its match with held conversations: new, continued, realigned or branched."""
         self.conversations[kind] = self.conversations.get(kind, 0) + 1
         self._conversations.add(1, {"kind": kind})
 
     def tokens_sampled(self, count: int, weight_version: int) -> None:
-        """Count tokens that the engine sampled."""
         self._tokens.add(count)
 
     def group_taken(self, lag: int) -> None:
-        """Record the lag of a delivered group."""
         self._lag.record(lag)
 
     def weights_staged(self, length_bytes: int, changed_tensors: int) -> None:
-        """Record a complete upload."""
+        """Called when an upload is complete."""
         self._update_bytes.record(length_bytes)
         self._changed_tensors.record(changed_tensors)
         if not changed_tensors:
             self._unchanged.add(1)
 
     def weights_switched(self, pause_seconds: float) -> None:
-        """Record the pause of a switch."""
         self._pause.record(pause_seconds)
 
     def observe(self, name: str, unit: str, description: str, read: Gauge) -> None:
-        """Export a value that is read on each export."""
+        """`read` is called on each export."""
 
         def callback(_: CallbackOptions) -> Iterable[Observation]:
             return (Observation(read()),)
@@ -85,7 +80,7 @@ class ServerMetrics:
         self._meter.create_observable_gauge(name, [callback], unit, description)
 
     def observe_counts(self, name: str, unit: str, description: str, read: Breakdown) -> None:
-        """Export running totals, one per reason."""
+        """Running totals, one per reason."""
 
         def callback(_: CallbackOptions) -> Iterable[Observation]:
             return tuple(Observation(value, {"reason": key}) for key, value in read().items())

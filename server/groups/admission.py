@@ -26,8 +26,6 @@ class _Admitted:
 
 
 class Admission:
-    """Decides which training groups may begin, and which completed ones may be delivered now."""
-
     def __init__(
         self,
         changed: Broadcast,
@@ -55,12 +53,12 @@ class Admission:
 
     @property
     def contract(self) -> StalenessContract | None:
-        """The contract of the trainer's last Hello."""
+        """From the trainer's last Hello."""
         return self._gate.contract if self._gate is not None else None
 
     @property
     def trainer_version(self) -> int:
-        """Version the trainer holds; zero before the first Hello."""
+        """Zero before the first Hello."""
         return self._gate.trainer_version if self._gate is not None else 0
 
     @property
@@ -74,7 +72,6 @@ class Admission:
         return self._gate.target if self._gate is not None else self._bound
 
     def agree(self, contract: StalenessContract, trainer_version: int) -> None:
-        """Puts a contract into force, given the version that the trainer holds."""
         if self._gate is not None and self._gate.contract == contract:
             self._gate.advance(trainer_version, self._clock())
         else:
@@ -88,33 +85,29 @@ class Admission:
         self._changed.notify()
 
     def advance(self, trainer_version: int) -> None:
-        """Records the version that the trainer now holds."""
         if self._gate is not None:
             self._gate.advance(trainer_version, self._clock())
             self._changed.notify()
 
     def may_admit(self, active_version: int) -> bool:
-        """Whether another group may begin under the active version."""
         if self._gate is not None:
             return self._gate.may_admit(active_version)
         return len(self._groups) < self._bound
 
     def may_begin(self, active_version: int) -> bool:
-        """Whether another task may begin. Like `may_admit`, but false until an expected trainer is
-        back."""
+        """Like `may_admit`, but false until an expected trainer is back."""
         if self.trainer_awaited:
             return False
         return self.may_admit(active_version)
 
     def admit(self, group_id: str, active_version: int) -> None:
-        """Records that a group begins. Call it only if `may_admit` returned true."""
+        """Call it only if `may_admit` returned true."""
         self._groups[group_id] = _Admitted(active_version)
         if self._gate is not None:
             self._gate.admit(group_id, active_version)
 
     def complete(self, group_id: str, oldest_version: int | None) -> None:
-        """Records that a group is completed. `oldest_version` is None without policy
-        tokens."""
+        """`oldest_version` is None without policy tokens."""
         group = self._groups[group_id]
         group.completed, group.oldest = True, oldest_version
         if self._gate is not None:
@@ -129,8 +122,7 @@ class Admission:
         self._changed.notify()
 
     def restore(self, groups: Iterable[tuple[str, int, int | None]]) -> None:
-        """Brings back groups that must be delivered again: (id, version it began under, oldest
-        version)."""
+        """Brings back groups to deliver again: (id, version it began under, oldest version)."""
         for group_id, version, oldest in groups:
             self._groups[group_id] = _Admitted(version, True, oldest)
             if self._gate is not None:
@@ -138,11 +130,8 @@ class Admission:
         self._changed.notify()
 
     def select(self, credit: int) -> Selection:
-        """Returns completed groups to deliver now for a demand of `credit` groups.
-
-        Call it after every change, even with a credit of zero: the gate uses these calls to measure
-        how long the trainer waits.
-        """
+        """Returns the groups to deliver now for a demand of `credit` groups. Call it after every change,
+        even with a credit of zero: the gate uses these calls to measure how long the trainer waits."""
         if self._gate is None:
             return Selection((), ())
         selection = self._gate.select(credit, self._clock())

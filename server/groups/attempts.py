@@ -39,14 +39,12 @@ _JournalAttempt = twin(journal_pb2.JournalAttempt)
 
 @dataclass(frozen=True, slots=True)
 class LeaseRules:
-    """How long leases last and how many times an attempt is made."""
-
     seconds: float = 60.0
-    """How long a lease lasts without a call on its trajectory."""
+    """Since the last call on its trajectory."""
     grace_seconds: float = 10.0
-    """How long a lease lasts at most after the agent's lease stream is lost."""
+    """Most that is left after the agent's lease stream is lost."""
     max_attempts: int = 3
-    """How many times an attempt is made before its failure becomes part of the group."""
+    """Number of attempts after which a failure becomes part of the group."""
 
     def __post_init__(self) -> None:
         if not self.seconds > 0 or not self.grace_seconds > 0:
@@ -66,12 +64,10 @@ class Holder:
     purpose: trajectory_pb2.Purpose.ValueType
     whole_groups: bool = False
     held: set[str] = field(default_factory=set[str])
-    """Trajectory ids leased to it and not yet given back."""
     _noted: bool = False
 
     def takes(self, task: task_service_pb2.Task) -> bool:
-        """Whether it takes groups of this task. Logs once why not, because it would wait
-        silently."""
+        """Logs the first refusal, because the agent would wait silently."""
         if not self.whole_groups:
             return True
         too_large = task.group_size > self.concurrency
@@ -90,10 +86,10 @@ class Holder:
 
 
 class AttemptState(Enum):
-    """Where an attempt is; see the module's docstring."""
+    """See the module's docstring."""
 
     WAITING = "waiting"
-    """For a lease, or in a caller's own group for its trajectory to be opened."""
+    """For a lease or, in a caller's own group, until its trajectory is opened."""
     LEASED = "leased"
     ORPHANED = "orphaned"
     """Leased, but the lease stream was lost and no call has reached the attempt since."""
@@ -102,16 +98,15 @@ class AttemptState(Enum):
 
     @property
     def leased(self) -> bool:
-        """Whether a lease runs, with or without its stream."""
+        """Includes orphaned attempts."""
         return self in (AttemptState.LEASED, AttemptState.ORPHANED)
 
     @property
     def final(self) -> bool:
-        """Whether the attempt has its result."""
         return self in (AttemptState.SUCCEEDED, AttemptState.FAILED)
 
     def to(self, state: AttemptState) -> AttemptState:
-        """The next state. Raises ValueError if no attempt moves from this state to that one."""
+        """Raises ValueError if no attempt moves from this state to that one."""
         if state not in TRANSITIONS[self]:
             raise ValueError(f"an attempt cannot go from {self.value} to {state.value}")
         return state
@@ -139,12 +134,12 @@ class Attempt:
     deadline: float = 0.0
     open_calls: int = 0
     branches: set[str] = field(default_factory=set[str])
-    """Trajectories that branch from it, directly or indirectly."""
+    """Direct and indirect branches."""
     state: AttemptState = AttemptState.WAITING
     """Changed by `to` only."""
 
     def to(self, state: AttemptState) -> None:
-        """Move to another state. Raises ValueError if that is not possible from this one."""
+        """Raises ValueError if no attempt moves from this state to that one."""
         self.state = self.state.to(state)
 
 
@@ -165,7 +160,6 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether every attempt is final or the race is over."""
         return self.race_over or all(attempt.state.final for attempt in self.attempts)
 
     @property
@@ -176,14 +170,11 @@ class Group:
 
     @property
     def succeeded(self) -> list[Attempt]:
-        """Attempts that ended with a reward."""
         return [a for a in self.attempts if a.state is AttemptState.SUCCEEDED]
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What an agent receives for one attempt."""
-
     group: Group
     """Always the group of a task."""
     trajectory_id: str
@@ -193,22 +184,19 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Result of settling an attempt."""
-
     final: bool
     """False if the attempt will be made again."""
     completed: Group | None = None
     """The group, if this was its last attempt."""
     discarded: tuple[str, ...] = ()
-    """Trajectories of the group that will be made again, because it was leased as a whole."""
+    """Trajectories to make again, because their group was leased as a whole."""
     left_out: tuple[str, ...] = ()
     """Trajectories that the group was completed without, including their branches."""
     taken_back: tuple[str, ...] = ()
-    """The trajectories in `left_out` that were leased."""
+    """The leased ones among `left_out`."""
 
 
 def group_changed(group: Group) -> Record:
-    """A group under way, as it is now."""
     return JournalRecord(
         group_changed=_GroupChanged(
             group_id=group.group_id,
@@ -232,7 +220,7 @@ def group_changed(group: Group) -> Record:
 
 
 def recorded_state(attempt: journal_pb2.JournalAttempt) -> AttemptState:
-    """The state that a record describes. Whether a lease stream was lost is not recorded."""
+    """Whether a lease stream was lost is not recorded."""
     if attempt.final:
         return AttemptState.FAILED if attempt.failed else AttemptState.SUCCEEDED
     return AttemptState.LEASED if attempt.leased else AttemptState.WAITING

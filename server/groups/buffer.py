@@ -51,34 +51,28 @@ _GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
 
 MAX_UNREAD_DROPS = 1_000
 MOST_PLACED = 32
-"""Most groups that one message names by their place. Each takes about 50 bytes, plus 50 for each turn
-that holds its tokens."""
+"""Most groups that one message names by place. Each takes about 50 bytes, plus 50 for each turn that
+holds its tokens."""
 
 
 class Storage(Protocol):
-    """Where a completed group is kept."""
-
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the memory budget that it takes and cannot give back."""
+        """Memory budget that it takes and cannot give back."""
         ...
 
     async def read(self) -> bytes:
-        """Returns the group as an encoded message. Raises JOURNAL_CORRUPT."""
+        """Returns the encoded group. Raises JOURNAL_CORRUPT."""
         ...
 
     def place(self) -> FilePlace | None:
         """Where another process on this host can read the record; None if it cannot."""
         ...
 
-    def release(self) -> None:
-        """Frees the group, which is not read again."""
-        ...
+    def release(self) -> None: ...
 
 
 class InMemory:
-    """A group that is kept only in memory."""
-
     def __init__(self, group: EncodedGroup) -> None:
         self._group = group
         self.memory_bytes = group.byte_count
@@ -102,13 +96,12 @@ class KeptGroups:
         self.byte_count = 0
 
     def keep(self, stored: Stored, group: EncodedGroup) -> None:
-        """Keeps a group if it fits."""
         if self.byte_count + group.byte_count <= self._limit_bytes:
             self._groups[stored] = group
             self.byte_count += group.byte_count
 
     def take(self, stored: Stored) -> EncodedGroup | None:
-        """Removes and returns a group; None if it is not kept."""
+        """None if it is not kept."""
         group = self._groups.pop(stored, None)
         if group is not None:
             self.byte_count -= group.byte_count
@@ -120,7 +113,7 @@ class KeptGroups:
 
 
 class InJournal:
-    """A group that is read from the journal on demand, unless it is still kept in memory."""
+    """A group that is read from the journal on demand, unless it is still in memory."""
 
     def __init__(self, journal: Journal, stored: Stored, kept: KeptGroups) -> None:
         """The journal must already hold the record."""
@@ -134,15 +127,13 @@ class InJournal:
         return group_in(await self._journal.read(self.stored)) if kept is None else kept.joined()
 
     def place(self) -> FilePlace | None:
-        """Where the record is. The copy in memory is dropped, because the trainer reads the
-        file."""
+        """Drops the copy in memory, because the trainer reads the file."""
         place = self._journal.place(self.stored)
         if place is not None:
             self._kept.take(self.stored)
         return place
 
     def release(self) -> None:
-        """Lets the journal reuse the group's room."""
         self._kept.take(self.stored)
         self._journal.release(self.stored)
 
@@ -159,7 +150,7 @@ class BufferedGroup:
     oldest_version: int | None
     """Smallest weight version of its policy tokens; None if it has none."""
     byte_count: int
-    """Size of the group as a message."""
+    """As an encoded message."""
     delivery_id: int = 0
     delivery_count: int = 0
     step: int = 0
@@ -172,14 +163,11 @@ class BufferedGroup:
 
     @property
     def training(self) -> bool:
-        """Whether it is trained on, unlike an evaluation group."""
         return self.purpose != trajectory_pb2.PURPOSE_EVAL
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A group that was dropped before it was buffered."""
-
     group_id: str
     task_id: str
     reason: str
@@ -200,44 +188,38 @@ class GroupBuffer:
         self.kept = KeptGroups(kept_bytes)
         self._buffered: OrderedDict[str, BufferedGroup] = OrderedDict()
         self._evaluations: OrderedDict[str, None] = OrderedDict()
-        """Ids of buffered evaluation groups."""
         self._delivered: dict[int, BufferedGroup] = {}
         self._receipted: dict[str, BufferedGroup] = {}
         self._last_delivery_id = 0
         self._dropped: deque[DroppedGroup] = deque(maxlen=MAX_UNREAD_DROPS)
         self.drops = ReasonCounts()
-        """Groups that left without being trained, by reason."""
         self.redeliveries = 0
         self.byte_count = 0
-        """Memory budget used by groups, without those that are kept in addition to the journal."""
+        """Memory budget used by groups, excluding journal groups that are also kept in memory."""
         self._on_forgotten = on_forgotten
         self._changed = changed
 
     @property
     def buffered_count(self) -> int:
-        """Groups buffered and not delivered."""
         return len(self._buffered)
 
     @property
     def buffered_evaluation_count(self) -> int:
-        """Evaluation groups buffered and not delivered."""
         return len(self._evaluations)
 
     @property
     def held_count(self) -> int:
-        """Number of groups in all states."""
+        """In all states."""
         return len(self._buffered) + len(self._delivered) + len(self._receipted)
 
     @property
     def groups(self) -> Iterator[BufferedGroup]:
-        """Groups in all states."""
+        """In all states."""
         return chain(self._buffered.values(), self._delivered.values(), self._receipted.values())
 
     def restore(self, groups: Iterable[BufferedGroup], last_delivery_id: int) -> None:
-        """Takes over the groups of a previous server. Those with a step are receipted.
-
-        `last_delivery_id` must be at least as high as any id that it assigned.
-        """
+        """Takes over the groups of a previous server. Those with a step are receipted. `last_delivery_id`
+        must be at least as high as any id that it assigned."""
         self._last_delivery_id = last_delivery_id
         for group in groups:
             if group.step:
@@ -247,7 +229,7 @@ class GroupBuffer:
         self._changed.notify()
 
     def add(self, group: BufferedGroup) -> None:
-        """Adds a completed group, which is durable."""
+        """The group must be durable."""
         self.byte_count += group.storage.memory_bytes
         self._buffer(group)
         self._changed.notify()
@@ -259,13 +241,13 @@ class GroupBuffer:
         self._changed.notify()
 
     def read_drops(self) -> list[DroppedGroup]:
-        """Returns the groups dropped since the last call, for the trainer."""
+        """Returns the groups dropped since the last call."""
         dropped = list(self._dropped)
         self._dropped.clear()
         return dropped
 
     def find(self, group_id: str) -> BufferedGroup | None:
-        """Returns a group in any state, or None."""
+        """Finds a group in any state."""
         found = self._buffered.get(group_id) or self._receipted.get(group_id)
         delivered = (g for g in self._delivered.values() if g.group_id == group_id)
         return found or next(delivered, None)
@@ -275,7 +257,7 @@ class GroupBuffer:
         return list(islice(self._evaluations, count))
 
     def deliver(self, group_ids: Iterable[str]) -> list[BufferedGroup]:
-        """Marks groups as delivered, in the order of the data. Each gets its own delivery id."""
+        """Returns the groups in the order of the data. Each gets its own delivery id."""
         groups = sorted((self._unbuffer(group_id) for group_id in group_ids), key=lambda g: g.index)
         for group in groups:
             self._last_delivery_id += 1
@@ -316,8 +298,8 @@ class GroupBuffer:
     def receipt(self, delivery_ids: Iterable[int], step: int) -> list[BufferedGroup]:
         """Notes that `step` used these deliveries, or that they were rejected if `step` is zero.
 
-        Rejected groups and evaluation groups are forgotten. Unknown deliveries are ignored: those whose
-        group was delivered again, and those that are final.
+        Forgets rejected groups and evaluation groups. Ignores unknown deliveries: those whose group was
+        delivered again, and those that are final.
         """
         receipted: list[BufferedGroup] = []
         for delivery_id in delivery_ids:
@@ -341,11 +323,8 @@ class GroupBuffer:
         return final
 
     def resume(self, step: int) -> list[BufferedGroup]:
-        """Buffers groups again that the trainer's state after `step` does not contain. Returns
-        them.
-
-        These were delivered without a receipt, or receipted by a later step.
-        """
+        """Buffers groups again that the trainer's state after `step` does not contain: those without a
+        receipt, and those receipted by a later step. Returns them."""
         again = list(self._delivered.values())
         again += [group for group in self._receipted.values() if group.step > step]
         for group in sorted(again, key=lambda g: g.delivery_id):
@@ -357,7 +336,7 @@ class GroupBuffer:
         return again
 
     def drop_all(self) -> list[BufferedGroup]:
-        """Drops every group. Returns those that no step used."""
+        """Returns the groups that no step used."""
         lost = [*self._buffered.values(), *self._delivered.values()]
         for group in (*lost, *self._receipted.values()):
             self._forget(group)
@@ -371,7 +350,7 @@ class GroupBuffer:
 
 
 def placed_delivery(group: BufferedGroup, place: FilePlace) -> trainer_service_pb2.GroupDelivery:
-    """Makes a delivery that names the place of a group; a trainer on the same host reads it there."""
+    """Names the place of a group, for a trainer on the same host."""
     delivery = _GroupDelivery(
         delivery_id=group.delivery_id, redelivery_count=group.delivery_count - 1
     )
@@ -384,7 +363,6 @@ def placed_delivery(group: BufferedGroup, place: FilePlace) -> trainer_service_p
 def placed_message(
     deliveries: Sequence[trainer_service_pb2.GroupDelivery],
 ) -> trainer_service_pb2.ExchangeResponse:
-    """Combines deliveries into one message."""
     if len(deliveries) == 1:
         return _ExchangeResponse(delivery=deliveries[0])
     return _ExchangeResponse(deliveries=_GroupDeliveries(deliveries=deliveries))

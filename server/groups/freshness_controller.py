@@ -40,48 +40,45 @@ import math
 from dataclasses import dataclass
 
 TOLERATED_WAIT = 0.02
-"""Fraction of its time that the trainer may wait for groups. Less would cost more lag than it is
-worth."""
+"""Fraction of its time that the trainer may wait for groups. A lower value would cost more lag than it
+saves."""
 
 EDGE_STEPS = 2
-"""Steps in a row that can starve at an edge. Groups that the first one added are there for the
-third."""
+"""Steps in a row that can starve at an edge. Groups that the first one added are there for the third."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepObservation:
-    """Measurements of one step of the trainer, from one version to the next."""
+    """Measurements of one trainer step, from one version to the next."""
 
     seconds: float
     """Duration of the whole step: gathering the batch, training on it, publishing the weights."""
     starved_seconds: float
-    """The part of it with demand unmet because too few groups were finished."""
+    """Part of `seconds` with demand unmet because too few groups were finished."""
     surplus: int
-    """Groups that were finished and left over when the demand was met."""
+    """Finished groups left over when the demand was met."""
     lacking: int
-    """The largest number of groups that were requested and not finished."""
+    """Most groups that were requested and not finished."""
     filled: bool
     """Whether the target is what prevented the admission of further groups."""
 
 
 class StepMeter:
-    """Measures the steps of the trainer, between its versions."""
-
     def __init__(self) -> None:
         self._began: float | None = None
         self._unmet = 0
-        """Groups that the trainer has demanded and the batch still lacks."""
+        """Groups that the batch still lacks."""
         self._starving_since: float | None = None
         self._starved_seconds = 0.0
         self._lacking = 0
-        """Maximum number of groups that the batch lacked while the trainer starved."""
+        """Most groups that the batch lacked while the trainer starved."""
         self.surplus = 0
         """Groups left over when the demand was last met."""
         self.filled = False
         """Whether the target has prevented an admission."""
 
     def demand(self, unmet: int, completed: int, now: float) -> None:
-        """Note how many groups the batch still lacks, and how many are completed."""
+        """`unmet` is the number of groups that the batch still lacks."""
         if self._starving_since is not None:
             self._starved_seconds += max(0.0, now - self._starving_since)
         self._unmet = unmet
@@ -96,7 +93,7 @@ class StepMeter:
         self.demand(self._unmet, completed, now)
 
     def close_step(self, completed: int, now: float) -> StepObservation | None:
-        """Begin another step. Returns the one that ends, if its beginning was seen."""
+        """Begin another step. Return the one that ends, if its beginning was seen."""
         self.demand(0, completed, now)
         observed = None
         if self._began is not None:
@@ -121,8 +118,7 @@ class FreshnessController:
         self._floor = min(floor, ceiling)
         self._ceiling = ceiling
         self._level = float(min(max(2 * groups_per_step, floor), ceiling))
-        """The target before rounding, so that small batches are controlled as finely as large
-        ones."""
+        """The target before rounding, so that small batches are controlled as finely as large ones."""
         self._debt = 0.0
         """Starvation that did not raise the target, in groups; at most a batch."""
         self._raised = 0.0
@@ -138,7 +134,6 @@ class FreshnessController:
         return math.ceil(self._level - 1e-9)
 
     def observe(self, step: StepObservation) -> None:
-        """Adjusts the target after one step."""
         raised, self._raised = self._raised, 0.0
         if step.seconds <= 0.0:
             return

@@ -39,7 +39,7 @@ class KnownTasks:
         return chain(self._past, self._held)
 
     def restore(self, known: Iterable[str], held: Iterable[str]) -> None:
-        """Load the ids that a previous server knew, oldest first."""
+        """`known` is oldest first."""
         self._held.update(held)
         for task_id in known:
             if task_id not in self._held:
@@ -51,13 +51,13 @@ class KnownTasks:
         self._held.add(task_id)
 
     def leave(self, task_id: str) -> None:
-        """Move a held task, which has ended with its group, to past. Other ids are left alone."""
+        """Move a held task to past when its group ends. Ignore other ids."""
         if task_id in self._held:
             self._held.remove(task_id)
             self._remember(task_id)
 
     def clear(self) -> None:
-        """Forget everything, because another run begins or the same one starts over."""
+        """Called when another run begins or the same one starts over."""
         self._held.clear()
         self._past.clear()
 

@@ -27,7 +27,7 @@ MAX_REMEMBERED = 100_000
 
 
 class LeaseClock:
-    """Deadlines of attempts, and the memory of those that passed."""
+    """Deadlines of attempts, and the ids of those that passed."""
 
     def __init__(
         self,
@@ -69,8 +69,7 @@ class LeaseClock:
             attempt.to(AttemptState.LEASED)
 
     def call_ended(self, attempt: Attempt) -> None:
-        """Let the lease run again after a call; only for the grace period if its stream was
-        lost."""
+        """Let the lease run again after a call; only for the grace period if its stream was lost."""
         attempt.open_calls = max(0, attempt.open_calls - 1)
         if attempt.state is AttemptState.ORPHANED:
             # A call that ended together with the stream is no sign of life.
@@ -92,7 +91,7 @@ class LeaseClock:
             self.sooner.notify()
 
     def next_deadline(self, groups: Iterable[Group]) -> float | None:
-        """Return when to call `due` next; None while no lease can expire."""
+        """When to call `due` next; None while no lease can expire."""
         self._armed = min(
             (attempt.deadline for group in groups for attempt in _running(group)), default=None
         )
@@ -106,14 +105,13 @@ class LeaseClock:
                 attempt.deadline = max(attempt.deadline, least)
 
     def due(self, groups: Iterable[Group]) -> list[Attempt]:
-        """Return the attempts whose lease has expired."""
         now = self._clock()
         return [
             attempt for group in groups for attempt in _running(group) if attempt.deadline <= now
         ]
 
     def remember_expired(self, trajectory_ids: Iterable[str], *, retried: bool) -> None:
-        """Remember expired leases; later calls on them are refused."""
+        """Calls on these ids are refused from now on."""
         for trajectory_id in trajectory_ids:
             self._expired[trajectory_id] = retried
         while len(self._expired) > self._max_remembered:
@@ -141,7 +139,7 @@ class LeaseClock:
 
 
 def _running(group: Group) -> list[Attempt]:
-    """Return the attempts of a group whose deadlines are running."""
+    """The attempts of a group whose deadlines are running."""
     if group.task is not None:
         return [a for a in group.attempts if a.state.leased and not a.open_calls]
     if any(attempt.open_calls for attempt in group.attempts):

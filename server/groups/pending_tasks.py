@@ -14,8 +14,6 @@ from penstock.wire.reasons import Reason
 
 
 class PendingTasks:
-    """Tasks not yet begun, by purpose."""
-
     def __init__(self, changed: Broadcast, max_pending: int) -> None:
         self._changed = changed
         self._max_pending = max_pending
@@ -26,24 +24,20 @@ class PendingTasks:
         }
         self.known = KnownTasks()
         self.byte_count = 0
-        """Memory that they use."""
 
     @property
     def count(self) -> int:
-        """How many they are."""
         return sum(len(tasks) for tasks in self._tasks.values())
 
     def count_of(self, tasks: Iterable[task_service_pb2.Task]) -> int:
-        """Tasks not yet begun that have the purposes of `tasks`, or all if `tasks` is empty.
-
-        A submitter that keeps training tasks waiting has no use for waiting evaluation tasks.
-        """
+        """Counts tasks that have the purposes of `tasks`, or all if `tasks` is empty. A submitter that
+        keeps training tasks waiting has no use for waiting evaluation tasks."""
         purposes = {_effective(task.purpose) for task in tasks} or self._tasks.keys()
         return sum(len(self._tasks[purpose]) for purpose in purposes)
 
     @property
     def all(self) -> Iterator[task_service_pb2.Task]:
-        """Tasks not yet begun, evaluation first, each purpose in its own order."""
+        """Evaluation first, each purpose in its own order."""
         return chain.from_iterable(self._tasks.values())
 
     def check_room(self, count: int) -> None:
@@ -59,10 +53,8 @@ class PendingTasks:
     def submit(
         self, tasks: Iterable[task_service_pb2.Task]
     ) -> tuple[list[task_service_pb2.Task], int]:
-        """Add all tasks or none. Returns the new ones and the number of those known already.
-
-        Raises QUEUE_FULL if they do not fit.
-        """
+        """Add all tasks or none. Return the new ones and the number of those known already. Raises
+        QUEUE_FULL if they do not fit."""
         fresh: dict[str, task_service_pb2.Task] = {}
         duplicates = 0
         for task in tasks:
@@ -93,7 +85,6 @@ class PendingTasks:
         self._changed.notify()
 
     def restore(self, tasks: Iterable[task_service_pb2.Task]) -> None:
-        """Restore what the journal holds."""
         for task in tasks:
             self._tasks[_effective(task.purpose)].append(task)
             self.byte_count += task.ByteSize()
@@ -107,13 +98,12 @@ class PendingTasks:
                 yield purpose, tasks[0]
 
     def pop(self, purpose: trajectory_pb2.Purpose.ValueType) -> task_service_pb2.Task:
-        """Remove the first task of a purpose, because its group begins."""
         task = self._tasks[purpose].popleft()
         self.byte_count -= task.ByteSize()
         return task
 
     def drop_all(self) -> int:
-        """Forget every task, known ones included. Returns how many were waiting."""
+        """Forget every task, known ones included. Return how many were waiting."""
         dropped = self.count
         for tasks in self._tasks.values():
             tasks.clear()

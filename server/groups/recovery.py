@@ -59,8 +59,6 @@ class FinishedGroup:
 
 @dataclass(eq=False)
 class Recovered:
-    """The state described by a journal's records."""
-
     starts: int = 0
     """Number of servers that have written to the journal."""
     run_id: str = ""
@@ -73,14 +71,14 @@ class Recovered:
     )
     """Waiting tasks and the tasks of groups under way, by id."""
     pending: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
-    """Ids of waiting tasks, in order."""
+    """In order."""
     known: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
-    """Ids of tasks that must not be accepted again, in the order in which they ended."""
+    """Tasks that must not be accepted again, in the order in which they ended."""
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     """Groups under way, by id."""
     finished: dict[str, FinishedGroup] = field(default_factory=dict[str, FinishedGroup])
     trajectories: dict[str, TrajectoryRecord] = field(default_factory=dict[str, TrajectoryRecord])
-    """Open trajectories, and closed ones whose group is not complete."""
+    """Open ones, and closed ones whose group is not complete."""
     closed: OrderedDict[str, ClosedMark] = field(default_factory=OrderedDict[str, ClosedMark])
     expired: dict[str, bool] = field(default_factory=dict[str, bool])
     """Trajectories whose lease expired, and whether their attempt is made again."""
@@ -88,7 +86,7 @@ class Recovered:
     """Ids of groups that are no longer under way."""
 
     def apply(self, record: Record, stored: Stored) -> None:
-        """Apply one record. Raises ValueError if it contradicts earlier records."""
+        """Raises ValueError if the record contradicts earlier ones."""
         kind = record.WhichOneof("record")
         if kind == "server_started":
             self.starts = record.server_started.start
@@ -247,7 +245,6 @@ class Recovered:
         )
 
     def _end(self, group_id: str, task_id: str) -> None:
-        """Note that a group is no longer under way."""
         self.pending.pop(task_id, None)
         self.tasks.pop(task_id, None)
         self.groups.pop(group_id, None)
@@ -280,8 +277,8 @@ class Recovered:
     def undo_unanswered(self) -> None:
         """Undo closes whose last record, the fate of their attempt, is missing.
 
-        A close is one append of several records. The caller is answered only once all of them are
-        durable, so an incomplete close was never acknowledged.
+        A close is one append of several records. The caller is answered only once all of them are durable,
+        so an incomplete close was never acknowledged.
         """
         leased = {
             attempt.trajectory_id
@@ -326,7 +323,7 @@ class Recovered:
 
 
 def recover(found: Iterable[tuple[Record, Stored]]) -> Recovered:
-    """Return the state after all records. Raises JournalUnreadable."""
+    """Raises JournalUnreadable."""
     state = Recovered()
     for record, stored in found:
         _apply(state, record, stored)
@@ -335,7 +332,7 @@ def recover(found: Iterable[tuple[Record, Stored]]) -> Recovered:
 
 
 async def recover_from(journal: Journal) -> Recovered:
-    """Replay a journal and return the state that the last server left. Raises JournalUnreadable."""
+    """Raises JournalUnreadable."""
     state = Recovered()
     async for record, stored in journal.replay():
         _apply(state, record, stored)
@@ -353,8 +350,6 @@ def _apply(state: Recovered, record: Record, stored: Stored) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """The server state that goes into a snapshot."""
-
     starts: int
     run_id: str
     trainer_epoch: int
@@ -365,15 +360,15 @@ class ServerState:
     pending_tasks: Iterable[task_service_pb2.Task]
     groups: Iterable[Group]
     finished: Iterable[tuple[Stored, str, int]]
-    """Location of the record, group id, and the step that trained the group or zero."""
+    """(place of the record, group id, step that trained the group or zero)"""
     trajectories: Iterable[TrajectoryRecord]
     closed: Iterable[tuple[str, ClosedMark, trajectory_pb2.Outcome | None]]
-    """Trajectory id, its mark, and its outcome if that is still in memory."""
+    """(trajectory id, mark, outcome if it is still in memory)"""
     expired: Iterable[tuple[str, bool]]
 
 
 def snapshot(state: ServerState) -> Iterator[SnapshotItem]:
-    """Yield a server's state as records from which `Recovered` rebuilds it."""
+    """Yield records from which `Recovered` rebuilds the state."""
     yield records.server_started(state.starts)
     if state.run_id:
         # Before any group, because replaying it would make all groups wait again.

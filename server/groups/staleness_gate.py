@@ -84,8 +84,6 @@ from penstock.wire.staleness import lag
 
 
 class LatePolicy(Enum):
-    """What happens to a group with tokens older than `max_lag`."""
-
     MASK = "mask"
     """Deliver the group; tokens that are too old carry no gradient."""
     WAIT = "wait"
@@ -93,7 +91,6 @@ class LatePolicy(Enum):
     REQUEUE = "requeue"
     """Drop the group and sample its task again."""
     DROP = "drop"
-    """Drop the group."""
 
     @property
     def drops(self) -> bool:
@@ -102,12 +99,9 @@ class LatePolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StalenessContract:
-    """Bounds how far behind the trainer a trained token may be."""
-
     max_lag: int
     """Maximum lag of a trained token, in versions; 0 is the synchronous loop."""
     groups_per_step: int
-    """Groups in one optimizer step."""
     late_policy: LatePolicy = LatePolicy.MASK
 
     def __post_init__(self) -> None:
@@ -118,12 +112,12 @@ class StalenessContract:
 
     @property
     def max_outstanding(self) -> int:
-        """Maximum number of groups admitted and not yet delivered."""
+        """Most groups admitted and not yet delivered."""
         return (self.max_lag + 1) * self.groups_per_step
 
     @property
     def fewest_outstanding(self) -> int:
-        """Lower limit of the freshness controller for outstanding groups."""
+        """Lower limit of the freshness controller."""
         if self.late_policy is LatePolicy.WAIT:
             # While one batch waits for an old group and another is in training, a third must be running.
             # With fewer groups, each wait would be followed by another.
@@ -134,28 +128,24 @@ class StalenessContract:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Result of `StalenessGate.select`: group ids, oldest first."""
+    """Group ids, oldest first."""
 
     delivered: tuple[str, ...] = ()
-    """Groups to deliver now."""
     late: tuple[str, ...] = ()
     """Groups dropped for age under REQUEUE and DROP; the gate has forgotten them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Completed:
-    """A completed group. `oldest`, then `order`, is the sort key."""
+    """Sorted by `oldest`, then `order`."""
 
     oldest: int
     order: int
 
 
 class StalenessGate:
-    """Admission and selection under one contract; see the module's docstring.
-
-    `now` is seconds on any monotonic clock; it only feeds the freshness controller. With
-    `freshness=False` the bound on outstanding groups stays at its largest, `(L+1)*B`.
-    """
+    """See the module's docstring. `now` is seconds on any monotonic clock; it only feeds the freshness
+    controller. With `freshness=False` the bound on outstanding groups stays at its largest, `(L+1)*B`."""
 
     def __init__(
         self, contract: StalenessContract, trainer_version: int = 0, *, freshness: bool = True
@@ -172,13 +162,13 @@ class StalenessGate:
             else None
         )
         self._running: dict[str, int] = {}
-        """Running groups, with the oldest version that may sample in each."""
+        """The oldest version that may sample in each running group."""
         self._completed: dict[str, _Completed] = {}
         self._due: Counter[int] = Counter()
         """Number of outstanding groups by deadline."""
         self._batch: OrderedDict[str, None] = OrderedDict()
-        """Ids of groups delivered at the version the trainer holds. May be more than a step has: some will
-        be refused, or were trained before the server restarted and are delivered again."""
+        """Ids of groups delivered at the version the trainer holds. May exceed a step: the trainer will
+        refuse some, or trained them before the server restarted and gets them again."""
         self._most_remembered = max(1024, 4 * contract.max_outstanding)
         self._order = 0
         self._meter = StepMeter()
@@ -199,7 +189,6 @@ class StalenessGate:
 
     @property
     def running(self) -> int:
-        """Groups admitted and not yet completed."""
         return len(self._running)
 
     @property
@@ -213,10 +202,8 @@ class StalenessGate:
         return min(len(self._batch), self.contract.groups_per_step)
 
     def advance(self, trainer_version: int, now: float) -> None:
-        """Note that the trainer now holds `trainer_version`. Repeating a version changes nothing.
-
-        A lower version means that the trainer restarted from an older checkpoint.
-        """
+        """Repeating a version changes nothing. A lower one means that the trainer restarted from an
+        older checkpoint."""
         if trainer_version < 0:
             raise ValueError(f"trainer_version must be at least 0, got {trainer_version}")
         if trainer_version == self._trainer_version:
@@ -249,10 +236,8 @@ class StalenessGate:
         )
 
     def admit(self, group_id: str, active_version: int) -> None:
-        """Start a group. Raises ValueError for a known id, or if `may_admit` is false.
-
-        An id may return after it was released, dropped or delivered at an earlier version.
-        """
+        """Raises ValueError for a known id, or if `may_admit` is false. An id may return after it was
+        released, dropped or delivered at an earlier version."""
         self._refuse_known(group_id)
         if not self.may_admit(active_version):
             raise ValueError(
@@ -288,10 +273,8 @@ class StalenessGate:
         self._meter.supply(len(self._completed), now)
 
     def release(self, group_id: str) -> None:
-        """Free the slot of a group in any state, because it failed, expired or was refused.
-
-        An unknown id changes nothing, because a failure and a drop may both report a group.
-        """
+        """Free the slot of a group in any state, because it failed, expired or was refused. Ignores
+        unknown ids, because a failure and a drop may both report a group."""
         if (first := self._running.pop(group_id, None)) is not None:
             self._forget_deadline(first)
         elif (group := self._completed.pop(group_id, None)) is not None:

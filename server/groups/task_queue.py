@@ -48,8 +48,6 @@ MAX_REMEMBERED_GROUPS = 100_000
 
 
 class TaskQueue:
-    """Waiting tasks, groups under way and their leases."""
-
     def __init__(
         self,
         changed: Broadcast,
@@ -62,15 +60,15 @@ class TaskQueue:
         has_memory: Callable[[], bool] = lambda: True,
         buffered_evaluations: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`has_memory` tells whether the memory budget allows another group. `buffered_evaluations` counts
-        the evaluation groups that are buffered and not delivered."""
+        """`has_memory` returns whether the memory budget allows another group. `buffered_evaluations`
+        counts the evaluation groups that are buffered and not delivered."""
         self._admission = admission
         self.leases = LeaseClock(rules, clock)
         self.max_evaluation_groups = max_evaluation_groups
         self.pending = PendingTasks(changed, max_pending)
         self._groups: OrderedDict[str, Group] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
-        """Ids of completed groups, oldest first; bounded."""
+        """Oldest first; bounded."""
         self._evaluations: set[str] = set()
         """Evaluation groups begun, and neither buffered nor dropped."""
         self._waiting: deque[Attempt] = deque()
@@ -98,7 +96,7 @@ class TaskQueue:
 
     @property
     def ended_groups(self) -> Iterable[str]:
-        """Ids of completed groups, oldest first."""
+        """Oldest first."""
         return self._ended
 
     def restore(
@@ -107,8 +105,7 @@ class TaskQueue:
         groups: Iterable[Group],
         ended: Iterable[str],
     ) -> None:
-        """Restore what the journal holds. Every lease stream was lost with the restart, so holders of
-        leases have to renew them by calls."""
+        """Every lease stream was lost with the restart, so holders have to renew their leases by calls."""
         self.pending.restore(pending)
         for group in groups:
             self._groups[group.group_id] = group
@@ -131,7 +128,7 @@ class TaskQueue:
             self._remember_ended(group_id)
 
     def lease(self, holder: Holder, active_version: int) -> Lease | None:
-        """Lease the next attempt to a holder. Returns None if there is none for it now."""
+        """Returns None if there is no attempt for the holder now."""
         if len(holder.held) >= holder.concurrency:
             return None
         attempt = self._next_waiting(holder)
@@ -245,19 +242,17 @@ class TaskQueue:
         self.leases.touch(attempt)
 
     def attempt_of(self, trajectory_id: str) -> Attempt | None:
-        """The attempt that a trajectory id stands for; None for an unleased trajectory.
-
-        Raises LEASE_EXPIRED if its lease, or that of the trajectory it branched from, has expired.
-        """
+        """None for an unleased trajectory. Raises LEASE_EXPIRED if its lease, or that of the trajectory it
+        branched from, has expired."""
         self.leases.refuse_expired(trajectory_id)
         return self._attempts.get(trajectory_id)
 
     def held(self, trajectory_id: str) -> Attempt | None:
-        """The attempt that a trajectory id stands for now. Does not check for expired leases."""
+        """Like `attempt_of`, but does not check for expired leases."""
         return self._attempts.get(trajectory_id)
 
     def renew(self, trajectory_id: str) -> bool:
-        """Extend a lease. Returns False if it has expired or never existed."""
+        """Returns False if the lease has expired or never existed."""
         attempt = self._attempts.get(trajectory_id)
         if attempt is None:
             return False
@@ -265,12 +260,11 @@ class TaskQueue:
         return True
 
     def leased_of(self, group_id: str) -> list[str]:
-        """Trajectory ids of a group's leased attempts."""
         group = self._groups.get(group_id)
         return [] if group is None else [a.trajectory_id for a in group.attempts if a.state.leased]
 
     def holder_lost(self, holder: Holder) -> None:
-        """Handle the end of a lease stream: its leases expire after the grace period unless renewed."""
+        """The stream's leases expire after the grace period unless renewed."""
         for trajectory_id in list(holder.held):
             self.leases.orphan(self._attempts[trajectory_id])
         holder.held.clear()
@@ -289,8 +283,8 @@ class TaskQueue:
         return self.leases.next_deadline(self._groups.values())
 
     def expire(self) -> list[tuple[Attempt, list[str], Settled]]:
-        """Take back expired leases. Returns each attempt, its trajectory ids (its own before its branches)
-        and how it was settled."""
+        """Take back expired leases. Returns each attempt, its trajectory ids (its own before its
+        branches) and how it was settled."""
         expired: list[tuple[Attempt, list[str], Settled]] = []
         for attempt in self.leases.due(self._groups.values()):
             lost = _ids(attempt)
@@ -300,7 +294,7 @@ class TaskQueue:
         return expired
 
     def settle(self, attempt: Attempt, *, failed: bool) -> Settled:
-        """Close an attempt: it becomes final, or returns to the queue if it failed with retries left."""
+        """The attempt becomes final, or returns to the queue if it failed with retries left."""
         group = attempt.group
         self._let_go(attempt)
         attempt.holder, attempt.open_calls = None, 0
@@ -336,8 +330,8 @@ class TaskQueue:
         )
 
     def _end_race(self, group: Group) -> tuple[list[str], list[str]]:
-        """Reduce a group to its attempts with a reward. Returns the trajectory ids of all others, and of
-        those among them that were leased."""
+        """Reduce a group to its attempts with a reward. Returns the trajectory ids of all others, and
+        those of them that were leased."""
         left_out: list[str] = []
         taken_back: list[str] = []
         succeeded = group.succeeded
@@ -356,7 +350,6 @@ class TaskQueue:
         return left_out, taken_back
 
     def _let_go(self, attempt: Attempt) -> None:
-        """Release the attempt from its holder."""
         self._attempts.pop(attempt.trajectory_id, None)
         if attempt.holder is not None:
             attempt.holder.held.discard(attempt.trajectory_id)
@@ -378,7 +371,7 @@ class TaskQueue:
         self._waiting.appendleft(attempt)
 
     def drop_all(self) -> tuple[int, list[Group]]:
-        """Forget every task and open group. Returns the number of waiting tasks and the groups."""
+        """Returns the number of waiting tasks and the open groups."""
         groups = list(self._groups.values())
         dropped = self.pending.drop_all()
         self._begun_bytes = 0

@@ -48,8 +48,6 @@ GROUP_TOO_LARGE = "GROUP_TOO_LARGE"
 
 
 class CompletedGroups:
-    """Assembles completed groups, records them and buffers them."""
-
     def __init__(
         self,
         store: TrajectoryStore,
@@ -66,13 +64,10 @@ class CompletedGroups:
         self._journal = journal
         self._budget = budget
         self._unbuffered: set[str] = set()
-        """Groups whose record is not durable yet."""
 
     def complete(self, group: Group, records: list[Record]) -> Coroutine[Any, Any, None]:
-        """Begin to record a group whose last attempt is settled, after these records of its close.
-
-        The returned coroutine waits for the append, and buffers or drops the group.
-        """
+        """Begin to record a group whose last attempt is settled, after these records of its close. The
+        returned coroutine waits for the append, and buffers or drops the group."""
         encoded, completed = self._assemble(group)
         self._unbuffered.add(completed.group_id)
         hit("closing.before_append")
@@ -95,7 +90,7 @@ class CompletedGroups:
     async def _buffer_durable(
         self, completed: BufferedGroup, encoded: EncodedGroup, appending: Awaitable[list[Stored]]
     ) -> None:
-        """Buffer a group once it is durable, unless its run was replaced in the meantime."""
+        """Buffer a group once it is durable, unless its run was replaced meanwhile."""
         stored = await appending
         hit("closing.before_offer")
         if self._is_wanted(completed):
@@ -113,13 +108,12 @@ class CompletedGroups:
         self._queue.release(completed.group_id)
 
     def _is_wanted(self, completed: BufferedGroup) -> bool:
-        """Whether a group that is now durable is still wanted: its run was not replaced."""
         wanted = completed.group_id in self._unbuffered
         self._unbuffered.discard(completed.group_id)
         return wanted
 
     def drop_unbuffered(self) -> list[str]:
-        """Drop the groups that are not buffered yet, because their run was replaced. Returns their ids."""
+        """Drop the groups that are not buffered yet, because their run was replaced. Return their ids."""
         dropped = list(self._unbuffered)
         self._unbuffered.clear()
         return dropped

@@ -65,17 +65,12 @@ _Expired = tuple[Attempt, list[str], Settled]
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Result of a close."""
-
     group_completed: bool = False
-    """Whether this close completed the group."""
     retried: bool = False
-    """Whether the attempt failed and will be retried."""
+    """Whether the attempt failed and will be made again."""
 
 
 class Closing:
-    """Closes trajectories that agents gave an outcome, and those whose lease expired."""
-
     def __init__(
         self,
         store: TrajectoryStore,
@@ -102,10 +97,7 @@ class Closing:
         self._tasks = OwnTasks()
 
     async def complete(self, trajectory_id: str, outcome: trajectory_pb2.Outcome) -> Closed:
-        """Closes a trajectory with its outcome.
-
-        Raises TRAJECTORY_UNKNOWN, LEASE_EXPIRED, TURN_IN_FLIGHT, OUTCOME_DIFFERS, MESSAGE_TOO_LARGE.
-        """
+        """Raises TRAJECTORY_UNKNOWN, LEASE_EXPIRED, TURN_IN_FLIGHT, OUTCOME_DIFFERS, MESSAGE_TOO_LARGE."""
         check_outcome(outcome)
         attempt = self._queue.attempt_of(trajectory_id)
         mark = self._store.closed_mark(trajectory_id)
@@ -176,8 +168,7 @@ class Closing:
             records.append(trajectories_forgotten(member.trajectory_id for member in gone))
         settling = self._settle(attempt.group, [settled], records)
         if settled.final and not closed.group_completed:
-            # Encode while the append is under way, so that closing the last sibling takes less
-            # time.
+            # Encode while the append is under way, so that closing the last sibling takes less time.
             for member in record.with_branches():
                 encode_early(member)
         # If the caller disconnects, the group must still reach the buffer.
@@ -190,8 +181,8 @@ class Closing:
         attempt: Attempt | None,
         outcome: trajectory_pb2.Outcome,
     ) -> None:
-        """Checks the room for the outcome, and in the journal for the group in case this is its
-        last."""
+        """Checks the room for the outcome, and for the group in the journal in case this is its last
+        attempt."""
         members = [record]
         if attempt is not None:
             found = (self._store.find(a.trajectory_id) for a in attempt.group.attempts)
@@ -207,11 +198,8 @@ class Closing:
     def _settle(
         self, group: Group, settled: Sequence[Settled], records: list[Record]
     ) -> Coroutine[Any, Any, None]:
-        """Begins to journal settled attempts of a group, in the order in which they were settled.
-
-        The returned coroutine waits for the append, and buffers the group if the last attempt
-        completed it.
-        """
+        """Begins to journal settled attempts of a group, in the order in which they were settled. The
+        returned coroutine waits for the append, and buffers the group if the last attempt completed it."""
         for one in settled:
             if one.discarded:
                 records.append(trajectories_forgotten(self._forget_attempts(one.discarded)))
@@ -223,7 +211,6 @@ class Closing:
         return self._completed.complete(completed, records)
 
     def _leave_out(self, settled: Settled) -> list[Record]:
-        """Ends the attempts that a group was completed without."""
         forgotten = self._forget_attempts(settled.left_out)
         self.left_out += len(settled.left_out)
         return [
@@ -236,8 +223,7 @@ class Closing:
             self._turns.abort_soon(record.turn)
 
     def _forget_attempts(self, trajectory_ids: Iterable[str]) -> list[str]:
-        """Forgets trajectories and all their branches, and aborts their turns. Returns their
-        ids."""
+        """Also forgets branches and aborts turns. Returns the ids forgotten."""
         found = (self._store.find(trajectory_id) for trajectory_id in trajectory_ids)
         members = [
             member for record in found if record is not None for member in record.with_branches()
@@ -248,14 +234,11 @@ class Closing:
         return [member.trajectory_id for member in members]
 
     async def wait_durable(self) -> None:
-        """Waits until every close is durable."""
         await self._tasks.wait()
 
     async def expire_leases(self) -> None:
-        """Expires leases at their deadlines, for as long as the server runs.
-
-        The attempt of an expired lease returns to the queue, or fails if no retry is left.
-        """
+        """Runs as long as the server. The attempt of an expired lease returns to the queue, or fails if no
+        retry is left."""
         deadline: float | None = None
         while True:
             if deadline is not None and self._clock() - deadline > STOOD_STILL_SECONDS:
@@ -276,19 +259,15 @@ class Closing:
                     await self._queue.deadline_sooner.wait()
 
     def _settle_expired(self, expired: Sequence[_Expired]) -> asyncio.Task[None]:
-        """Settles the expired attempts of one group in order. The last one may complete the
-        group."""
+        """In order; the last attempt may complete the group."""
         group = expired[0][0].group
         records = [record for one in expired for record in self._expired(*one)]
         settling = self._settle(group, [settled for _, _, settled in expired], records)
         return self._tasks.start(settling, f"expiry in {group.group_id}")
 
     def _expired(self, attempt: Attempt, lost: Sequence[str], settled: Settled) -> list[Record]:
-        """Returns the records of one expired lease.
-
-        `lost` holds the ids of the trajectory and its branches. It is empty if the trajectory was
-        never opened.
-        """
+        """`lost` holds the ids of the trajectory and its branches. It is empty if the trajectory was
+        never opened."""
         trajectory_id = lost[0] if lost else ""
         logger.warning(
             "lease of %s expired; %s",
@@ -346,8 +325,7 @@ def _outcomes(
     outcome: trajectory_pb2.Outcome,
     closed: Closed | None = None,
 ) -> list[Record]:
-    """Records of closed trajectories. `closed` is the result for the last; the others branch from
-    it."""
+    """`closed` is the result for the last trajectory; the others branch from it."""
     records: list[Record] = []
     for member in closing:
         if member.turn is None:
@@ -367,11 +345,8 @@ def _outcomes(
 
 
 def check_outcome(outcome: trajectory_pb2.Outcome) -> None:
-    """Checks an outcome that an agent reported.
-
-    Raises FIELD_INVALID if it has no result or a number is not finite, and MESSAGE_TOO_LARGE if it
-    would leave too little of a message to its group.
-    """
+    """Raises FIELD_INVALID if it has no result or a number is not finite, and MESSAGE_TOO_LARGE if it
+    would leave too little of a message to its group."""
     if (size := outcome.ByteSize()) > MAX_OUTCOME_BYTES:
         raise DomainError(
             Reason.MESSAGE_TOO_LARGE,

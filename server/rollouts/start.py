@@ -38,12 +38,10 @@ tracer = trace.get_tracer("penstock.server")
 
 @dataclass(frozen=True)
 class StreamRules:
-    """Defaults for streaming turns."""
-
     flush_seconds: float = 0.2
     """Longest time tokens wait before they are sent."""
     interval: int = 16
-    """Number of tokens the engine collects before it hands them over."""
+    """Number of tokens the engine collects before it returns them."""
     prompt_interval: int = 1
     """`interval` for callers that request a flush interval below `flush_seconds`."""
     final_interval: int = WHOLE
@@ -52,8 +50,6 @@ class StreamRules:
 
 @dataclass(frozen=True, slots=True)
 class StreamWish:
-    """How a caller wants its turn streamed."""
-
     flush_seconds: float
     final_only: bool
     detach: bool
@@ -61,8 +57,6 @@ class StreamWish:
 
 
 class Opening:
-    """Opens trajectories and begins their turns."""
-
     def __init__(
         self,
         description: EngineDescription,
@@ -76,10 +70,8 @@ class Opening:
         own: OwnTrajectories,
         check_room: Callable[[int], None],
     ) -> None:
-        """`check_room` checks that the current caller may begin a turn that takes this many bytes.
-
-        It raises CALLER_LIMIT, MEMORY_BUDGET and DISK_FULL.
-        """
+        """`check_room` checks that the current caller may begin a turn that takes this many bytes. It
+        raises CALLER_LIMIT, MEMORY_BUDGET and DISK_FULL."""
         self._description = description
         self._streaming = streaming
         self._prompts = prompts
@@ -93,7 +85,6 @@ class Opening:
         self._draining: DomainError | None = None
 
     def drain(self, refusal: DomainError) -> None:
-        """Refuse all further turns with `refusal`."""
         self._draining = refusal
 
     def _check_open(self) -> None:
@@ -128,8 +119,7 @@ class Opening:
             source = task
         prompt = await self._prompts.first(source, parent, said)
         self._check_length(len(prompt.token_ids))
-        # The await above may have invalidated these checks. Nothing below awaits before the turn
-        # starts.
+        # The await above may have invalidated these checks. Nothing below awaits before the turn starts.
         self._check_open()
         attempt, parent = self._owners(request)
         self._check_required(request.required_weight_version)
@@ -153,19 +143,15 @@ class Opening:
     def _owners(
         self, request: rollout_service_pb2.GenerateRequest
     ) -> tuple[Attempt | None, TrajectoryRecord | None]:
-        """The attempt and the parent of a trajectory that is about to be opened.
-
-        Raises LEASE_EXPIRED, TRAJECTORY_EXISTS, QUEUE_FULL and what `_parent` raises.
-        """
+        """The attempt and the parent of a trajectory that is about to be opened. Raises LEASE_EXPIRED,
+        TRAJECTORY_EXISTS, QUEUE_FULL and what `_parent` raises."""
         attempt = self._queue.attempt_of(request.trajectory_id)
         self._store.check_new(request.trajectory_id)
         return attempt, self._parent(request)
 
     def _check_required(self, required: int) -> None:
-        """Raise WEIGHT_VERSION_NOT_ACTIVE if another version than the required one is active.
-
-        During a weight switch the turn waits, and this is checked again when it is admitted.
-        """
+        """Raise WEIGHT_VERSION_NOT_ACTIVE if another version than the required one is active. During a
+        weight switch the turn waits, and this is checked again when it is admitted."""
         active = self._switch.active_version
         if required not in (0, active) and not self._switch.changing:
             raise DomainError(
@@ -180,8 +166,7 @@ class Opening:
         parent_id = requests.identifier("parent_trajectory_id", request.parent_trajectory_id)
         self._queue.attempt_of(parent_id)
         parent = self._store.get(parent_id)
-        # The parent's own turn may be in flight, because agents that work in parallel branch from
-        # it.
+        # The parent's own turn may be in flight, because agents that work in parallel branch from it.
         _check_open(parent)
         if request.group_id not in ("", parent.group_id):
             raise FieldInvalid("group_id", "must be the parent's, or unset", request.group_id)
@@ -245,10 +230,7 @@ class Opening:
         context: Context,
         said: Said | None = None,
     ) -> tuple[Turn, StreamWish]:
-        """Start the next turn of a trajectory, or resume its last one.
-
-        `said` replaces the request's observation.
-        """
+        """Start the next turn, or resume the last one. `said` replaces the request's observation."""
         self._check_open()
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
         how = self.how(request.stream_options)
@@ -281,10 +263,7 @@ class Opening:
         return self._begin_turn(record, index, sampling, how, context), how
 
     def sampling(self, params: rollout_service_pb2.SamplingParams) -> TurnSampling:
-        """Return checked sampling parameters with all defaults applied.
-
-        Raises FIELD_INVALID and TOKEN_OUT_OF_RANGE.
-        """
+        """Check the parameters and apply all defaults. Raises FIELD_INVALID and TOKEN_OUT_OF_RANGE."""
         return requests.sampling("sampling_params", params, self._description.vocab_size)
 
     def _resume(
@@ -303,8 +282,7 @@ class Opening:
                 {"trajectory_id": record.trajectory_id},
             )
         budget = turn.budget
-        # A turn that found the context full keeps no budget, because its observation was not
-        # appended.
+        # A turn that found the context full keeps no budget, because its observation was not appended.
         if turn.budget and request.HasField("sampling_params"):
             budget = self._budget(turn.context_token_count, sampling)
         # The reservation for its remaining tokens was released when it was aborted.
@@ -374,7 +352,7 @@ class Opening:
         return min(room, sampling.max_tokens or room)
 
     def how(self, options: rollout_service_pb2.StreamOptions) -> StreamWish:
-        """Apply the defaults to a call's stream options. Raises FIELD_INVALID."""
+        """Apply the defaults. Raises FIELD_INVALID."""
         rules = self._streaming
         if options.final_only:
             return StreamWish(0.0, True, options.detach, rules.final_interval)

@@ -28,14 +28,12 @@ from penstock.server.turns.trajectory import TrajectoryRecord
 logger = logging.getLogger(__name__)
 
 KEPT_CLOSED = 1_000
-"""Maximum number of closed trajectories that stay readable."""
+"""Most closed trajectories that stay readable."""
 STOOD_STILL_SECONDS = 0.5
 """A timer that is later than this was not merely delayed: the process itself stood still."""
 
 
 class OwnTrajectories:
-    """Tracks unleased trajectories and decides how long each is kept."""
-
     def __init__(
         self,
         store: TrajectoryStore,
@@ -53,14 +51,13 @@ class OwnTrajectories:
         self._clock = clock
         self._seconds = seconds
         self._open: OrderedDict[str, float] = OrderedDict()
-        """Clock time of the last call on each, oldest first."""
+        """Time of the last call on each, oldest first."""
         self._closed: OrderedDict[str, int] = OrderedDict()
         """Bytes of each, in the order in which they were closed."""
         self.byte_count = 0
-        """Bytes of the memory budget that closed ones take."""
+        """Memory budget that closed ones use."""
 
     def opened(self, record: TrajectoryRecord) -> None:
-        """Track a newly opened trajectory."""
         self._open[record.trajectory_id] = self._clock()
 
     def touch(self, record: TrajectoryRecord) -> None:
@@ -75,7 +72,7 @@ class OwnTrajectories:
         self._open.pop(trajectory_id, None)
 
     def closed(self, record: TrajectoryRecord) -> list[str]:
-        """Record a close; returns the ids that were forgotten to make room for it."""
+        """Return the ids forgotten to make room for it."""
         self._open.pop(record.trajectory_id, None)
         self._keep(record)
         oldest = list(self._closed)[: max(0, len(self._closed) - KEPT_CLOSED)]
@@ -84,8 +81,7 @@ class OwnTrajectories:
         return self._forget_closed(oldest)
 
     def give_way(self, byte_count: int) -> None:
-        """Forget closed trajectories until at least `byte_count` bytes are free, or none is
-        left."""
+        """Forget closed trajectories until at least `byte_count` bytes are free, or none is left."""
         oldest: list[str] = []
         for trajectory_id, taken in self._closed.items():
             if byte_count <= 0:
@@ -106,7 +102,7 @@ class OwnTrajectories:
                 self.opened(record)
 
     async def expire(self) -> None:
-        """Expire open trajectories without calls. Runs as long as the server."""
+        """Runs as long as the server."""
         while True:
             # Meanwhile, existing deadlines can only become later, and new ones are later too.
             first = next(iter(self._open.values()), self._clock())
@@ -156,7 +152,7 @@ class OwnTrajectories:
         self.byte_count += taken
 
     def _forget_closed(self, trajectory_ids: list[str]) -> list[str]:
-        """Forget closed trajectories; returns their ids and those of their branches."""
+        """Return the ids forgotten, including branches."""
         forgotten: list[str] = []
         for trajectory_id in trajectory_ids:
             self.byte_count -= self._closed.pop(trajectory_id)

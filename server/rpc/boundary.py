@@ -144,11 +144,8 @@ class _Outgoing:
 async def _send_all(
     context: ServicerContext, answers: AsyncGenerator[object], stalled_seconds: float
 ) -> None:
-    """Send what a generator yields, then close it.
-
-    If the caller does not read an answer in time, the generator is closed at once. SLOW_READER is raised
-    later, when that answer has been read.
-    """
+    """Send what a generator yields, then close it. If the caller does not read an answer in time, the
+    generator is closed at once. SLOW_READER is raised later, when that answer has been read."""
     loop = asyncio.get_running_loop()
     closing: asyncio.Task[None] | None = None
 
@@ -178,7 +175,7 @@ async def _write(context: ServicerContext, answer: object) -> None:
 
 
 async def refuse(context: ServicerContext, error: DomainError) -> None:
-    """End a call with an error's status, by raising gRPC's abort."""
+    """Raises gRPC's abort."""
     try:
         await context.abort_with_status(to_status(error))
     except grpc.aio.InternalError as gone:
@@ -193,8 +190,8 @@ def _slow_reader(seconds: float) -> DomainError:
 
 
 class _Requests:
-    """The checked messages of a stream. Not a generator, because closing an unfinished generator takes an
-    extra task later."""
+    """The checked messages of a stream. Not a generator, because closing an unfinished one takes an
+    extra task."""
 
     def __init__(self, stream: AsyncIterator[object]) -> None:
         self._stream = stream
@@ -290,9 +287,8 @@ def service_handlers(
     handlers: Mapping[str, Handler],
     stalled_seconds: float,
 ) -> tuple[grpc.GenericRpcHandler, ...]:
-    """Build the handlers of every rpc. `handlers` maps "Service/Method" to its handler.
-
-    A call whose caller reads nothing for `stalled_seconds` is cut off.
+    """`handlers` maps "Service/Method" to its handler. A call whose caller reads nothing for
+    `stalled_seconds` is cut off.
 
     Raises KeyError for an rpc without a handler, so that an incomplete server does not start.
     """

@@ -13,10 +13,9 @@ from penstock.server.rpc.boundary import SERVICES
 
 class Health:
     def __init__(self, is_ready: Callable[[], bool]) -> None:
-        """`is_ready` is asked at each `publish`."""
+        """`is_ready` is called at each `publish`."""
         self._is_ready = is_ready
         self.draining = False
-        """Whether the server is shutting down."""
         # grpcio-health-checking carries no types.
         self._servicer: Any = cast("Any", health).aio.HealthServicer()
 
@@ -24,12 +23,11 @@ class Health:
         cast("Any", health_pb2_grpc).add_HealthServicer_to_server(self._servicer, server)
 
     async def drain(self) -> None:
-        """Report from now on that the server is shutting down."""
         self.draining = True
         await self.publish()
 
     async def publish(self) -> None:
-        """Report the state to those that watch, for every service."""
+        """Report the state to watchers, for every service."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if self._is_ready() and not self.draining

@@ -42,7 +42,6 @@ _register_v1()
 
 
 def add_reflection(server: grpc.aio.Server) -> None:
-    """Add reflection for all services of this server."""
     names = [
         *(service.full_name for service in SERVICES),
         health.SERVICE_NAME,

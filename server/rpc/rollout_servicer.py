@@ -50,7 +50,6 @@ class RolloutServicer:
     async def generate(
         self, request: rollout_service_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[rollout_service_pb2.GenerateResponse]:
-        """Open a trajectory and stream its first turn."""
         turn, how = await self._opening.open(request, context)
         try:
             async with contextlib.aclosing(self._events.stream(turn, how, context)) as events:
@@ -63,7 +62,7 @@ class RolloutServicer:
     async def continue_(
         self, request: rollout_service_pb2.ContinueRequest, context: Context
     ) -> AsyncIterator[rollout_service_pb2.ContinueResponse]:
-        """Extend a trajectory, or resume its last turn, and stream the turn."""
+        """Extend a trajectory, or resume its last turn."""
         turn, how = await self._opening.extend(request, context)
         async with contextlib.aclosing(self._events.stream(turn, how, context)) as events:
             async for event in events:
@@ -74,7 +73,7 @@ class RolloutServicer:
     async def abort(
         self, request: rollout_service_pb2.AbortRequest
     ) -> rollout_service_pb2.AbortResponse:
-        """Abort turns; returns once the engine no longer works on them."""
+        """Returns once the engine no longer works on the turns."""
         selector = request.WhichOneof("selector")
         in_flight = self._turns.in_flight
         if selector == "trajectories":

@@ -33,8 +33,6 @@ SOURCES = (*SOURCES_OF_A_HUB, weights_pb2.WEIGHT_SOURCE_KIND_COLLECTIVE)
 
 
 class ServerInfo:
-    """Answers GetServerInfo from the server's parts."""
-
     def __init__(
         self,
         engine: Engine,
@@ -62,7 +60,7 @@ class ServerInfo:
     async def get_server_info(
         self, request: rollout_service_pb2.GetServerInfoRequest
     ) -> rollout_service_pb2.GetServerInfoResponse:
-        """Describe the server; the tensors only on request."""
+        """Tensors only on request."""
         description = self._engine.description
         load = self._load()
         return GetServerInfoResponse(

@@ -31,8 +31,6 @@ CompleteTrajectoryResponse = twin(task_service_pb2.CompleteTrajectoryResponse)
 
 
 class TaskServicer:
-    """Handlers of TaskService's rpcs."""
-
     def __init__(
         self,
         changed: Broadcast,
@@ -56,14 +54,14 @@ class TaskServicer:
         self._draining: DomainError | None = None
 
     def drain(self, refusal: DomainError) -> None:
-        """Stop leasing. Open lease streams end with this refusal."""
+        """Open lease streams end with this refusal."""
         self._draining = refusal
         self._changed.notify()
 
     async def submit_tasks(
         self, request: task_service_pb2.SubmitTasksRequest
     ) -> task_service_pb2.SubmitTasksResponse:
-        """Add tasks, all or none."""
+        """All or none."""
         self._check_session(request.run_id, request.trainer_epoch)
         self._queue.pending.check_room(len(request.tasks))
         for index, task in enumerate(request.tasks):
@@ -89,10 +87,8 @@ class TaskServicer:
     async def lease_tasks(
         self, request: task_service_pb2.LeaseTasksRequest
     ) -> AsyncIterator[task_service_pb2.LeaseTasksResponse]:
-        """Lease attempts for as long as the stream lives.
-
-        Waits for an attempt, for the agent to have capacity and for the staleness gate.
-        """
+        """Runs as long as the stream. Waits for an attempt, for the agent to have capacity and for the
+        staleness gate."""
         holder = Holder(
             requests.identifier("agent_id", request.agent_id),
             request.concurrency,
@@ -138,7 +134,7 @@ class TaskServicer:
     async def renew_lease(
         self, request: task_service_pb2.RenewLeaseRequest
     ) -> task_service_pb2.RenewLeaseResponse:
-        """Extend leases. The response lists those that have expired."""
+        """Returns the leases that have expired."""
         ids = requests.identifiers("trajectory_ids", request.trajectory_ids)
         expired = [found for found in ids if not self._queue.renew(found)]
         return RenewLeaseResponse(
@@ -151,7 +147,7 @@ class TaskServicer:
     async def complete_trajectory(
         self, request: task_service_pb2.CompleteTrajectoryRequest
     ) -> task_service_pb2.CompleteTrajectoryResponse:
-        """Close a trajectory; answered once that is durable."""
+        """Answered once the close is durable."""
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
         if not request.HasField("outcome"):
             raise FieldInvalid("outcome", "must be set")

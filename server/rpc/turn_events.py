@@ -67,10 +67,8 @@ class TurnEvents:
     async def stream(
         self, turn: Turn, how: StreamWish, context: Context
     ) -> AsyncGenerator[EventFields]:
-        """Subscribe to a turn: yields started, segments, finished.
-
-        If the caller leaves before the end, the turn is aborted, unless it asked to detach.
-        """
+        """Yield started, segments, finished. If the caller leaves before the end, the turn is aborted,
+        unless it asked to detach."""
         subscription = Subscription(
             turn, flush_seconds=how.flush_seconds, final_only=how.final_only
         )
@@ -102,8 +100,7 @@ class TurnEvents:
             yield {"finished": await self.finished(turn, subscription.attempt)}
 
     def forget_soon(self, turn: Turn) -> None:
-        """Abort the turn of a trajectory that will not be called again, then forget the
-        trajectory."""
+        """Abort the turn of a trajectory that will not be called again, then forget the trajectory."""
         trajectory_id = turn.record.trajectory_id
 
         async def forget() -> None:
@@ -139,8 +136,7 @@ class TurnEvents:
         finished = TurnFinished(
             finish_reason=attempt.finish_reason,
             policy_token_count=attempt.policy_token_count,
-            # For a resumed turn, the engine also counts the tokens that the turn had sampled
-            # before.
+            # For a resumed turn, the engine also counts the tokens that the turn had sampled before.
             cached_token_count=min(attempt.cached_token_count, turn.context_token_count),
         )
         kind = turn.record.kind

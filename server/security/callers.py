@@ -55,7 +55,7 @@ class _Account:
     trajectories: dict[str, Callable[[], bool]] = field(
         default_factory=dict[str, Callable[[], bool]]
     )
-    """The ones that were open at the last count, each with a function that asks whether it still is."""
+    """Those open at the last count, each with a function that returns whether it still is."""
 
     @property
     def idle(self) -> bool:
@@ -63,8 +63,6 @@ class _Account:
 
 
 class Visit:
-    """One call of a caller, from its admission to its end."""
-
     def __init__(self, caller: Caller, account: _Account) -> None:
         self.caller = caller
         self.account = account
@@ -72,32 +70,28 @@ class Visit:
         account.calls += 1
 
     def reserve_turn(self, *, opens: bool) -> None:
-        """Reserves a slot for a turn that is about to begin, and for the trajectory that it
-        opens."""
+        """Reserves a slot for a turn that is about to begin, and for the trajectory that it opens."""
         self._places += 1
         self.account.turns += 1
         self._opening += opens
         self.account.opening += opens
 
     def turn_began(self) -> None:
-        """Frees the reservation, because the turn and its trajectory now count themselves."""
+        """Frees the reservation, because the turn and its trajectory are now counted themselves."""
         self.account.turns -= self._places
         self.account.opening -= self._opening
         self._places = self._opening = 0
 
     def leave(self) -> None:
-        """Ends the call and frees what it still holds."""
         self.turn_began()
         self.account.calls -= 1
 
 
 VISIT: ContextVar[Visit | None] = ContextVar("penstock_visit", default=None)
-"""The call being served; None if the server runs without a gate."""
+"""None if the server runs without a gate."""
 
 
 class Callers:
-    """The accounts of all callers."""
-
     def __init__(self, limits: CallerLimits, unread_bytes: int = 1 << 28) -> None:
         """`unread_bytes` is the default for what a caller may leave unread."""
         self._limits = limits
@@ -106,7 +100,7 @@ class Callers:
         self.unread_bytes = 0
         """Unread answers of all callers, and incomplete HTTP requests."""
         self.refusals: dict[str, float] = {}
-        """Refused calls by reason, for metrics."""
+        """By reason, for metrics."""
 
     def refused(self, error: DomainError) -> None:
         """Counts a call that was refused at the gate or later."""
@@ -117,7 +111,7 @@ class Callers:
         return self._limits.message_bytes
 
     def enter(self, caller: Caller) -> Visit:
-        """Opens a call of a caller. Raises CALLER_LIMIT."""
+        """Raises CALLER_LIMIT."""
         account = self._account(caller)
         self._check(caller, "calls", account.calls, self._limits.calls)
         return Visit(caller, account)
@@ -125,8 +119,7 @@ class Callers:
     def charge(
         self, visit: Visit, turn: Turn, task: asyncio.Task[None], is_open: Callable[[], bool]
     ) -> None:
-        """Charges a turn that began in a call, until its task ends, and its trajectory for as long as it
-        is open."""
+        """Charges a turn until its task ends, and its trajectory for as long as it is open."""
         account = visit.account
         tokens = turn.context_token_count + turn.budget
         visit.turn_began()
@@ -141,10 +134,8 @@ class Callers:
         task.add_done_callback(ended)
 
     def unread(self, byte_count: int) -> AbstractContextManager[None]:
-        """Charges an answer of the current call until its caller has read it or is gone.
-
-        Raises CALLER_LIMIT if the caller has already left too much unread.
-        """
+        """Charges an answer of the current call until its caller has read it or is gone. Raises
+        CALLER_LIMIT if the caller has already left too much unread."""
         visit = VISIT.get()
         if visit is not None and visit.account.unread:
             count, most = visit.account.unread + byte_count, self._unread_bytes
@@ -179,7 +170,7 @@ class Callers:
 
     @contextmanager
     def unread_group(self, byte_count: int) -> Generator[None]:
-        """Charges an answer like `unread`, but without a limit."""
+        """Like `unread`, but without a limit."""
         visit = VISIT.get()
         assert visit is not None, "answers are counted behind the gate"
         account = visit.account
@@ -192,10 +183,8 @@ class Callers:
             self.unread_bytes -= byte_count
 
     def check_tokens(self) -> None:
-        """Checks that a turn of the current call may begin, now that its prompt is rendered.
-
-        Other turns may have begun in the meantime. Raises CALLER_LIMIT.
-        """
+        """Called once the prompt is rendered, because other turns may have begun meanwhile. Raises
+        CALLER_LIMIT."""
         visit = VISIT.get()
         if visit is not None:
             count, most = visit.account.tokens, self._limits.tokens_in_flight
@@ -223,7 +212,7 @@ class Callers:
         return len(account.trajectories)
 
     def begin_turn(self, visit: Visit, *, opens: bool) -> None:
-        """Reserves room for a turn, and for the trajectory that it opens. Raises CALLER_LIMIT."""
+        """Raises CALLER_LIMIT."""
         caller, account, limits = visit.caller, visit.account, self._limits
         self._check(caller, "turns_in_flight", account.turns, limits.turns_in_flight)
         self._check(caller, "tokens_in_flight", account.tokens, limits.tokens_in_flight)

@@ -54,24 +54,18 @@ AuthContext = Mapping[str, Iterable[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The authenticated caller of a call."""
-
     kind: Literal["token", "certificate", "host"]
-    """How the caller was identified."""
     name: str
     """The token's owner, the certificate's common name, or the calling host."""
     role: Role | None = None
     """None if callers are not authenticated; such a caller may do everything."""
     token: TokenEntry | None = None
-    """The token it was admitted with, if any."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
 
 
 class TokenStore:
-    """The current content of the token file."""
-
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be read."""
         self._path = path
@@ -84,7 +78,7 @@ class TokenStore:
         self._index()
 
     def refresh(self) -> bool:
-        """Checks the file and returns whether a new set of tokens is in force."""
+        """Returns whether a new set of tokens is in force."""
         try:
             if _signature(self._path) == self._signature:
                 return False
@@ -101,11 +95,11 @@ class TokenStore:
         return True
 
     def find(self, token: str) -> TokenEntry | None:
-        """Returns the entry of a token. The caller has to check its expiry."""
+        """The caller has to check the entry's expiry."""
         digest = hash_token(token)
         found = None
-        # Look up by the start of the hash, which reveals nothing about the token. Compare in
-        # constant time.
+        # Look up by the start of the hash, which reveals nothing about the token. Compare in constant
+        # time.
         for entry in self._by_start.get(digest[:4], ()):
             if hmac.compare_digest(entry.sha256, digest):
                 found = entry
@@ -134,16 +128,14 @@ class Credentials:
 
     @property
     def asked_for(self) -> bool:
-        """Whether callers must authenticate."""
         return self.tokens is not None
 
     @property
     def asks_for_certificates(self) -> bool:
-        """Whether connections require a client certificate."""
         return self._asks_for_certificates
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials to open a gRPC port with; None for plaintext."""
+        """None for plaintext."""
         if self._tls is None:
             return None
         # gRPC accepts None for "unchanged", but the stubs do not declare it.
@@ -153,7 +145,7 @@ class Credentials:
         )
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """TLS context to open another port with; None for plaintext. Raises ConfigError."""
+        """None for plaintext. Raises ConfigError."""
         if self._tls is None:
             return None
         files = replace(self._tls)
@@ -161,13 +153,13 @@ class Credentials:
         return files.context()
 
     def refresh(self) -> bool:
-        """Checks the token file and returns whether a new set of tokens is in force."""
+        """Returns whether a new set of tokens is in force."""
         return self.tokens is not None and self.tokens.refresh()
 
     def identify(
         self, metadata: Metadata, peer: str, auth_context: Callable[[], AuthContext]
     ) -> Caller:
-        """Authenticates a call. Raises TOKEN_MISSING, TOKEN_INVALID and ROLE_NOT_ALLOWED."""
+        """Raises TOKEN_MISSING, TOKEN_INVALID and ROLE_NOT_ALLOWED."""
         if self.tokens is None:
             return Caller("host", host_of(peer))
         sent = [value for key, value in metadata if key == AUTHORIZATION]
@@ -188,7 +180,7 @@ class Credentials:
         return caller.token in self.tokens.file.tokens
 
     def seconds_left(self, caller: Caller) -> float | None:
-        """Seconds until the caller's token expires; None if it does not expire."""
+        """None if the caller's token does not expire."""
         return None if caller.token is None else caller.token.expires.timestamp() - self._now()
 
     def _by_token(self, tokens: TokenStore, sent: list[str | bytes]) -> Caller:
@@ -241,7 +233,7 @@ class _TlsFiles:
         return cls(security.certificate, security.key, security.client_ca)
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Reads all files. Raises ConfigError."""
+        """Raises ConfigError."""
         self.signatures = self._look()
         files = {"certificate": self.certificate, "key": self.key, "client_ca": self.client_ca}
         found: dict[str, bytes] = {}
@@ -303,7 +295,7 @@ class _TlsFiles:
 
 
 def host_of(peer: str) -> str:
-    """Returns the host of a peer in gRPC's form, such as "ipv4:127.0.0.1:4711"."""
+    """`peer` has gRPC's form, such as "ipv4:127.0.0.1:4711"."""
     kind, _, rest = peer.partition(":")
     return rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else kind
 

@@ -47,7 +47,7 @@ from penstock.wire.reasons import Reason
 logger = logging.getLogger(__name__)
 
 ANYBODY = frozenset({"grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch"})
-"""Rpcs for probes, which need no token."""
+"""For probes; they need no token."""
 _EVERY = frozenset(Role)
 _AGENT = frozenset({Role.AGENT, Role.ADMIN})
 _TRAINER = frozenset({Role.TRAINER, Role.ADMIN})
@@ -69,8 +69,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _EVERY,
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _EVERY,
 }
-"""The roles that may use each other rpc. `ownership` further restricts an agent to what it
-owns."""
+"""Roles that may use each other rpc. `ownership` further restricts an agent to what it owns."""
 
 # Size that HTTP/2 adds to the name and value of each header (RFC 9113, section 6.5.2).
 HEADER_BYTES = 32
@@ -93,18 +92,14 @@ Unread = Callable[[int], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    """What a call presents to identify its caller."""
-
     metadata: Sequence[tuple[str, str | bytes]]
     peer: str
-    """Address in gRPC's form: "ipv4:127.0.0.1:4711"."""
+    """In gRPC's form: "ipv4:127.0.0.1:4711"."""
     auth_context: Callable[[], AuthContext]
-    """Authentication of its connection, such as a client certificate."""
+    """Of its connection, such as a client certificate."""
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Admits calls by caller, role and account."""
-
     def __init__(
         self,
         credentials: Credentials,
@@ -112,9 +107,8 @@ class Gate(grpc.aio.ServerInterceptor):
         concurrent_calls: int,
         request_seconds: float,
     ) -> None:
-        """At most `concurrent_calls` are open at a time. The message of a call that has a single
-        one must arrive within `request_seconds`.
-        """
+        """At most `concurrent_calls` are open at a time. A unary request must arrive within
+        `request_seconds`."""
         self.credentials = credentials
         self.callers = callers
         self._concurrent_calls = concurrent_calls
@@ -130,8 +124,7 @@ class Gate(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> RpcHandler | None:
-        """Wraps a handler. Returns None for an unknown method, which gRPC answers with
-        UNIMPLEMENTED."""
+        """Returns None for an unknown method, which gRPC answers with UNIMPLEMENTED."""
         method = handler_call_details.method
         guarded = self._guarded.get(method)
         if guarded is None:
@@ -142,7 +135,7 @@ class Gate(grpc.aio.ServerInterceptor):
         return guarded
 
     def _guard(self, method: str, handler: RpcHandler) -> RpcHandler:
-        """Wraps a handler so that it reads its messages only after the call is admitted."""
+        """The wrapped handler reads its messages only after the call is admitted."""
         rpc = cast("Any", handler)
         decode = cast("Decode", rpc.request_deserializer)
         encode = cast("Encode", rpc.response_serializer)
@@ -150,8 +143,8 @@ class Gate(grpc.aio.ServerInterceptor):
             "Serve", rpc.unary_unary or rpc.unary_stream or rpc.stream_unary or rpc.stream_stream
         )
 
-        # Exchange is never refused, because training groups is what frees memory. It sends one
-        # group at a time.
+        # Exchange is never refused, because training groups is what frees memory. It sends one group at a
+        # time.
         bounded = method != EXCHANGE
         patience = self._request_seconds
         if method in ANYBODY:
@@ -253,7 +246,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 def open_gate(config: ServeConfig) -> Gate:
-    """Builds the gate for a configuration. Raises ConfigError."""
+    """Raises ConfigError."""
     security = config.security
     limits = config.limits
     callers = Callers(limits.caller, limits.memory_bytes // UNREAD_PART)
@@ -277,8 +270,7 @@ def _presented(context: ServicerContext) -> Presented:
 
 
 class _InForce:
-    """Ends the enclosed work with CREDENTIAL_ENDED when the caller's token or certificate
-    expires."""
+    """Ends the enclosed work with CREDENTIAL_ENDED when the caller's token or certificate expires."""
 
     def __init__(
         self, register: dict[asyncio.Timeout, Caller], caller: Caller, seconds: float | None
@@ -303,7 +295,7 @@ class _InForce:
 
 
 class _Counted:
-    """The context of a call. Charges answers to the caller's account until they are read."""
+    """Charges answers to the caller's account until they are read."""
 
     def __init__(self, context: ServicerContext, unread: Unread, encode: Encode) -> None:
         self._context, self._unread, self._encode = context, unread, encode
@@ -318,10 +310,8 @@ class _Counted:
 
 
 class _Messages:
-    """Decodes the requests of a stream.
-
-    Not a generator, because a cancelled read must not prevent further reads.
-    """
+    """Decodes the requests of a stream. Not a generator, because a cancelled read must not prevent
+    further reads."""
 
     def __init__(self, stream: AsyncIterator[bytes], decode: Decode, most_bytes: int) -> None:
         self._stream, self._decode, self._most_bytes = stream, decode, most_bytes
@@ -344,10 +334,8 @@ class _Messages:
             raise DomainError(Reason.MALFORMED_MESSAGE, "the message cannot be decoded") from error
 
     async def only(self, patience: float) -> object:
-        """Returns the single request of an rpc, which must arrive within `patience` seconds.
-
-        gRPC holds an incomplete message without reporting it.
-        """
+        """Returns the single request of an rpc, which must arrive within `patience` seconds. gRPC holds an
+        incomplete message without reporting it."""
         try:
             async with asyncio.timeout(patience):
                 return await anext(self)

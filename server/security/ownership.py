@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from penstock.server.security.credentials import Caller
 
 MOST_OWNERS = 20_000
-"""Most trajectories with a known owner, in addition to the open ones. The least recently called one
-is forgotten first."""
+"""Most trajectories with a known owner, in addition to the open ones. The least recently called is
+forgotten first."""
 
 # The trajectories that a call names, by rpc.
 OWNED: Mapping[str, Callable[[Any], Iterable[str]]] = {
@@ -49,8 +49,6 @@ OWNED: Mapping[str, Callable[[Any], Iterable[str]]] = {
 
 
 class Ownership:
-    """The owners of all trajectories."""
-
     def __init__(
         self, callers: Callers, leases: CallLeases, store: TrajectoryStore, turns: TurnRunner
     ) -> None:
@@ -61,7 +59,6 @@ class Ownership:
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
     def guard(self, handlers: Mapping[str, Handler]) -> dict[str, Handler]:
-        """Wraps each handler in the checks of this module."""
         guarded = {name: self._guard(name, handler) for name, handler in handlers.items()}
         guarded["TaskService/LeaseTasks"] = self._claim(guarded["TaskService/LeaseTasks"])
         return guarded
@@ -103,15 +100,15 @@ class Ownership:
             self._callers.begin_turn(visit, opens=opens)
 
     def check_own(self, trajectory_id: str) -> None:
-        """Checks that no other agent owns a trajectory that the current caller names."""
+        """Raises DomainError if another agent owns the trajectory; otherwise renews its lease."""
         visit = VISIT.get()
         if visit is not None:
             self._check_own(visit.caller, (trajectory_id,))
         self._leases.called(trajectory_id)
 
     def turn_started(self, turn: Turn) -> None:
-        """Charges a turn that began in the current call to its caller, which owns it from now on unless it
-        has an owner."""
+        """Charges a turn that began in the current call to its caller, which now owns it unless it has
+        an owner."""
         visit = VISIT.get()
         if visit is None or turn.task is None:
             return
@@ -138,8 +135,7 @@ class Ownership:
         return claimed
 
     def _abort_called(self, visit: Visit | None, request: Any) -> None:
-        """Counts an agent's abort as a sign of life. A trainer's abort proves nothing about the
-        agent."""
+        """Counts an agent's abort as a sign of life. A trainer's abort proves nothing about the agent."""
         if visit is not None and visit.caller.role is Role.TRAINER:
             return
 
@@ -174,8 +170,7 @@ class Ownership:
                 self._owners.move_to_end(trajectory_id)
 
     def _check_abort(self, caller: Caller, request: Any) -> None:
-        """Lets an agent abort only its own turns, and a group only if it owns all of the group's
-        turns."""
+        """Lets an agent abort only its own turns, and a group only if it owns all of the group's turns."""
         if caller.role is not Role.AGENT:
             return
         selector = request.WhichOneof("selector")

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call that the policy made."""
-
     tool_call_id: str
     name: str
     arguments_json: str
@@ -17,7 +15,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message. `role` is the template's name: system, user, assistant or tool."""
+    """`role` is the template's name: system, user, assistant or tool."""
 
     role: str
     content: str
@@ -28,7 +26,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the policy may call. `parameters` is a JSON Schema."""
+    """`parameters` is a JSON Schema."""
 
     name: str
     description: str

@@ -45,9 +45,9 @@ class Written:
 
     message: Message
     tool_call_error: str = ""
-    """Why text that begins like a tool call is not one; empty if there is no such text."""
+    """Why text that begins like a tool call is not one; else empty."""
     reasoning_token_count: int = 0
-    """Reasoning tokens as the parser counts them; 0 if there is no parser that counts."""
+    """As the parser counts them; 0 if there is no parser that counts."""
 
     @property
     def byte_count(self) -> int:
@@ -70,16 +70,14 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """The text of a turn, split into its parts."""
-
     content: str
     reasoning: str = ""
     calls: tuple[ParsedCall, ...] = ()
     error: str = ""
     """Why text that begins like a tool call is not one. There are then no calls, and the text is
-    part of the content."""
+    content."""
     reasoning_token_count: int = 0
-    """Reasoning tokens; 0 if the parser does not count them."""
+    """0 if the parser does not count them."""
 
 
 class OutputParser(Protocol):
@@ -103,16 +101,13 @@ class OutputParser(Protocol):
         ...
 
     def stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> StreamParser:
-        """Parses one turn while it is written, as `parse` would parse the text so far. May
-        raise."""
+        """Parses one turn while it is written, as `parse` would parse the text so far. May raise."""
         ...
 
 
 class Renderer(Protocol):
-    """Converts text and messages to tokens and back."""
-
     def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
-        """Tokens of plain text. With `first`, includes the tokenizer's start-of-sequence tokens."""
+        """`first` adds the tokenizer's start-of-sequence tokens."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NDArray[np.int32]:
@@ -120,14 +115,12 @@ class Renderer(Protocol):
         ...
 
     def render_next(self, messages: Sequence[Message], last_token: int | None) -> NDArray[np.int32]:
-        """Tokens of new messages after a turn of the policy that ended in `last_token`.
-
-        Raises FIELD_INVALID if the template cannot place them.
-        """
+        """Tokens of new messages after a turn of the policy that ended in `last_token`. Raises
+        FIELD_INVALID if the template cannot place them."""
         ...
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of tokens the policy wrote, without special tokens."""
+        """Omits special tokens."""
         ...
 
     def read_message(
@@ -137,10 +130,8 @@ class Renderer(Protocol):
         tools: Sequence[Tool],
         name: str,
     ) -> Written:
-        """Parses the tokens of a turn into the assistant's message. The result is deterministic.
-
-        `name` identifies the turn. Tool calls get ids derived from it if the policy writes none.
-        """
+        """Parses the tokens of a turn into the assistant's message. The result is deterministic. Tool
+        calls for which the policy writes no id get one derived from `name`, which identifies the turn."""
         ...
 
     def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
@@ -172,8 +163,7 @@ class TokenizerRenderer:
             if token.special or _may_control(str(token.content))
         }
         self._control_ids = frozenset(control.values())
-        # The probe is not a token, but is guarded like one: the new text starts after the last
-        # probe.
+        # The probe is not a token, but is guarded like one: the new text starts after the last probe.
         guarded = (PROBE, *sorted(control, key=len, reverse=True))
         self._marks = {
             text: f"{chr(_FIRST_MARK + index)}{_MARK_END}" for index, text in enumerate(guarded)
@@ -206,8 +196,7 @@ class TokenizerRenderer:
             {"role": "assistant", "content": PROBE},
         ]
         if messages[0].role == "tool":
-            # Templates require a call before a tool's answer, and some write the call instead of
-            # the text.
+            # Templates require a call before a tool's answer, and some write the call instead of the text.
             call_id = guard.text(messages[0].tool_call_id or "probe")
             before[1]["tool_calls"] = [
                 {"id": call_id, "type": "function", "function": _PROBE_FUNCTION}
@@ -239,7 +228,7 @@ class TokenizerRenderer:
         tools: Sequence[Tool],
         name: str,
     ) -> Written:
-        """See Renderer. The parser sees special tokens; the message contains none."""
+        """The parser sees special tokens; the message contains none."""
         if self._parser is None:
             return Written(Message("assistant", self.decode(token_ids)))
         ids = list(token_ids)
@@ -325,16 +314,13 @@ class TokenizerRenderer:
         )
         if len(text) == 1 or self._control_ids.isdisjoint(ids):
             return ids
-        # split_special_tokens only covers special tokens. Splitting the text avoids the other added
-        # ones.
+        # split_special_tokens only covers special tokens. Splitting the text avoids the other added ones.
         return self._spell(text[0]) + self._spell(text[1:])
 
 
 def _may_control(text: str) -> bool:
-    """Whether an added token can be a mark of the template, not white space or a single letter.
-
-    Code tokenizers add runs of spaces, and others add single letters. In a text these are ordinary.
-    """
+    """Whether an added token can be a mark of the template, not white space or a single letter. Code
+    tokenizers add runs of spaces, and others add single letters. In a text these are ordinary."""
     return len(text.strip()) > 1
 
 
@@ -349,7 +335,7 @@ def _after_probe(text: str) -> str:
 
 
 def load_tokenizer(model: str) -> object:
-    """Loads a model's Hugging Face tokenizer from its directory or hub name."""
+    """`model` is a directory or a hub name."""
     from transformers import AutoTokenizer
 
     loader = cast("Any", AutoTokenizer)
@@ -363,7 +349,7 @@ def _without(text: str, parts: Iterable[str]) -> str:
 
 
 def _name_calls(calls: Iterable[ParsedCall], turn: str) -> tuple[ToolCall, ...]:
-    """Gives the calls ids. The policy's own ids are kept if they are unique within the turn."""
+    """The policy's own ids are kept if they are unique within the turn."""
     named: dict[str, ToolCall] = {}
     for index, call in enumerate(calls):
         own = call.tool_call_id
@@ -373,6 +359,6 @@ def _name_calls(calls: Iterable[ParsedCall], turn: str) -> tuple[ToolCall, ...]:
 
 
 def _call_id(turn: str, index: int) -> str:
-    """Returns nine letters and digits, the only form that the strictest template accepts."""
+    """Nine letters and digits, the only form that the strictest template accepts."""
     digest = hashlib.blake2b(f"{turn}/{index}".encode(), digest_size=8).digest()
     return base64.b32encode(digest).decode().lower()[:9]

@@ -17,15 +17,13 @@ neither."""
 
 
 class TurnStream(Protocol):
-    """Reads one turn while it is written."""
-
     def add(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """Return what more tokens of the turn add to its content and to its reasoning."""
+        """Return what these tokens add to the content and to the reasoning."""
         ...
 
 
 class PlainStream:
-    """A stream that treats all of a turn as content."""
+    """Treats all of a turn as content."""
 
     def __init__(self, decode: Callable[[Iterable[int]], str]) -> None:
         self._text = TextStream(decode)
@@ -35,11 +33,8 @@ class PlainStream:
 
 
 class ParsedStream:
-    """A stream that splits a turn with a parser.
-
-    If the parser fails, which may happen on any text, the stream yields nothing more. The complete turn is
-    parsed again anyway.
-    """
+    """Splits a turn with a parser. If the parser fails, which may happen on any text, the stream yields
+    nothing more. The complete turn is parsed again anyway."""
 
     def __init__(
         self,
@@ -84,7 +79,6 @@ class TextStream:
         self._begin = self._read = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Return what these tokens add to the text."""
         self._tokens += token_ids
         before = self._decode(self._tokens[self._begin : self._read])
         text = self._decode(self._tokens[self._begin :])

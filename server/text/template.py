@@ -17,7 +17,6 @@ class Guard:
         self._found: dict[str, str] = {}
 
     def text(self, text: str) -> str:
-        """Returns the text with marks in place of control tokens."""
         for token, mark in self._marks.items():
             if token in text:
                 self._found[mark] = token
@@ -36,8 +35,7 @@ class Guard:
         return value
 
     def found(self) -> list[tuple[str, str]]:
-        """(mark, token) of every mark used, also in the form of a template that escapes its
-        JSON."""
+        """(mark, token) of every mark used, also in the form of a template that escapes its JSON."""
         escaped = [(json.dumps(mark)[1:-1], token) for mark, token in self._found.items()]
         return [*self._found.items(), *escaped]
 
@@ -67,11 +65,8 @@ def _template_call(call: ToolCall, guard: Guard) -> dict[str, object]:
 
 
 def _arguments(text: str) -> object:
-    """A call's arguments in the form the template wants: an object, or the text if it is not JSON.
-
-    The text is also returned for JSON that cannot be encoded because an escape is an unpaired
-    surrogate.
-    """
+    """The form the template wants: an object, or the text if it is not JSON or cannot be encoded
+    because an escape is an unpaired surrogate."""
     try:
         parsed: object = json.loads(text)
         json.dumps(parsed, ensure_ascii=False).encode()

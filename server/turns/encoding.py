@@ -77,8 +77,6 @@ _DELIVERED_GROUP = _tag(trainer_service_pb2.GroupDelivery.DESCRIPTOR, "group")
 
 
 class _Pieces:
-    """A sequence of byte pieces and their total length."""
-
     __slots__ = ("byte_count", "parts")
 
     def __init__(self, first: Part) -> None:
@@ -101,8 +99,6 @@ def _field(tag: bytes, inner: _Pieces) -> _Pieces:
 
 
 class _Around(NamedTuple):
-    """An encoded segment field, without its arrays."""
-
     begin: bytes
     """Bytes before its tokens."""
     middle: bytes
@@ -110,7 +106,6 @@ class _Around(NamedTuple):
     byte_count: int
     """Size of the whole field, including the arrays."""
     without: bytes
-    """The field as it is encoded without arrays."""
 
 
 # Cached, because siblings share most of these values.
@@ -154,7 +149,6 @@ def _around_arrays(
 
 
 def _trajectory_head(record: TrajectoryRecord) -> bytes:
-    """Encodes all fields except the segments."""
     return _Trajectory(
         trajectory_id=record.trajectory_id,
         sample_index=record.sample_index,
@@ -172,10 +166,8 @@ def _trajectory_head(record: TrajectoryRecord) -> bytes:
 
 
 def encode_early(record: TrajectoryRecord) -> None:
-    """Encodes a closed trajectory before its group is complete, so that less work is left for then.
-
-    Skips a trajectory that is still being sampled or written.
-    """
+    """Encodes a closed trajectory before its group is complete, so that less work is left for then. Skips
+    a trajectory that is still being sampled or written."""
     if not record.growing and record.is_written:
         record.encoded = encode_trajectory(record)
 
@@ -222,10 +214,9 @@ class EncodedGroup:
     left_out: tuple[journal_pb2.ReferredSegment, ...]
     """The segments whose arrays `short` omits."""
     turns: tuple[Stored, ...]
-    """For each of `left_out`, the record that has its arrays."""
+    """The record that has the arrays of each of `left_out`."""
 
     def joined(self) -> bytes:
-        """Returns the message as one piece."""
         return b"".join(self.parts)
 
 
@@ -236,10 +227,7 @@ def encode_group(
     records: Iterable[TrajectoryRecord],
     versions: range,
 ) -> EncodedGroup:
-    """Encodes a TrajectoryGroup of closed trajectories.
-
-    `versions` ranges from the oldest to the newest weight version, both included.
-    """
+    """`versions` ranges from the oldest to the newest weight version, both included."""
     head = _TrajectoryGroup(
         group_id=group_id,
         task_id=task_id,
@@ -277,7 +265,7 @@ def encode_group(
 
 
 def decode_group(group: bytes) -> trajectory_pb2.TrajectoryGroup:
-    """Decodes a group as a twin message."""
+    """As a twin message."""
     return _TrajectoryGroup.FromString(group)
 
 
@@ -288,7 +276,7 @@ def group_finished(
     *,
     has_policy_tokens: bool,
 ) -> EncodedRecord:
-    """Encodes the record of a completed group, with a short form if segments can be omitted."""
+    """Includes a short form if segments can be omitted."""
     message = _GroupFinished(
         admitted_weight_version=admitted_version, has_policy_tokens=has_policy_tokens
     )
@@ -306,7 +294,6 @@ def group_finished(
 
 
 def _finished(tag: bytes, group: tuple[Part, ...], byte_count: int, tail: bytes) -> _Pieces:
-    """Encodes a field with a completed group and the other fields of its record."""
     inner = _Pieces(_FINISHED_GROUP + _varint(byte_count))
     inner.extend(group, byte_count)
     inner.add(tail)
@@ -316,7 +303,6 @@ def _finished(tag: bytes, group: tuple[Part, ...], byte_count: int, tail: bytes)
 def turn_changed(
     turn: journal_pb2.TurnChanged, segments: Iterable[tuple[SegmentRecord, int, int]]
 ) -> EncodedRecord:
-    """Encodes the record of a turn in its current state, with these of its tokens."""
     pieces = _Pieces(turn.SerializeToString())
     for segment, start, stop in segments:
         # Copy the arrays: a view would prevent them from growing in the meantime.
@@ -339,7 +325,7 @@ def group_in(payload: bytes) -> bytes:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns a number and the position after it."""
+    """Returns the number and the position after it."""
     value = shift = 0
     while data[at] & 0x80:
         value |= (data[at] & 0x7F) << shift
@@ -357,7 +343,6 @@ class Delivery:
     redelivery_count: int
 
     def SerializeToString(self) -> bytes:  # noqa: N802 (protobuf's name)
-        """Encodes the message like protobuf's own method."""
         tail = _GroupDelivery(
             delivery_id=self.delivery_id, redelivery_count=self.redelivery_count
         ).SerializeToString()

@@ -17,42 +17,37 @@ from penstock.server.text.messages import Message, Tool
 
 DIGEST_BYTES = 16
 HELD_MESSAGE_BYTES = 320
-"""Memory of one held message."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldMessage:
-    """One message of a trajectory, as digests."""
-
     exact: bytes
     """Digest of all its fields. Empty for tokens that are not a message, which never match."""
     meaning: bytes
-    """Digest of the parts that do not depend on form, without the reasoning."""
+    """Independent of form; excludes the reasoning."""
     reasoning: bytes
-    """Digest of its reasoning; empty if it has none."""
+    """Empty if it has none."""
     token_end: int
-    """Number of the trajectory's tokens up to the end of this message, or of the context it came
-    in."""
+    """Number of the trajectory's tokens up to the end of this message, or of the context it came in."""
     written: bool = False
-    """Whether the policy wrote it."""
 
     def is_meant_by(self, meaning: bytes, reasoning: bytes) -> bool:
-        """Whether a request's message means the same. The request may omit the reasoning."""
+        """The request may omit the reasoning."""
         return self.meaning == meaning != b"" and reasoning in (b"", self.reasoning)
 
 
 @dataclass(slots=True)
 class History:
-    """The messages of one trajectory, oldest first, with its tools."""
+    """Messages are oldest first."""
 
     tools: tuple[Tool, ...] = ()
     messages: list[HeldMessage] = field(default_factory=list[HeldMessage])
     recorded: int = 0
-    """How many of the messages the journal has in their current form."""
+    """Number of messages that the journal has in their current form."""
     digest: bytes = b""
-    """Digest of the tools."""
+    """Of the tools."""
     tool_bytes: int = 0
-    """Approximate memory of the tools."""
+    """Approximate."""
 
     def __post_init__(self) -> None:
         self.digest = tools_digest(self.tools)
@@ -60,34 +55,30 @@ class History:
 
     @property
     def byte_count(self) -> int:
-        """Approximate memory in bytes."""
+        """Approximate."""
         return len(self.messages) * HELD_MESSAGE_BYTES + self.tool_bytes
 
     def branch(self, message_count: int) -> History:
-        """Returns a new history that begins with the first `message_count` messages."""
         return History(self.tools, self.messages[:message_count])
 
     def add_context(self, messages: Iterable[Message], token_end: int) -> None:
-        """Adds messages from outside. With the template's text around them they end at
-        `token_end`."""
+        """`token_end` includes the template's text around the messages."""
         self.messages += [hold(message, token_end) for message in messages]
 
     def add_observation(self, messages: Sequence[Message], token_end: int) -> None:
-        """Adds an observation. One without messages was tokens or text, which never match a
-        message."""
+        """An observation without messages was tokens or text, which never match a message."""
         if not messages:
             self.messages.append(HeldMessage(b"", b"", b"", token_end))
         self.add_context(messages, token_end)
 
     def set_written(self, message: Message, token_end: int) -> None:
-        """Sets the policy's message of the turn that ended. It replaces an earlier part of that
-        turn."""
+        """Replaces an earlier part of the turn, which was interrupted."""
         self.drop_written()
         self.messages.append(hold(message, token_end, written=True))
 
     def written_after(self, token_count: int) -> list[int]:
-        """For each of the policy's messages that ends after `token_count`, the number of messages
-        up to and including it."""
+        """For each of the policy's messages that ends after `token_count`: the message count up to and
+        including it."""
         return [
             count
             for count, message in enumerate(self.messages, 1)
@@ -95,14 +86,13 @@ class History:
         ]
 
     def drop_written(self) -> None:
-        """Removes the message of the last turn, because that turn resumes."""
+        """Called when the last turn resumes."""
         if self.messages and self.messages[-1].written:
             self.messages.pop()
             self.recorded = min(self.recorded, len(self.messages))
 
 
 def hold(message: Message, token_end: int, *, written: bool = False) -> HeldMessage:
-    """Reduces a message to the digests that are kept."""
     calls = [(call.tool_call_id, call.name, call.arguments_json) for call in message.tool_calls]
     exact = (message.role, message.content, calls, message.tool_call_id, message.reasoning)
     meant = [(call.name, _canonical(call.arguments_json)) for call in message.tool_calls]
@@ -117,14 +107,14 @@ def hold(message: Message, token_end: int, *, written: bool = False) -> HeldMess
 
 
 def tools_digest(tools: Sequence[Tool]) -> bytes:
-    """Digest that does not depend on the order of keys; empty without tools."""
+    """Independent of the order of keys; empty without tools."""
     if not tools:
         return b""
     return _digest([(tool.name, tool.description, dict(tool.parameters)) for tool in tools])
 
 
 def _canonical(arguments: str) -> str:
-    """Normalizes the form of a call's arguments. Text that is not JSON is only stripped."""
+    """Text that is not JSON is only stripped."""
     try:
         read = json.loads(arguments, parse_float=_number, parse_int=_number)
         return json.dumps(read, sort_keys=True)

@@ -33,7 +33,7 @@ from penstock.server.turns.trajectory import TrajectoryRecord, Turn
 
 
 class MatchKind(Enum):
-    """How a request relates to the held messages. The values are those of the metric's label."""
+    """The values are those of the metric's label."""
 
     NEW = "new"
     CONTINUED = "continued"
@@ -43,24 +43,22 @@ class MatchKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a request continues."""
-
     kind: MatchKind
     record: TrajectoryRecord | None
     """The trajectory to continue or branch from; None if nothing is held."""
     token_count: int
-    """Tokens of it that are kept: all, or those up to the end of one of the policy's messages. 0 if
-    the context starts from scratch."""
+    """Tokens to keep: all, or those up to the end of one of the policy's messages. 0 if the context is
+    new."""
     message_count: int
     """Messages of the request that the kept tokens represent."""
     new_messages: tuple[Message, ...]
-    """The other messages; empty if an interrupted turn resumes."""
+    """Empty if an interrupted turn resumes."""
 
 
 def kept_prefix(
     record: TrajectoryRecord, messages: Sequence[Message], tools: Sequence[Tool]
 ) -> tuple[int, int]:
-    """Returns how many tokens and messages of a trajectory a branch with these messages keeps."""
+    """Returns how many tokens and messages of the trajectory a branch with these messages keeps."""
     wanted = [hold(message, 0) for message in messages]
     common = _common(record, wanted, tools_digest(tools))
     return _cut(record, common, messages)
@@ -71,8 +69,8 @@ def match_after(
 ) -> Match | None:
     """Matches a request that names the turn it follows and sends only the new messages.
 
-    Returns None if the trajectory does not hold that turn as a complete message: the turn is in
-    flight, was interrupted, or does not exist.
+    Returns None if the trajectory does not hold that turn as a complete message: the turn is in flight,
+    was interrupted, or does not exist.
     """
     history, turn = record.history, record.turn
     if history is None or turn is None:
@@ -142,13 +140,12 @@ def _match_one(
 
 
 def _cut_off(turn: Turn) -> bool:
-    """Whether more of the turn can be sampled. A turn that found its context full has nothing to
-    resume."""
+    """Whether more of the turn can be sampled. A turn whose context was full has nothing to resume."""
     return turn.resumable and turn.budget > 0
 
 
 def _common(record: TrajectoryRecord, wanted: Sequence[HeldMessage], tools: bytes) -> int:
-    """Counts how many of a trajectory's first messages match the wanted ones, under these tools."""
+    """Counts the trajectory's first messages that match the wanted ones."""
     history = record.history
     common = 0
     if history is not None and history.digest == tools:
@@ -160,10 +157,8 @@ def _common(record: TrajectoryRecord, wanted: Sequence[HeldMessage], tools: byte
 
 
 def _cut(record: TrajectoryRecord, common: int, messages: Sequence[Message]) -> tuple[int, int]:
-    """Returns how many tokens and messages are kept.
-
-    They end with the last common message that the policy wrote and that the request replies to.
-    """
+    """Keeps everything up to the last common message that the policy wrote and that the request replies
+    to."""
     held = [] if record.history is None else record.history.messages
     for count in range(common, 0, -1):
         if not held[count - 1].written or count == len(messages):

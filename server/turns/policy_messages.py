@@ -15,12 +15,10 @@ from penstock.server.turns.trajectory import TrajectoryRecord, Turn
 from penstock.server.turns.turn import TurnAttempt
 
 LONG_TURN = 2_048
-"""Number of tokens from which a turn is parsed off the event loop."""
+"""Token count from which a turn is parsed off the event loop."""
 
 
 class PolicyMessages:
-    """Parses the turns of conversations into messages."""
-
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
 
@@ -35,7 +33,7 @@ class PolicyMessages:
             history.set_written(attempt.written.message, turn.record.token_count)
 
     async def read(self, turn: Turn, count: int) -> Written:
-        """Parse the first `count` tokens that the policy sampled in a turn into a message."""
+        """Parse the first `count` tokens of the policy in this turn."""
         record = turn.record
         tools = record.history.tools if record.history is not None else ()
         tokens = record.token_array()

@@ -32,34 +32,25 @@ LONG_TEXT = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a trajectory, encoded."""
-
     kind: PromptKind
     token_ids: NDArray[np.int32] = field(repr=False)
     history: History | None = None
-    """For a conversation, its messages up to the policy's turn."""
+    """A conversation's messages up to the policy's turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Messages passed along with a request instead of inside it.
-
-    Inside it, a tool's schema would be a Struct and lose the order of its keys.
-    """
+    """Messages passed alongside a request. Inside it, a tool's schema would be a Struct and lose its
+    key order."""
 
     messages: list[Message]
     tools: list[Tool] = field(default_factory=list[Tool])
     after: int | None = None
-    """For a branch, the number of the parent's messages that these follow.
-
-    None if they are the whole conversation; the prefix shared with the parent is then determined
-    from it.
-    """
+    """In a branch, the number of the parent's messages that these follow. None if these are the whole
+    conversation: the shared prefix is then determined from it."""
 
 
 class Prompts:
-    """Encodes prompts and observations."""
-
     def __init__(self, renderer: Renderer, vocab_size: int) -> None:
         self._renderer = renderer
         self._vocab_size = vocab_size
@@ -70,7 +61,7 @@ class Prompts:
         parent: TrajectoryRecord | None,
         said: Said | None = None,
     ) -> Prompt:
-        """Encode the prompt of a request, or of its leased task. Raises FIELD_INVALID."""
+        """Raises FIELD_INVALID."""
         if said is not None:
             return await self._conversation(said.messages, said.tools, parent, said.after)
         kind = source.WhichOneof("prompt")
@@ -121,7 +112,7 @@ class Prompts:
         record: TrajectoryRecord,
         said: Said | None = None,
     ) -> tuple[NDArray[np.int32], list[Message]]:
-        """Encode an observation; also returns its messages. Raises FIELD_INVALID."""
+        """Encode an observation; also return its messages. Raises FIELD_INVALID."""
         if said is not None:
             return await self._next_messages(said.messages, record), said.messages
         kind = request.WhichOneof("observation")

@@ -40,7 +40,7 @@ FINISHES = {int(reason): finish for finish, reason in FINISH_REASONS.items()}
 
 
 class TurnRecorder:
-    """Writes turns to the journal as they begin and end, and charges them to the memory budget."""
+    """Also charges turns to the memory budget."""
 
     def __init__(self, journal: Journal, store: TrajectoryStore) -> None:
         self._journal = journal
@@ -49,11 +49,11 @@ class TurnRecorder:
         self._nothing.set_result(None)
 
     def turn_began(self, record: TrajectoryRecord) -> Awaitable[object]:
-        """Record a turn, or another attempt at it, and first the trajectory if that is new."""
+        """Record a turn, or another attempt at it; a new trajectory is recorded first."""
         return self._record(record, opens=not record.recorded)
 
     def turn_ended(self, record: TrajectoryRecord) -> Awaitable[object]:
-        """Record what the policy wrote and why it stopped. Raises JOURNAL_FAILED."""
+        """Raises JOURNAL_FAILED."""
         return self._record(record)
 
     def _record(self, record: TrajectoryRecord, *, opens: bool = False) -> Awaitable[object]:
@@ -69,7 +69,7 @@ class TurnRecorder:
 
 
 def trajectory_opened(record: TrajectoryRecord) -> Record:
-    """Record of an opened trajectory. Its prompt follows with its first turn."""
+    """Omits the prompt, which follows with the first turn."""
     return JournalRecord(
         trajectory_opened=_TrajectoryOpened(
             trajectory_id=record.trajectory_id,
@@ -87,7 +87,7 @@ def trajectory_opened(record: TrajectoryRecord) -> Record:
 
 
 def turn_changed(record: TrajectoryRecord) -> EncodedRecord:
-    """Record of the last turn as it is now, with the tokens since it was last recorded."""
+    """The last turn as it is now, with the tokens since it was last recorded."""
     turn, new = _turn(record), record.pieces_between(record.recorded_end, record.end)
     turn.token_count = max(record.recorded_token_count, record.parent_token_count)
     history = record.history
@@ -102,7 +102,7 @@ def turn_changed(record: TrajectoryRecord) -> EncodedRecord:
 
 
 def whole_turn(record: TrajectoryRecord) -> Deferred:
-    """Record of the last turn as it is now, with all tokens so far.
+    """The last turn as it is now, with all tokens so far.
 
     A trajectory is only appended to, so its tokens can be copied later; a server holds many of them. Until
     the journal knows the position of this record, no other record refers to its segments.
@@ -121,7 +121,6 @@ def whole_turn(record: TrajectoryRecord) -> Deferred:
 
 
 def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
-    """The last turn without its tokens."""
     turn = record.turn
     assert turn is not None
     return _TurnChanged(
@@ -141,7 +140,6 @@ def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
 def open_record(
     opened: journal_pb2.TrajectoryOpened, parent: TrajectoryRecord | None
 ) -> TrajectoryRecord:
-    """Create the record of a trajectory that has no turn yet."""
     record = TrajectoryRecord(
         opened.trajectory_id,
         KINDS[int(opened.form)],
@@ -164,8 +162,8 @@ def open_record(
 def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged, stored: Stored) -> None:
     """Append a record's new tokens and make its turn the last one. An interrupted turn becomes ABORTED.
 
-    A record that was queued while the journal was compacted follows the snapshot and may know fewer tokens,
-    because the snapshot has those sampled meanwhile. Then the counts of the snapshot stand.
+    A record queued during compaction comes after the snapshot and may hold fewer tokens than it, because
+    more were sampled meanwhile. The snapshot's counts then stand.
     """
     position = changed.token_count
     if position > record.token_count:

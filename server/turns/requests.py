@@ -49,8 +49,6 @@ ROLES = {
 
 
 class HasSequence(Protocol):
-    """A message with a token sequence."""
-
     @property
     def tokens(self) -> trajectory_pb2.TokenSequence: ...
 
@@ -73,7 +71,7 @@ def identifiers(field: str, values: Iterable[str]) -> list[str]:
 
 
 def tokens(field: str, holder: HasSequence, vocab_size: int) -> NDArray[np.int32]:
-    """Return a token sequence of shape [n], checked to be within the vocabulary."""
+    """Return the tokens, of shape [n], checked to be within the vocabulary."""
     try:
         found = token_ids(holder.tokens)
     except MalformedMessage as error:
@@ -94,7 +92,7 @@ def tokens(field: str, holder: HasSequence, vocab_size: int) -> NDArray[np.int32
 def sampling(
     field: str, params: rollout_service_pb2.SamplingParams, vocab_size: int
 ) -> TurnSampling:
-    """Return checked sampling parameters with all defaults applied."""
+    """Check the parameters and apply all defaults."""
     temperature = params.temperature if params.HasField("temperature") else 1.0
     top_p = params.top_p if params.HasField("top_p") else 1.0
     if not (temperature == 0 or _MIN_TEMPERATURE_ARRIVING <= temperature <= MAX_TEMPERATURE):
@@ -138,7 +136,6 @@ def sampling(
 
 
 def sampling_message(sampling: TurnSampling | Sampling) -> rollout_service_pb2.SamplingParams:
-    """Convert sampling parameters back to a message of a twin class."""
     return _SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -152,7 +149,7 @@ def sampling_message(sampling: TurnSampling | Sampling) -> rollout_service_pb2.S
 
 
 def duration_seconds(field: str, duration: duration_pb2.Duration) -> float:
-    """Return a duration in seconds, checked to be at most a minute."""
+    """Return seconds, checked to be at most a minute."""
     seconds = duration.seconds + duration.nanos / 1e9
     if not 0 <= seconds <= MAX_FLUSH_SECONDS or math.isnan(seconds):
         raise FieldInvalid(field, f"must be from 0 to {MAX_FLUSH_SECONDS:.0f} s", seconds)
@@ -162,8 +159,7 @@ def duration_seconds(field: str, duration: duration_pb2.Duration) -> float:
 def messages(
     field: str, conversation: conversation_pb2.Conversation, *, first: bool
 ) -> tuple[list[Message], list[Tool]]:
-    """Return the checked messages and tools of a conversation; `first` says that it opens a
-    trajectory."""
+    """Check a conversation. `first` means that it opens a trajectory."""
     if not conversation.messages:
         raise FieldInvalid(f"{field}.messages", "must hold at least one message")
     if len(conversation.messages) > MAX_MESSAGES:
@@ -224,7 +220,7 @@ def _nested(container: Any) -> Iterator[Any]:
 
 
 def _json_object(field: str, value: struct_pb2.Struct) -> dict[str, object]:
-    """Convert a Struct to a JSON object; NaN and infinity are refused."""
+    """NaN and infinity are refused."""
     check_depth(field, value)
     try:
         return json_format.MessageToDict(value)
@@ -233,7 +229,6 @@ def _json_object(field: str, value: struct_pb2.Struct) -> dict[str, object]:
 
 
 def group(request: rollout_service_pb2.GenerateRequest) -> None:
-    """Check the group fields of a trajectory without a lease."""
     if not request.group_id:
         if request.group_size or request.sample_index:
             raise FieldInvalid("group_id", "must be set if group_size or sample_index is")
@@ -246,7 +241,7 @@ def group(request: rollout_service_pb2.GenerateRequest) -> None:
 
 
 def purpose(field: str, value: int) -> trajectory_pb2.Purpose.ValueType:
-    """Check that a purpose is known; unspecified is accepted."""
+    """Unspecified is accepted."""
     for known in (
         trajectory_pb2.PURPOSE_UNSPECIFIED,
         trajectory_pb2.PURPOSE_TRAIN,
@@ -258,7 +253,7 @@ def purpose(field: str, value: int) -> trajectory_pb2.Purpose.ValueType:
 
 
 def task(field: str, value: task_service_pb2.Task, vocab_size: int) -> None:
-    """Check a task. Its prompt is rendered later, when a trajectory is opened for it."""
+    """The prompt is rendered later, when a trajectory is opened for the task."""
     identifier(f"{field}.task_id", value.task_id)
     check_depth(f"{field}.metadata", value.metadata)
     purpose(f"{field}.purpose", value.purpose)

@@ -37,13 +37,11 @@ Decode = Callable[[Iterable[int]], str]
 logger = logging.getLogger(__name__)
 
 MOST_LOST = 8
-"""Requests of a turn lost in a row, none of which sampled a token, after which the turn fails. The turn may
-be what kills its engines."""
+"""Engine requests that a turn may lose in a row without a new token before it fails. The turn may be what
+kills its engines."""
 
 
 class Switch(Protocol):
-    """The part of the weight switch that turns use."""
-
     @property
     def unconfirmed_version(self) -> int | None:
         """The version whose tokens are withheld while its probe is scored, else None."""
@@ -55,7 +53,7 @@ class Switch(Protocol):
         ...
 
     async def confirmed(self) -> bool:
-        """Wait for the verdict on that version. False means that its tokens must be discarded."""
+        """Wait for the verdict on `unconfirmed_version`. If False, its tokens must be discarded."""
         ...
 
     def admission(self, *, pinned: bool = False) -> AbstractAsyncContextManager[int]:
@@ -65,8 +63,6 @@ class Switch(Protocol):
 
 
 class Recorder(Protocol):
-    """Writes turns to the journal."""
-
     def turn_began(self, record: TrajectoryRecord) -> Awaitable[object]:
         """Record that the last turn, or an attempt at it, began. Await the result before reporting it."""
         ...
@@ -77,8 +73,6 @@ class Recorder(Protocol):
 
 
 class TurnRunner:
-    """Runs turns on the engine and keeps track of those in flight."""
-
     def __init__(
         self,
         engine: Engine,
@@ -117,7 +111,6 @@ class TurnRunner:
 
     @property
     def in_flight(self) -> list[Turn]:
-        """Turns not yet finished."""
         return list(self._in_flight.values())
 
     @property
@@ -137,7 +130,7 @@ class TurnRunner:
         self._on_started(turn)
 
     async def record_again(self, turn: Turn) -> None:
-        """Record what changed of a turn since it ended. Raises JOURNAL_FAILED."""
+        """Record what changed in a turn since it ended. Raises JOURNAL_FAILED."""
         await self._recorder.turn_ended(turn.record)
 
     async def _run(self, turn: Turn) -> None:
@@ -162,7 +155,6 @@ class TurnRunner:
             self._ended.notify()
 
     async def _engage(self, turn: Turn, attempt: TurnAttempt) -> None:
-        """Run the attempt until the engine no longer works on it."""
         try:
             attempt.finish = await self._attempt(turn)
         except asyncio.CancelledError:
@@ -182,7 +174,7 @@ class TurnRunner:
             self._ended.notify()
 
     def _leave(self, turn: Turn, state: TurnState) -> None:
-        """Move a turn to a state in which the engine has no request of it."""
+        """Move a turn to a state in which the engine has no request for it."""
         turn.to(state)
         self._on_left()
 
@@ -225,8 +217,7 @@ class TurnRunner:
         return own if sampling.ignore_eos else own | set(self._engine.description.eos_token_ids)
 
     def lets_stand(self, turn: Turn, sampling: TurnSampling) -> bool:
-        """Whether this turn could have come this far under `sampling`: nothing it has written would have
-        ended it earlier."""
+        """Whether nothing that the turn has written would have ended it earlier under `sampling`."""
         written = turn.policy_tokens(turn.policy_token_count).tolist()
         if 0 < sampling.max_tokens < len(written):
             return False
@@ -236,7 +227,6 @@ class TurnRunner:
         return not any(stop in text for stop in sampling.stop)
 
     async def _sample(self, turn: Turn) -> Finish:
-        """Run one request of the engine to its end."""
         if turn.abort_requested:
             return Finish.ABORTED
         remaining = turn.budget - turn.policy_token_count
@@ -270,7 +260,7 @@ class TurnRunner:
         raise EngineLost("it ended a request without a reason")
 
     async def _admit(self, turn: Turn, remaining: int) -> AsyncGenerator[Delta]:
-        """Submit the attempt to the engine under the version that is active at that moment."""
+        """Submit the attempt under the version that is active at that moment."""
         record = turn.record
         required = record.required_weight_version
         async with self._switch.admission(pinned=required > 0) as version:
@@ -315,10 +305,8 @@ class TurnRunner:
         turn.attempt.changed.notify()
 
     async def abort(self, turns: Iterable[Turn]) -> list[tuple[Turn, TurnAttempt]]:
-        """Stop turns. Returns the attempts that were under way, once the engine works on none of them.
-
-        An attempt that ended before the abort reached it has its own `finish`.
-        """
+        """Stop turns. Returns the attempts that were under way, once the engine works on none of them. An
+        attempt that ended before the abort reached it has its own `finish`."""
         # Taken now: a caller that continues at once gives the turn another attempt.
         stopping = [(turn, turn.attempt) for turn in turns if turn.in_flight]
         request_ids: list[str] = []
@@ -340,7 +328,7 @@ class TurnRunner:
         """Make turns continue under the version that is active when they are admitted again.
 
         Returns once the engine no longer works on them under the previous version. A turn that is being
-        aborted or ends on its own is not moved.
+        aborted or ends by itself is not moved.
         """
         request_ids: list[str] = []
         for turn in turns:
@@ -375,11 +363,8 @@ def _end_span(turn: Turn) -> None:
 
 
 class StopAcrossResume:
-    """Finds a stop string that began before an abort and ends after the resume.
-
-    To the engine, everything before the resume is prompt, and it looks for stop strings only in the tokens
-    it samples itself.
-    """
+    """Finds a stop string that began before an abort and ends after the resume. To the engine, everything
+    before the resume is prompt, and it looks for stop strings only in the tokens it samples itself."""
 
     def __init__(self, stop: tuple[str, ...], before: NDArray[np.int32], decode: Decode) -> None:
         """`before` is what the policy has written in this turn so far."""
@@ -394,7 +379,7 @@ class StopAcrossResume:
             self._before = [int(token) for token in before[-reach:]]
 
     def cut(self, delta: Delta) -> tuple[Delta, bool]:
-        """Cut the delta after the token that completes such a stop string. Also returns whether one did."""
+        """Cut the delta after the token that completes such a stop string; also return whether one did."""
         if not self._stop:
             return delta, False
         start = len(self._decode(self._before))

@@ -19,7 +19,7 @@ RECORD_BYTES = 2048
 
 @dataclass(frozen=True, slots=True)
 class ClosedMark:
-    """What is remembered of a closed trajectory after its record is gone."""
+    """What the store keeps of a closed trajectory after its record is gone."""
 
     outcome_digest: bytes
     """SHA-256 of the outcome, to recognise a repeated close."""
@@ -30,13 +30,11 @@ class ClosedMark:
 
 
 def outcome_digest(outcome: trajectory_pb2.Outcome) -> bytes:
-    """SHA-256 of an outcome's deterministic serialization."""
+    """SHA-256 of the deterministic serialization."""
     return hashlib.sha256(outcome.SerializeToString(deterministic=True)).digest()
 
 
 class TrajectoryStore:
-    """Records by id, with bounds on open trajectories and on the marks of closed ones."""
-
     def __init__(
         self,
         max_open: int,
@@ -50,7 +48,7 @@ class TrajectoryStore:
         self._closed: OrderedDict[str, ClosedMark] = OrderedDict()
         self.open_count = 0
         self.byte_count = 0
-        """Bytes that the records take of the memory budget."""
+        """Memory budget that the records use."""
         self._on_closed = on_closed
 
     def check_new(self, trajectory_id: str, *, bounded: bool = True) -> None:
@@ -70,16 +68,14 @@ class TrajectoryStore:
             )
 
     def add(self, record: TrajectoryRecord, *, bounded: bool = True) -> None:
-        """Add an open trajectory. Raises what `check_new` raises.
-
-        A trajectory that is closed right after it is added is not subject to the bound.
-        """
+        """Raises what `check_new` raises. A trajectory that closes immediately is not subject to the
+        bound."""
         self.check_new(record.trajectory_id, bounded=bounded)
         self._records[record.trajectory_id] = record
         self.open_count += 1
 
     def get(self, trajectory_id: str) -> TrajectoryRecord:
-        """The record. Raises TRAJECTORY_UNKNOWN, or TRAJECTORY_CLOSED if it was delivered and dropped."""
+        """Raises TRAJECTORY_UNKNOWN, or TRAJECTORY_CLOSED if the trajectory was delivered and dropped."""
         record = self.find(trajectory_id)
         if record is not None:
             return record
@@ -125,13 +121,12 @@ class TrajectoryStore:
 
     @property
     def closed(self) -> Iterable[tuple[str, ClosedMark]]:
-        """Marks of closed trajectories, oldest first."""
+        """Oldest first."""
         return self._closed.items()
 
     def restore(
         self, records: Iterable[TrajectoryRecord], closed: Iterable[tuple[str, ClosedMark]]
     ) -> None:
-        """Restore what the journal holds."""
         for record in records:
             self._records[record.trajectory_id] = record
             self.open_count += not record.closed
@@ -143,12 +138,11 @@ class TrajectoryStore:
         self._closed.update(closed)
 
     def closed_mark(self, trajectory_id: str) -> ClosedMark | None:
-        """The mark of a closed trajectory, if it is still remembered."""
+        """None if the trajectory is open, unknown or no longer remembered."""
         return self._closed.get(trajectory_id)
 
     def close(self, record: TrajectoryRecord, outcome: trajectory_pb2.Outcome) -> None:
-        """Close an open trajectory and keep a mark to recognise a repeated close. The record stays until
-        `forget`."""
+        """Keep a mark to recognise a repeated close. The record stays until `forget`."""
         record.outcome = outcome
         self.open_count -= 1
         self._on_closed(record.trajectory_id)
@@ -167,14 +161,14 @@ class TrajectoryStore:
     def note_settled(
         self, record: TrajectoryRecord, *, group_completed: bool, retried: bool
     ) -> None:
-        """Note the result of closing a trajectory, for callers that repeat the close."""
+        """Keep the result of a close, for callers that repeat it."""
         mark = self._closed[record.trajectory_id]
         self._closed[record.trajectory_id] = ClosedMark(
             mark.outcome_digest, mark.group_id, group_completed, retried
         )
 
     def forget(self, trajectory_id: str) -> None:
-        """Drop a record; unknown ids are ignored. An open trajectory leaves no mark."""
+        """Drop a record; ignore unknown ids. An open trajectory leaves no mark."""
         record = self._records.pop(trajectory_id, None)
         if record is not None:
             self.byte_count -= record.charged_bytes

@@ -30,7 +30,7 @@ class Subscription:
         return self._record.turn is not self.turn or self.turn.attempt is not self.attempt
 
     async def admitted(self) -> None:
-        """Return when the attempt was admitted. Raises its error if it failed before."""
+        """Wait until the attempt is admitted. Raises its error if it fails before."""
         while self.attempt.started_version is None:
             if self.attempt.ended.is_set():
                 if self.attempt.error is not None:
@@ -39,10 +39,8 @@ class Subscription:
             await self.attempt.changed.wait()
 
     async def segments(self) -> AsyncGenerator[trajectory_pb2.Segment]:
-        """Yield twin Segments, one per weight version and flush, until the attempt has ended.
-
-        Raises the attempt's error after everything it sampled.
-        """
+        """Yield twin Segments, one per weight version and flush, until the attempt has ended. Raises the
+        attempt's error after everything it sampled."""
         ended = self.attempt.ended
         while True:
             if self._final_only:

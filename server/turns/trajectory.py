@@ -45,7 +45,7 @@ BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
 
 
 class PromptKind(Enum):
-    """How the trajectory was opened, which determines the form in which its turns are returned."""
+    """How the trajectory was opened; determines the form in which its turns are returned."""
 
     TOKENS = "tokens"
     TEXT = "text"
@@ -65,13 +65,12 @@ class SegmentRecord:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes per token of this segment."""
+        """Policy tokens also have a log-probability."""
         by_policy = self.author == trajectory_pb2.AUTHOR_POLICY
         return BYTES_PER_TOKEN if by_policy else TOKEN.itemsize
 
     @property
     def token_count(self) -> int:
-        """Tokens in the segment."""
         return len(self.tokens) // TOKEN.itemsize
 
     def message(self, start: int = 0, stop: int | None = None) -> trajectory_pb2.Segment:
@@ -93,9 +92,8 @@ class LeftOut(NamedTuple):
     """A segment whose arrays the short form of a trajectory omits."""
 
     segment: int
-    """Index of the segment."""
     token_position: int
-    """Number of the trajectory's tokens before it."""
+    """Number of the trajectory's tokens before the segment."""
     token_count: int
 
 
@@ -123,14 +121,14 @@ class Answered:
     followers: int = 0
     """Requests that are receiving the turn now."""
     delivered: bool = False
-    """Whether one of them received all of it."""
+    """Whether one of them received the whole turn."""
     finished: rollout_service_pb2.TurnFinished | None = None
-    """The turn's end, once it is complete."""
+    """None until the turn is complete."""
     asked_at: float = field(default_factory=time.monotonic)
-    """When the request arrived, by the monotonic clock."""
+    """Monotonic clock, seconds."""
 
     def is_retried_by(self, digest: bytes, *, says_so: bool) -> bool:
-        """Whether a request repeats this one rather than asking for another sample."""
+        """Whether a request repeats this one; otherwise it wants another sample."""
         return digest == self.digest and (says_so or not (self.delivered or self.followers))
 
 
@@ -160,24 +158,22 @@ class Turn:
     state: TurnState = TurnState.NEW
     """Changed by `to` only."""
     request_id: str | None = None
-    """Id of the engine's request while there is one."""
+    """Set while the engine has a request."""
     adapter_version: int | None = None
-    """The adapter that samples the request; None if only the full weights do."""
+    """The adapter that samples the request; None for full weights."""
     abort_requested: bool = False
-    """Whether to end the attempt under way. Not a state: an abort may come in any of them, and the turn
-    leaves that state as it would otherwise, only sooner."""
+    """Whether to end the attempt under way. Not a state: an abort may come in any state, and only makes
+    the turn leave it sooner."""
     task: asyncio.Task[None] | None = None
-    """Runs the attempt under way."""
 
     def to(self, state: TurnState) -> None:
-        """Move to another state. Raises ValueError if that is not possible from this one."""
+        """Raises ValueError if no turn moves from this state to that one."""
         self.state = self.state.to(state)
         if not state.in_engine:
             self.request_id = self.adapter_version = None
 
     @property
     def in_flight(self) -> bool:
-        """Whether an attempt is under way."""
         return self.state.in_flight
 
     @property
@@ -208,8 +204,6 @@ class Turn:
 
 @dataclass(slots=True)
 class TrajectoryRecord:
-    """One trajectory as the server holds it."""
-
     trajectory_id: str
     kind: PromptKind
     sampling: TurnSampling
@@ -229,41 +223,35 @@ class TrajectoryRecord:
     last_call: float = 0.0
     """Time of the last call on it, on the loop's clock."""
     charged_bytes: int = 0
-    """Bytes charged to the memory budget for it."""
     recorded_end: tuple[int, int] = (0, 0)
     """Its `end` when it was last written to the journal."""
     recorded_token_count: int = 0
     recorded: bool = False
-    """Whether the journal has a record of it."""
     written: dict[tuple[int, int], Future[list[Stored]] | Stored] = field(
         default_factory=dict["tuple[int, int]", "Future[list[Stored]] | Stored"]
     )
-    """Journal records that hold large segments, keyed by (tokens before the segment, tokens in it).
-
-    A value may also be the append under way; the last record that it returns is the one."""
+    """Journal records that hold large segments, keyed by (tokens before the segment, tokens in it). While
+    the append is under way, the value is its future; the last record that it returns holds the segment."""
     encoded: EncodedTrajectory | None = None
-    """Its encoding for its group, if it is closed and was encoded already."""
+    """Set when it is closed and encoded, before its group is complete."""
     parent: TrajectoryRecord | None = None
-    """The trajectory it branches from."""
     parent_token_count: int = 0
-    """Number of its first tokens that are the parent's and in no segment here."""
+    """Number of leading tokens that are the parent's and in no segment here."""
     children: list[TrajectoryRecord] = field(default_factory=list["TrajectoryRecord"])
-    """Trajectories that branch from it."""
     answered: Answered | None = None
-    """The last request from an endpoint that receives whole conversations."""
+    """Only on endpoints that receive whole conversations."""
     history: History | None = None
-    """Its messages; None unless it was opened with a conversation."""
+    """None unless opened with a conversation."""
     single_turn: bool = False
-    """Whether it is forgotten when its turn ends and never written to the journal."""
+    """Forgotten when its turn ends, and never written to the journal."""
 
     @property
     def closed(self) -> bool:
-        """Whether it can no longer be extended."""
         return self.outcome is not None
 
     @property
     def end(self) -> tuple[int, int]:
-        """Number of segments so far, and of tokens in the last of them."""
+        """Number of segments, and of tokens in the last of them."""
         return len(self.segments), self.segments[-1].token_count if self.segments else 0
 
     def segments_between(
@@ -276,7 +264,7 @@ class TrajectoryRecord:
     def pieces_between(
         self, begin: tuple[int, int], end: tuple[int, int]
     ) -> Iterator[tuple[SegmentRecord, int, int]]:
-        """The tokens between two values of `end`: segments with their token ranges (start, stop)."""
+        """Segments between two values of `end`, each with its token range (start, stop)."""
         count, last_token_count = end
         begun, start = begin
         for index in range(max(0, begun - 1), count):
@@ -308,7 +296,7 @@ class TrajectoryRecord:
         }
 
     def recorded_at(self, position: int, count: int) -> Stored | None:
-        """The record of the turn that has a segment of `count` tokens after the first `position`."""
+        """The record that has the segment of `count` tokens after the first `position`."""
         found = self.written.get((position, count))
         if isinstance(found, Future):
             failed = not found.done() or found.cancelled() or found.exception() is not None
@@ -326,22 +314,22 @@ class TrajectoryRecord:
         return all(not isinstance(found, Future) or found.done() for found in self.written.values())
 
     def token_array(self) -> NDArray[np.int32]:
-        """Every token so far, including the parent's, shape [token_count]."""
+        """All tokens, including the parent's, shape [token_count]."""
         own = np.frombuffer(b"".join(segment.tokens for segment in self.segments), TOKEN)
         if self.parent is None or not self.parent_token_count:
             return own
         return np.concatenate([self.parent.token_array()[: self.parent_token_count], own])
 
     def settled_tokens(self) -> NDArray[np.int32]:
-        """The tokens a branch may share. Excludes those of the turn in flight, which is not
-        recorded yet."""
+        """The tokens a branch may share. Excludes those of the turn in flight, which are not recorded
+        yet."""
         tokens = self.token_array()
         if self.turn is not None and self.turn.in_flight:
             return tokens[: self.turn.context_token_count]
         return tokens
 
     def share_prefix(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Share the common prefix of its prompt with its parent. Returns the rest of the prompt."""
+        """Share the prompt's common prefix with the parent. Returns the rest of the prompt."""
         assert self.parent is not None and not self.token_count
         theirs = self.parent.settled_tokens()
         count = min(len(theirs), len(token_ids))
@@ -350,7 +338,6 @@ class TrajectoryRecord:
         return token_ids[self.parent_token_count :]
 
     def append_context(self, token_ids: NDArray[np.int32], turn_index: int) -> None:
-        """Append tokens that the policy did not write."""
         if not len(token_ids):
             return
         segment = SegmentRecord(trajectory_pb2.AUTHOR_CONTEXT, turn_index)
@@ -359,7 +346,7 @@ class TrajectoryRecord:
         self.token_count += segment.token_count
 
     def append_policy(self, delta: Delta, turn_index: int, temperature: float) -> None:
-        """Append sampled tokens. A new weight version or temperature begins a new segment."""
+        """A new weight version or temperature begins a new segment."""
         if not len(delta.token_ids):
             return
         last = self.segments[-1] if self.segments else None
@@ -379,7 +366,7 @@ class TrajectoryRecord:
         self.token_count += len(delta.token_ids)
 
     def open_branches(self) -> list[TrajectoryRecord]:
-        """Open trajectories that branch from this one, directly or not, each before its own branches."""
+        """Open direct and indirect branches, each before its own branches."""
         found: list[TrajectoryRecord] = []
         for child in self.children:
             if not child.closed:
@@ -388,14 +375,13 @@ class TrajectoryRecord:
         return found
 
     def with_branches(self) -> list[TrajectoryRecord]:
-        """This trajectory and all that branch from it, directly or not."""
+        """This trajectory and its direct and indirect branches."""
         members: list[TrajectoryRecord] = [self]
         for child in self.children:
             members += child.with_branches()
         return members
 
     def policy_versions(self) -> list[int]:
-        """Weight versions of its policy segments."""
         return [
             segment.weight_version
             for segment in self.segments
@@ -403,7 +389,7 @@ class TrajectoryRecord:
         ]
 
     def message(self) -> trajectory_pb2.Trajectory:
-        """The trajectory as a twin message."""
+        """As a twin message."""
         return Trajectory(
             trajectory_id=self.trajectory_id,
             sample_index=self.sample_index,

@@ -47,7 +47,7 @@ FINISH_REASONS = {
 
 
 class TurnState(Enum):
-    """Where a turn is; see the module's docstring."""
+    """See the module's docstring."""
 
     NEW = "new"
     STARTING = "starting"
@@ -59,7 +59,6 @@ class TurnState(Enum):
 
     @property
     def in_flight(self) -> bool:
-        """Whether an attempt is under way."""
         return self not in (TurnState.NEW, TurnState.FINISHED)
 
     @property
@@ -68,7 +67,7 @@ class TurnState(Enum):
         return self in (TurnState.SAMPLING, TurnState.MOVING)
 
     def to(self, state: TurnState) -> TurnState:
-        """The next state. Raises ValueError if no turn moves from this state to that one."""
+        """Raises ValueError if no turn moves from this state to that one."""
         if state not in TRANSITIONS[self]:
             raise ValueError(f"a turn cannot go from {self.value} to {state.value}")
         return state
@@ -87,7 +86,7 @@ TRANSITIONS: Mapping[TurnState, frozenset[TurnState]] = {
 
 @dataclass(frozen=True, slots=True)
 class TurnSampling:
-    """How a turn samples over all its attempts. `max_tokens` of zero means up to the context's limit."""
+    """`max_tokens` of zero means up to the context's limit."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -99,10 +98,8 @@ class TurnSampling:
     ignore_eos: bool = False
 
     def attempt(self, number: int, max_tokens: int) -> Sampling:
-        """The sampling of one attempt.
-
-        Each attempt of a seeded turn has its own seed, because the engine's generator restarts with each.
-        """
+        """Each attempt of a seeded turn has its own seed, because the engine's generator restarts with
+        each."""
         return Sampling(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -117,8 +114,6 @@ class TurnSampling:
 
 @dataclass(slots=True, eq=False)
 class TurnAttempt:
-    """One attempt at a turn, from its start to its end."""
-
     started_version: int | None = None
     """The version that was active when it was admitted."""
     finish: Finish | None = None
@@ -129,7 +124,7 @@ class TurnAttempt:
     """Segments of the record when the attempt ended, and tokens in the last of them."""
     cached_token_count: int = 0
     written: Written | None = None
-    """What the policy wrote in the turn up to its end, if the turn is part of a conversation."""
+    """In a conversation, what the policy wrote in the turn up to its end."""
     recorded: Awaitable[object] | None = None
     """Await this before reporting that the attempt began."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -138,7 +133,7 @@ class TurnAttempt:
 
     @property
     def finish_reason(self) -> trajectory_pb2.FinishReason.ValueType:
-        """Why it stopped; unspecified until then. ABORTED if it failed, since the turn can be continued."""
+        """Unspecified until it stops. ABORTED if it failed, because the turn can be continued."""
         if self.finish is None and self.error is None:
             return trajectory_pb2.FINISH_REASON_UNSPECIFIED
         return FINISH_REASONS[self.finish or Finish.ABORTED]

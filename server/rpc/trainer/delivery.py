@@ -33,8 +33,6 @@ MAX_CREDIT = 1 << 20
 
 
 class Deliverer:
-    """Gives finished groups to the current session."""
-
     def __init__(
         self,
         changed: Broadcast,
@@ -54,7 +52,7 @@ class Deliverer:
 
     @property
     def waiting_count(self) -> int:
-        """Groups to train that wait. Evaluation groups have their own demand and are not counted."""
+        """Excludes evaluation groups, which have their own demand."""
         return self._buffer.buffered_count - self._buffer.buffered_evaluation_count
 
     def begin(self, contract: StalenessContract, weight_version: int, resume_step: int) -> None:
@@ -67,7 +65,6 @@ class Deliverer:
         )
 
     def leave(self) -> None:
-        """No trainer is connected any more."""
         logger.info("the trainer is gone; keeping %d groups for it", self._buffer.held_count)
         # A trainer that is away does not starve.
         self._admission.select(0)
@@ -92,7 +89,6 @@ class Deliverer:
         self._changed.notify()
 
     async def run(self, session: Session) -> None:
-        """Consume credit and finished groups; produce deliveries."""
         while not session.ended:
             selection = self._admission.select(session.credit)
             # The gate has forgotten the selected groups. Move them to their new place before the first
@@ -118,7 +114,7 @@ class Deliverer:
             await self._changed.wait()
 
     async def _send_groups(self, session: Session, groups: Iterable[BufferedGroup]) -> None:
-        """Deliver groups; those sent by place share messages."""
+        """Groups sent by place share messages."""
         placed: list[trainer_service_pb2.GroupDelivery] = []
         for group in groups:
             place = group.storage.place() if session.by_place else None
@@ -134,7 +130,7 @@ class Deliverer:
             await session.send(group_buffer.placed_message(placed))
 
     async def _send_whole(self, session: Session, group: BufferedGroup) -> None:
-        """Deliver a group. If it cannot be read back, drop it."""
+        """Drop the group if it cannot be read back."""
         try:
             data = await group.storage.read()
         except DomainError as error:

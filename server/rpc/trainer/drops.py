@@ -28,7 +28,7 @@ MAX_NOTICES = 1_000
 
 
 class Drops:
-    """Drops groups and counts each by its reason. Methods return the records for the journal."""
+    """Counts each drop by its reason. Methods return the records for the journal."""
 
     def __init__(
         self,
@@ -50,7 +50,6 @@ class Drops:
         """Notices that no stream has taken yet. If a stream is lost, they go to the next."""
 
     def late(self, group_id: str) -> list[Record]:
-        """Drop a group for its age."""
         group = self._buffer.drop(group_id)
         contract = self._admission.contract
         assert contract is not None
@@ -106,13 +105,12 @@ class Drops:
         return [run_replaced(run_id)]
 
     def _note(self, reason: str, message: str, group_id: str = "", task_id: str = "") -> None:
-        """Queue a notice for the trainer."""
         self._notices.append(
             Notice(reason=reason, message=message, group_id=group_id, task_id=task_id)
         )
 
     async def tell(self, session: Session) -> bool:
-        """Send the notices that wait. Returns whether there were any."""
+        """Send the notices that wait. Return whether there were any."""
         # The buffer drops groups that no message can carry.
         for dropped in self._buffer.read_drops():
             self._note(dropped.reason, dropped.message, dropped.group_id, dropped.task_id)

@@ -43,8 +43,6 @@ Requests = AsyncIterator[trainer_service_pb2.ExchangeRequest]
 
 
 class TrainerServicer:
-    """Serves the Exchange stream."""
-
     def __init__(
         self,
         changed: Broadcast,
@@ -67,7 +65,6 @@ class TrainerServicer:
         self._on_session = on_session
 
     async def exchange(self, requests: Requests, write: Write) -> None:
-        """Run one session to its end."""
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
             raise DomainError(Reason.HELLO_EXPECTED, "the first message must be a Hello")
@@ -136,7 +133,6 @@ class TrainerServicer:
             self._deliverer.leave()
 
     async def _read(self, session: Session, requests: Requests) -> None:
-        """Consume the trainer's messages; produce credit, receipts and switches."""
         async for request in requests:
             if session.ended:
                 return  # Replaced: messages of an older trainer no longer count.

@@ -83,8 +83,8 @@ class Session:
         return self.state is SessionState.HALF_CLOSED
 
     def move(self, state: SessionState) -> None:
-        """Enter a state. A session that has ended stays so; otherwise raises RuntimeError for a state that
-        cannot follow."""
+        """A session that has ended stays so; otherwise raises RuntimeError for a state that cannot
+        follow."""
         if self.ended:
             return
         if state not in TRANSITIONS[self.state]:
@@ -98,19 +98,18 @@ class Session:
             self.failure.set_exception(reason)
 
     def leave(self) -> None:
-        """The stream is gone."""
+        """Called when the stream is gone."""
         self.move(SessionState.ENDED)
         self.failure.cancel()
 
     async def send(self, response: trainer_service_pb2.ExchangeResponse | Delivery) -> None:
-        """Write one message. The lock is needed because a stream takes one write at a time."""
+        """The lock is needed because a stream takes one write at a time."""
         async with self._lock:
             await self.write(response)
 
 
 class CurrentSession:
-    """The current session, if a trainer is connected, and the run and epoch that every Hello is checked
-    against."""
+    """The current session, if any, and the run and epoch that every Hello is checked against."""
 
     def __init__(self, fence_uploads: Callable[[int], None]) -> None:
         """`fence_uploads` refuses weight uploads of older epochs from now on."""
@@ -131,7 +130,7 @@ class CurrentSession:
         return self._run_id, self._epoch, self._start_id
 
     def restore(self, run_id: str, trainer_epoch: int, start_id: str) -> None:
-        """Restore the last session from the journal."""
+        """From the journal."""
         self._run_id, self._epoch, self._start_id = run_id, trainer_epoch, start_id
         self._fence_uploads(trainer_epoch)
 
@@ -146,7 +145,7 @@ class CurrentSession:
             )
 
     def begin(self, hello: trainer_service_pb2.Hello, write: Write) -> Session:
-        """Make a new session the current one. Raises STALE_EPOCH."""
+        """Raises STALE_EPOCH."""
         if hello.trainer_epoch <= self._epoch:
             raise DomainError(
                 Reason.STALE_EPOCH,
@@ -178,12 +177,11 @@ class CurrentSession:
         return None
 
     def end(self, reason: DomainError) -> None:
-        """End the current session, if there is one, with `reason`."""
         if self._session is not None:
             self._session.end(reason)
 
     def leave(self, session: Session) -> bool:
-        """Clean up after a stream. Returns whether no trainer is connected any more because of it."""
+        """Return whether this was the current session, so that no trainer is connected now."""
         session.leave()
         if self._session is not session:
             return False
@@ -192,7 +190,7 @@ class CurrentSession:
 
 
 def read_contract(hello: trainer_service_pb2.Hello) -> StalenessContract:
-    """The contract of a Hello. Raises FIELD_INVALID for anything missing or out of range."""
+    """Raises FIELD_INVALID for anything missing or out of range."""
     if not 0 < len(hello.run_id) <= MAX_ID_LENGTH:
         raise FieldInvalid(
             "hello.run_id", f"must have 1 to {MAX_ID_LENGTH} characters", hello.run_id

@@ -39,7 +39,7 @@ class Switches:
         return self._weights.active_version
 
     async def run(self, session: Session) -> None:
-        """Consume switch requests, one at a time; produce weight receipts."""
+        """One at a time."""
         while (request := await session.switches.get()) is not None:
             receipt = WeightReceipt(weight_version=request.weight_version)
             try:
