@@ -365,19 +365,21 @@ async def test_a_compaction_does_not_bring_back_what_went_with_its_run(tmp_path:
             may_write.wait()
             return write(payloads)
 
-        async def then_compact(batch: Any) -> None:
-            await write_batch(batch)
-            if len(batch) > 1:
+        async def then_compact() -> bool:
+            count = len(journal._batch)
+            written = await write_batch()
+            if count > 1:
                 journal._pace.press()
+            return written
 
         journal._segments.write = late
         journal.begin_append([step_final(0)])
-        await until(lambda: not journal._pending)
+        await until(lambda: not journal._queue)
         last = asyncio.ensure_future(harness.complete(given.trajectory_id))
-        await until(lambda: len(journal._pending) == 1)
+        await until(lambda: len(journal._queue) == 1)
         coming = asyncio.ensure_future(hello(harness.wire, 2, run_id="second"))
         # One batch contains the group and the end of its run, and a compaction follows immediately.
-        await until(lambda: len(journal._pending) == 2)
+        await until(lambda: len(journal._queue) == 2)
         journal._write_batch = then_compact
         may_write.set()
         await last
