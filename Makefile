@@ -116,60 +116,60 @@ gen-clients-into:
 bench: bench-codec bench-staleness bench-attempts bench-pool bench-prefix bench-parity bench-delta bench-buffer bench-update bench-weights bench-adapters bench-journal bench-journal-stores bench-overlap bench-corrections bench-serving ## all benchmarks, one after another
 
 bench-codec: setup ## trajectories to and from bytes
-	@$(BIN)/python benchmarks/codec.py $(ARGS)
+	@$(BIN)/python -m benchmarks.codec.trajectories $(ARGS)
 
 bench-serving: setup ## tokens per second next to the raw engine and its HTTP server
-	@$(BIN)/python benchmarks/serving.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.throughput $(ARGS)
 
 bench-update: setup ## how long a weight update pauses generation
-	@$(BIN)/python benchmarks/update.py $(ARGS)
+	@$(BIN)/python -m benchmarks.weights.update $(ARGS)
 
 bench-staleness: setup ## the gate and its controller under heavy-tailed lengths
-	@$(BIN)/python benchmarks/staleness.py $(ARGS)
+	@$(BIN)/python -m benchmarks.staleness.gate $(ARGS)
 
 bench-weights: setup ## how fast weights travel by each transport, next to memcpy, TCP and vLLM's own ways
-	@$(BIN)/python benchmarks/weights.py $(ARGS)
+	@$(BIN)/python -m benchmarks.weights.transports $(ARGS)
 
 bench-adapters: setup ## what a turn in flight waits for when an adapter is switched to, beside a full version
-	@$(BIN)/python benchmarks/adapters.py $(ARGS)
+	@$(BIN)/python -m benchmarks.weights.adapters $(ARGS)
 
 bench-delta: setup ## how small and how fast differences are, also between the versions of a real run
-	@$(BIN)/python benchmarks/delta.py $(ARGS)
+	@$(BIN)/python -m benchmarks.codec.weight_deltas $(ARGS)
 
 bench-buffer: setup ## finished groups through the durable buffer, next to a Ray actor queue
 	-@$(BIN)/python .ci/add_extra.py bench
-	@$(BIN)/python benchmarks/buffer.py $(ARGS)
+	@$(BIN)/python -m benchmarks.buffer.delivery $(ARGS)
 
 bench-attempts: setup ## thousands of attempts that wait for their tools in one worker: memory, and p99 of Continue
-	@$(BIN)/python benchmarks/attempts.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.attempts $(ARGS)
 
 bench-pool: setup ## a hub next to direct calls, what it costs, and 1,024 engines with 10,000 agents
-	@$(BIN)/python -m benchmarks.pool $(ARGS)
+	@$(BIN)/python -m benchmarks.pool.hub $(ARGS)
 
 bench-prefix: setup ## prefix-cache hits of real vLLM behind a hub, by routing policy
-	@$(BIN)/python -m benchmarks.prefix_cache $(ARGS)
+	@$(BIN)/python -m benchmarks.pool.prefix_cache $(ARGS)
 
 VERL := .venv/share/verl
 
 bench-journal: setup ## what the journal costs the demo
-	@$(BIN)/python benchmarks/journal.py $(ARGS)
+	@$(BIN)/python -m benchmarks.journal.demo $(ARGS)
 
 bench-journal-stores: setup ## appends per second of the journal in a folder, and in a stream of NATS
 	-@$(BIN)/python .ci/programs.py nats-server
-	@$(BIN)/python -m benchmarks.journal_stores $(ARGS)
+	@$(BIN)/python -m benchmarks.journal.stores $(ARGS)
 
 bench-overlap: setup ## steps per hour and idle time by max_lag, beside the best there can be
-	@$(BIN)/python benchmarks/overlap.py $(ARGS)
+	@$(BIN)/python -m benchmarks.training.overlap $(ARGS)
 
 bench-corrections: setup ## final reward by off-policy correction, on stale data
-	@$(BIN)/python benchmarks/corrections.py $(ARGS)
+	@$(BIN)/python -m benchmarks.training.corrections $(ARGS)
 
 # No part of `bench`: it makes its tables on a virtual clock, and its real runs are long.
 simulate: setup ## what 1 to 1,024 engines bring, simulated; ARGS="--validate" holds the simulator against real runs first
-	@$(BIN)/python benchmarks/simulate.py $(ARGS)
+	@$(BIN)/python -m benchmarks.simulation.tables $(ARGS)
 
 bench-parity: setup ## advantages and losses against another library's
 	-@$(BIN)/python .ci/add_extra.py bench
 	@test -d $(VERL) || $(BIN)/python -m pip install -q --no-deps --target $(VERL) verl==0.9.1 tensordict \
 		omegaconf hydra-core antlr4-python3-runtime==4.9.3 codetiming cloudpickle pyvers orjson
-	@PYTHONPATH=$(VERL) $(BIN)/python benchmarks/parity.py $(ARGS)
+	@PYTHONPATH=$(VERL) $(BIN)/python -m benchmarks.training.parity $(ARGS)

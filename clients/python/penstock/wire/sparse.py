@@ -9,7 +9,7 @@ copy of the base into the new tensor:
         target = base.copy()
         apply(target, encoded.coding, b"".join(encoded.parts))   # target equals new
 
-The form is that of `SparseCoding` in weights.proto; `benchmarks/delta.py` has the measurements behind the
+The form is that of `SparseCoding` in weights.proto; `benchmarks/codec/weight_deltas.py` has the measurements behind the
 choices. Both directions work through a tensor in blocks, because memory fresh from the kernel costs
 several times what is done with it here. Needs zstandard, which the client does not.
 """
