@@ -15,8 +15,8 @@ import pytest
 from penstock.client import Task
 from penstock.client.environments import EnvironmentInvalid, Step, TaskUnusable
 from penstock.client.environments.environment import read_episode
-from penstock.client.environments.opponents import NoMoveFound, random_move
 from penstock.client.environments.reasoning import ReasoningGym
+from penstock.client.environments.text_arena import NoMoveFound, random_move
 from penstock.trainer.config.data import ReasoningGymConfig
 from penstock.trainer.data.sources.procedural import ReasoningGymSource
 from tests.support.scripted_server import Script, ScriptedServer

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias, TypeVar, cast
 from penstock.client.blocking import BlockingTrajectory, is_async, run_in_thread
 from penstock.client.errors import PenstockError
 from penstock.client.outcome import Failed, Outcome, as_utf8
+from penstock.common.functions import FunctionInvalid, find_function
 
 if TYPE_CHECKING:
     from penstock.client.tasks import Task
@@ -35,12 +36,28 @@ _MESSAGE_LENGTH = 1000
 _WORD_BOUNDARY = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
 
 
+class BadFunction(Exception):
+    """A name on the command line does not lead to a function of (task, trajectory)."""
+
+
 class AttemptFailed(Exception):
     """An attempt failed through no fault of a function. The message alone explains why."""
 
 
 class RewardInvalid(Exception):
     """A function returned a value that is not a finite number, or not one score per trajectory."""
+
+
+def load_function(name: str, option: str) -> Agent:
+    """Loads the function `name`, given with `option`. Modules in the working directory are
+    importable.
+
+    Raises BadFunction with the option and the name.
+    """
+    try:
+        return cast("Agent", find_function(name, ("task", "trajectory")))
+    except FunctionInvalid as error:
+        raise BadFunction(f"{option} {name}: {error}") from error
 
 
 def group_reward(reward: F) -> F:

@@ -9,9 +9,9 @@ copy of the base into the new tensor:
         target = base.copy()
         apply(target, encoded.coding, b"".join(encoded.parts))   # target equals new
 
-The form is that of `SparseCoding` in weights.proto; `benchmarks/codec/weight_deltas.py` has the measurements behind the
-choices. Both directions work through a tensor in blocks, because memory fresh from the kernel costs
-several times what is done with it here. Needs zstandard, which the client does not.
+The form is that of `SparseCoding` in weights.proto; `benchmarks/codec/weight_deltas.py` has the
+measurements behind the choices. Both directions work through a tensor in blocks, because memory fresh from
+the kernel costs several times what is done with it here. Needs zstandard, which the client does not.
 """
 
 from __future__ import annotations

@@ -12,23 +12,38 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from penstock.client.environments.environment import EnvironmentInvalid, Step, TaskUnusable
-from penstock.client.environments.opponents import RANDOM, load_opponent, random_move
+from penstock.common.functions import FunctionInvalid, find_function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+Opponent = Callable[[str, random.Random], str]
+"""`opponent(observation, rng) -> action`. The observation is what the opponent was shown since its
+last move. Each opponent has its own generator, so that episodes are reproducible."""
+
+RANDOM = "random"
+"""The opponent that plays random legal moves."""
 
 LARGEST_TABLE = 15
 # Opponents' moves between two of the policy's. A game that never ends is a defect.
 _MOST_OPPONENT_MOVES = 1000
 
+# All of textarena's games write moves in brackets. They write player names in brackets too.
+_BRACKETED = re.compile(r"\[([^\[\]\n]{1,40})\]")
+
 # Shared by all episodes, because it guards the global state of `random`.
 _RANDOM_LOCK = threading.Lock()
+
+
+class NoMoveFound(Exception):
+    """A random opponent found no legal move among those the game lists."""
 
 
 class _State(Protocol):
@@ -213,3 +228,32 @@ class TextArena:
             finally:
                 self._random_state = random.getstate()
                 random.setstate(others)
+
+
+def load_opponent(name: str) -> Opponent | None:
+    """Loads the function `name`. Returns None for a random opponent. Raises EnvironmentInvalid."""
+    if name == RANDOM:
+        return None
+    try:
+        return cast("Opponent", find_function(name, ("observation", "rng")))
+    except FunctionInvalid as error:
+        raise EnvironmentInvalid(f"opponent {name}: {error}") from error
+
+
+def random_move(observation: str, rng: random.Random, is_legal: Callable[[str], bool]) -> str:
+    """Picks uniformly one of the legal moves that the observation shows in brackets.
+
+    If the observation lists available moves after the word "available", those are tried first.
+    Raises NoMoveFound.
+    """
+    _, _, listed = observation.rpartition("vailable")
+    for text in (listed, observation):
+        # Sorted, so that the order does not depend on hashes.
+        moves = sorted(set(_BRACKETED.findall(text)))
+        rng.shuffle(moves)
+        for move in moves:
+            if is_legal(f"[{move}]"):
+                return f"[{move}]"
+    raise NoMoveFound(
+        f"no move in brackets is legal; use your own opponent function. Observation: {observation[-300:]!r}"
+    )

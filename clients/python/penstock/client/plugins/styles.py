@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.client.functions import BadFunction
 from penstock.client.plugins import modules
 from penstock.client.plugins.rewards import trl_reward, verl_reward
 from penstock.client.plugins.slime import SlimeAgent, takes_evaluation
-from penstock.client.scoring import Agent, group_reward, single_turn
+from penstock.client.scoring import Agent, BadFunction, group_reward, single_turn
 from penstock.common.functions import FunctionInvalid, find_function
 
 if TYPE_CHECKING:
