@@ -21,6 +21,7 @@ from penstock.demo.model import prepare_model
 from penstock.demo.settings import SUMS, Plan, Scale
 from penstock.demo.summary import read_lines
 from penstock.demo.tasks import write_sums
+from penstock.up.cast import penstock
 from penstock.up.processes import Command, break_off
 from penstock.up.supervisor import Cast, Listens, Restarts, Supervisor
 
@@ -147,7 +148,7 @@ def _cast(plan: Plan, setup: Setup) -> Cast:
         arguments = ["rollout", "--server", address, "--reward", setup.reward]
         arguments += ["--generate", setup.generate] if setup.generate else []
         arguments += ["--concurrency", str(setup.in_flight), "--drain-timeout", "0"]
-        return command("worker", setup.engine_cores, settings.penstock(*arguments))
+        return command("worker", setup.engine_cores, penstock(*arguments))
 
     def trainer(address: str, resume: bool) -> Command:
         return command("trainer", setup.trainer_cores, settings.train_command(plan))

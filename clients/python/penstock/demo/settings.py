@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import tomli_w
+
+from penstock.up.cast import ENVIRONMENT, penstock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,10 +26,6 @@ PRINTABLE = "printable"
 # thread, and on a small model it is done long before the trainer, which may have all the cores.
 SERVER_THREADS = 1
 TRAINER_THREADS = len(os.sched_getaffinity(0))
-
-AWAIT_TRAINER = ("--set", "weights.await_trainer=true")
-"""For a server that is started again in the middle of a run: it serves nothing before the trainer has
-given it the run's weights."""
 
 PATIENCE_SECONDS = 600
 """How long trainer and worker wait for a server that is started again: a model takes a while to load."""
@@ -174,17 +171,12 @@ def choose_scale(task: str, *, tiny: bool) -> Scale:
 
 def serve_command(plan: Plan, listens: Listens | None) -> tuple[str, ...]:
     """`penstock serve`; on the addresses it had, where it is started again."""
-    again: tuple[str, ...] = AWAIT_TRAINER if listens else ()
-    if listens is not None and listens.http_port is not None:
-        host = listens.address.rpartition(":")[0]
-        again += ("--http-listen", f"{host}:{listens.http_port}")
     return penstock(
         "serve",
         *("--model", str(plan.model)),
-        *("--listen", listens.address if listens else plan.listen),
+        *(listens.options() if listens else ("--listen", plan.listen)),
         *("--set", f"journal.folder={plan.out / 'journal'}"),
         *("--set", f"journal.durability={plan.durability}"),
-        *again,
         *(("--dtype", plan.scale.dtype) if plan.scale.dtype else ()),
         *("--max-model-len", str(plan.scale.max_model_len)),
         *("--max-num-seqs", str(plan.scale.attempts_in_flight)),
@@ -218,19 +210,11 @@ def train_command(plan: Plan) -> tuple[str, ...]:
     return penstock("train", str(plan.trainer_config_file), *ranks)
 
 
-def penstock(*arguments: str) -> tuple[str, ...]:
-    """The command line of this very installation."""
-    return (sys.executable, "-m", "penstock.cli", *arguments)
-
-
 def environment(threads: int) -> Mapping[str, str]:
     """What each process is told beside its command line."""
     return {
+        **ENVIRONMENT,
         "OMP_NUM_THREADS": str(threads),
-        # Threads that spin while they wait take the core that the other side needs.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
         # The model is a folder by now; nothing else is to be looked up.
         "HF_HUB_OFFLINE": "1",
