@@ -1,4 +1,4 @@
-"""What client, server and trainer share of the wire: codec, channel settings, reasons, tracing.
+"""What client, server and trainer share of the wire: codec, channel settings, reasons, lag.
 
-Arrows: `penstock.v1 <- penstock.wire <- {client, server, trainer}`. Nothing here imports torch or vllm.
+Uses `v1` and `common`. Imports neither torch nor vllm. Begin with `codec.py`.
 """
