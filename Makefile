@@ -9,7 +9,7 @@ STUBS := clients/python
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test backends faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into \
+.PHONY: help setup demo test test-fast backends faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into \
 	format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
 	bench-delta bench-buffer bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity \
 	bench-attempts bench-pool bench-prefix simulate
@@ -30,6 +30,10 @@ test: setup ## all tests; ARGS="-k codec" are passed on
 	-@$(BIN)/python .ci/clients.py
 	-@$(BIN)/python .ci/programs.py
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# No process but pytest's own, no model and no vLLM: tests/support/slow.py has what is left out.
+test-fast: setup ## the unit tests, in about a minute on two cores; ARGS="-k codec" are passed on
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not long" $(ARGS)
 
 backends: setup ## each backend, on layouts of up to four ranks: the numbers of one process; the tiny demo's reward climbs
 	@$(BIN)/python -m pytest -q -rP -m "long or not long" tests/trainer/policy/test_megatron_policy.py tests/trainer/policy/test_megatron_end_to_end.py tests/system/test_demo_backends.py $(ARGS)
