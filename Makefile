@@ -9,7 +9,7 @@ STUBS := clients/python
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test backends faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into \
+.PHONY: help setup demo test test-fast backends faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into \
 	format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
 	bench-delta bench-buffer bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity \
 	bench-attempts bench-pool bench-prefix simulate
@@ -31,8 +31,12 @@ test: setup ## run all tests; takes ARGS="-k codec"
 	-@$(BIN)/python .ci/programs.py
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# No process but pytest's own, no model and no vLLM: tests/support/slow.py has what is left out.
+test-fast: setup ## the unit tests, in about a minute on two cores; ARGS="-k codec" are passed on
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not long" $(ARGS)
+
 backends: setup ## test each training backend on up to four ranks: same numbers as one process, and the tiny demo learns
-	@$(BIN)/python -m pytest -q -rP -m "long or not long" tests/test_megatron_policy.py tests/test_megatron_end_to_end.py tests/test_demo_backends.py $(ARGS)
+	@$(BIN)/python -m pytest -q -rP -m "long or not long" tests/trainer/policy/test_megatron_policy.py tests/trainer/policy/test_megatron_end_to_end.py tests/system/test_demo_backends.py $(ARGS)
 
 # Set-up does not install Ray; without it, its tests are skipped with a reason.
 cluster-test: setup ## test `penstock up` on a local Ray cluster and kill each actor; installs Ray
@@ -116,60 +120,60 @@ gen-clients-into:
 bench: bench-codec bench-staleness bench-attempts bench-pool bench-prefix bench-parity bench-delta bench-buffer bench-update bench-weights bench-adapters bench-journal bench-journal-stores bench-overlap bench-corrections bench-serving ## run all benchmarks, one after another
 
 bench-codec: setup ## measure encoding and decoding of trajectories
-	@$(BIN)/python benchmarks/codec.py $(ARGS)
+	@$(BIN)/python -m benchmarks.codec.trajectories $(ARGS)
 
 bench-serving: setup ## measure tokens per second, compared with the raw engine and its HTTP server
-	@$(BIN)/python benchmarks/serving.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.throughput $(ARGS)
 
 bench-update: setup ## measure how long a weight update pauses generation
-	@$(BIN)/python benchmarks/update.py $(ARGS)
+	@$(BIN)/python -m benchmarks.weights.update $(ARGS)
 
 bench-staleness: setup ## test the staleness gate and its controller with heavy-tailed lengths
-	@$(BIN)/python benchmarks/staleness.py $(ARGS)
+	@$(BIN)/python -m benchmarks.staleness.gate $(ARGS)
 
 bench-weights: setup ## measure weight uploads by transport, compared with memcpy, TCP and vLLM's own methods
-	@$(BIN)/python benchmarks/weights.py $(ARGS)
+	@$(BIN)/python -m benchmarks.weights.transports $(ARGS)
 
 bench-adapters: setup ## measure how long turns in flight wait for an adapter switch, compared with a full version
-	@$(BIN)/python benchmarks/adapters.py $(ARGS)
+	@$(BIN)/python -m benchmarks.weights.adapters $(ARGS)
 
 bench-delta: setup ## measure size and speed of weight differences, including those of a real run
-	@$(BIN)/python benchmarks/delta.py $(ARGS)
+	@$(BIN)/python -m benchmarks.codec.weight_deltas $(ARGS)
 
 bench-buffer: setup ## measure the durable buffer of finished groups, compared with a Ray actor queue
 	-@$(BIN)/python .ci/add_extra.py bench
-	@$(BIN)/python benchmarks/buffer.py $(ARGS)
+	@$(BIN)/python -m benchmarks.buffer.delivery $(ARGS)
 
 bench-attempts: setup ## run thousands of attempts that wait for tools in one worker; measure memory, and p99 of Continue
-	@$(BIN)/python benchmarks/attempts.py $(ARGS)
+	@$(BIN)/python -m benchmarks.serving.attempts $(ARGS)
 
 bench-pool: setup ## measure a hub's overhead over direct calls, and 1,024 engines with 10,000 agents
-	@$(BIN)/python -m benchmarks.pool $(ARGS)
+	@$(BIN)/python -m benchmarks.pool.hub $(ARGS)
 
 bench-prefix: setup ## measure vLLM's prefix-cache hits behind a hub, by routing policy
-	@$(BIN)/python -m benchmarks.prefix_cache $(ARGS)
+	@$(BIN)/python -m benchmarks.pool.prefix_cache $(ARGS)
 
 VERL := .venv/share/verl
 
 bench-journal: setup ## measure how much the journal slows down the demo
-	@$(BIN)/python benchmarks/journal.py $(ARGS)
+	@$(BIN)/python -m benchmarks.journal.demo $(ARGS)
 
 bench-journal-stores: setup ## measure the journal's appends per second in a folder and in a NATS stream
 	-@$(BIN)/python .ci/programs.py nats-server
-	@$(BIN)/python -m benchmarks.journal_stores $(ARGS)
+	@$(BIN)/python -m benchmarks.journal.stores $(ARGS)
 
 bench-overlap: setup ## measure steps per hour and idle time by max_lag, compared with the theoretical best
-	@$(BIN)/python benchmarks/overlap.py $(ARGS)
+	@$(BIN)/python -m benchmarks.training.overlap $(ARGS)
 
 bench-corrections: setup ## compare final rewards of off-policy corrections on stale data
-	@$(BIN)/python benchmarks/corrections.py $(ARGS)
+	@$(BIN)/python -m benchmarks.training.corrections $(ARGS)
 
-# Not in `bench`: its tables come from a virtual clock, and its real runs are long.
+# No part of `bench`: it makes its tables on a virtual clock, and its real runs are long.
 simulate: setup ## simulate the throughput of 1 to 1,024 engines; ARGS="--validate" first compares the simulator with real runs
-	@$(BIN)/python benchmarks/simulate.py $(ARGS)
+	@$(BIN)/python -m benchmarks.simulation.tables $(ARGS)
 
 bench-parity: setup ## compare advantages and losses with another library's
 	-@$(BIN)/python .ci/add_extra.py bench
 	@test -d $(VERL) || $(BIN)/python -m pip install -q --no-deps --target $(VERL) verl==0.9.1 tensordict \
 		omegaconf hydra-core antlr4-python3-runtime==4.9.3 codetiming cloudpickle pyvers orjson
-	@PYTHONPATH=$(VERL) $(BIN)/python benchmarks/parity.py $(ARGS)
+	@PYTHONPATH=$(VERL) $(BIN)/python -m benchmarks.training.parity $(ARGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Set before torch is imported. If every test process starts one thread per core, the threads
@@ -22,6 +22,7 @@ from tests.faults.report import (  # noqa: F401
     report,
 )
 from tests.support.harness import Harness, serve
+from tests.support.slow import is_slow, is_slow_file
 
 # Programs fetched by `.ci/programs.py`, used if the machine has none installed.
 PROGRAMS = Path(__file__).resolve().parents[1] / ".venv" / "share" / "programs"
@@ -30,6 +31,24 @@ os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), str(PR
 # No deadline: an example's duration depends on how busy the machine is.
 settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("penstock")
+
+
+TESTS = Path(__file__).parent
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without what is slow, files of nothing else are not even imported."""
+    fast = "not slow" in str(config.getoption("markexpr"))
+    slow = is_slow_file(PurePosixPath(collection_path.relative_to(TESTS)))
+    return True if fast and slow else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what `make test-fast` leaves out."""
+    for item in items:
+        test = item.name.partition("[")[0]
+        if is_slow(PurePosixPath(item.path.relative_to(TESTS)), test):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Configuration of `penstock serve`: one class for each table of the TOML file.
+"""The server's configuration: the sections of its TOML file, `--set` and the command line.
 
-May use core. Begin with `settings`.
+Uses `core`. `penstock up` reads it too, so it imports no engine. Begin with `settings.py`.
 """

@@ -14,7 +14,7 @@ batches of one or two groups it is up to four times that, because the move of on
 
 Fixed steps up and down do not achieve this. Steps of an eighth and a sixteenth of a batch settled
 where their frequencies balance. That was anywhere from 0.5 % to 28 %, for batches of 1 to 64 groups
-and the loads of `benchmarks/staleness.py`.
+and the loads of `benchmarks/staleness/gate.py`.
 
 The controller has two parts, the target and a *debt*. Starvation raises the target, but by no more
 groups than were lacking when the trainer asked. If groups are fast, one missing group costs as much
@@ -31,7 +31,7 @@ Not all starvation happens at an edge. A step is at no edge if the previous step
 more groups are lacking than that step added. The same holds for the third starving step in a row.
 Such a step raises the target by all that it starved. Without this rule a trainer of 32 or more
 engines, whose groups take several steps, idled for 28 % of its fifth to tenth step. With it the
-figure is 3 % (`benchmarks/simulate.py`, `max_lag` 4).
+figure is 3 % (`benchmarks/simulation/tables.py`, `max_lag` 4).
 """
 
 from __future__ import annotations

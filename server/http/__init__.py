@@ -1,5 +1,4 @@
-"""HTTP endpoints compatible with other services' SDKs.
+"""The OpenAI and Anthropic endpoints: the same turns over HTTP.
 
-May use security, rpc, rollouts and the rooms below them. Begin with `app`, then `turns`. `chat`,
-`responses` and `messages` import vllm.
+Uses `security`, `rpc`, `rollouts` and the rooms below them. Begin with `app.py`.
 """

@@ -1,4 +1,4 @@
-"""The gRPC services: each rpc's handler, and what every rpc passes on its way (`boundary`).
+"""The three gRPC services of penstock.v1, and the boundary that turns errors into statuses.
 
-May use rollouts, pool, weights and the rooms below them. Begin with `boundary`, then `rollout_servicer`.
+Uses `rollouts`, `pool`, `weights` and the rooms below them. Begin with `boundary.py`.
 """

@@ -1,4 +1,4 @@
-"""Who may call what, how much of it, and which trajectories are a caller's.
+"""Who may call what: TLS, tokens, roles, and the limits of each caller.
 
-May use rpc and the rooms below it. Begin with `gate`, which every call passes.
+Uses `rpc` and the rooms below it. Begin with `gate.py`.
 """

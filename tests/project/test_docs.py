@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = tuple(ROOT / "clients" / name / "README.md" for name in ("go", "typescript"))
 PAGES = (
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "proto" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *CLIENTS,

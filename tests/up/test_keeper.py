@@ -103,12 +103,12 @@ def watchers() -> set[int]:
 ORPHANS = """
 import subprocess
 import psutil
-from penstock.up import children
+from penstock.up.ray_placement import adopt_orphans, end_all_but
 mine = subprocess.Popen(("sleep", "60"))
-before = children.adopt_orphans()
+before = adopt_orphans()
 subprocess.run(("sh", "-c", "sleep 61 & (sleep 62 & sleep 63) &"))
 left = psutil.Process().children(recursive=True)
-children.end_all_but(before)
+end_all_but(before)
 there = [process.pid for process in left if process.is_running()]
 print(before == {mine.pid}, len(left) >= 3, mine.poll(), there == [mine.pid])
 mine.kill()

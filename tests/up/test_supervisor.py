@@ -20,8 +20,8 @@ from penstock.up.supervisor import (
     Restarts,
     Role,
     Supervisor,
-    log_events,
 )
+from penstock.up.telling import log_events
 
 SERVE = "echo 'penstock serving x on 127.0.0.1:77 (weight version 0)'; exec sleep 60"
 AT_ONCE = Restarts(most=3, first_seconds=0.01)

@@ -197,7 +197,7 @@ def evaluate(
 def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     from penstock.client.errors import PenstockError
-    from penstock.client.functions import BadFunction
+    from penstock.client.scoring import BadFunction
     from penstock.trainer.core.errors import ConfigInvalid
     from penstock.wire.security import CredentialsUnusable
 
@@ -231,8 +231,7 @@ def _server_of(config: TrainerConfig, given: Security) -> tuple[str, Security]:
 
 def _load(task: str | None, scoring: Scoring) -> Callable[[Calls], Functions]:
     """Loads the functions that the command line names. Raises BadFunction."""
-    from penstock.client.functions import BadFunction, load_function
-    from penstock.client.scoring import is_group_reward, single_turn
+    from penstock.client.scoring import BadFunction, is_group_reward, load_function, single_turn
     from penstock.trainer.commands.evaluate_alone import Functions
     from penstock.trainer.commands.evaluate_sets import reward_of
 
@@ -264,9 +263,9 @@ def _load(task: str | None, scoring: Scoring) -> Callable[[Calls], Functions]:
 
 def _load_style(scoring: Scoring) -> Callable[[Calls], Functions]:
     """Loads functions that were written for another system. Raises BadFunction."""
-    from penstock.client.functions import BadFunction
     from penstock.client.plugins.arguments import read_arguments
     from penstock.client.plugins.styles import Style, load_functions
+    from penstock.client.scoring import BadFunction
     from penstock.trainer.commands.evaluate_alone import Functions
 
     if scoring.environments is not None:

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from penstock.client.asked import AskedTrajectory
 from penstock.client.calls import Calls
 from penstock.client.conversation import Message, Role
 from penstock.client.errors import PenstockError, ServerUnavailable
@@ -36,7 +35,7 @@ from penstock.client.outcome import Failed, Outcome
 from penstock.client.sampling import SamplingParams
 from penstock.client.scoring import Agent, as_failed, as_outcome, as_outcomes, call
 from penstock.client.tasks import Purpose, Task
-from penstock.client.trajectory import Trajectory
+from penstock.client.trajectory import Place, Trajectory
 from penstock.client.turns import FinishReason
 from penstock.client.values import Json, from_struct, to_struct
 from penstock.trainer.data.sources.problem import Problem, Source
@@ -144,7 +143,7 @@ class Measuring:
             self._measured.append(_measure(problem.counted_under, ended))
             self._on_prompt()
 
-    async def _judge(self, task: Task, sample: int) -> tuple[AskedTrajectory, Outcome | Failed]:
+    async def _judge(self, task: Task, sample: int) -> tuple[Trajectory, Outcome | Failed]:
         """Makes one sample, and repeats it until it succeeds or the attempts are used up."""
         attempt = 0
         while True:
@@ -155,7 +154,7 @@ class Measuring:
             if isinstance(outcome, Outcome) or attempt == self._extent.attempts:
                 return trajectory, outcome
 
-    async def _judge_together(self, task: Task) -> list[tuple[AskedTrajectory, Outcome | Failed]]:
+    async def _judge_together(self, task: Task) -> list[tuple[Trajectory, Outcome | Failed]]:
         """Makes all samples of a prompt, and repeats them together if any fails."""
         attempt = 0
         while True:
@@ -175,10 +174,17 @@ class Measuring:
             if fine or attempt == self._extent.attempts:
                 return both
 
-    def _open(self, task: Task, sample: int, attempt: int) -> AskedTrajectory:
-        return AskedTrajectory(self._calls, f"{task.task_id}-{sample}-{attempt}", task, sample)
+    def _open(self, task: Task, sample: int, attempt: int) -> Trajectory:
+        """Opens a trajectory that behaves like a leased one. The server knows no task for it."""
+        return Trajectory(
+            self._calls,
+            f"{task.task_id}-{sample}-{attempt}",
+            task=task,
+            place=Place(sample_index=sample),
+            resume_aborted=True,
+        )
 
-    async def _attempt(self, task: Task, trajectory: AskedTrajectory) -> Outcome | Failed:
+    async def _attempt(self, task: Task, trajectory: Trajectory) -> Outcome | Failed:
         try:
             score = await call(self._functions.generate, task, trajectory)
             if isinstance(score, Failed):
@@ -192,7 +198,7 @@ class Measuring:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             return self._failed(error)
 
-    async def _generate(self, task: Task, trajectory: AskedTrajectory) -> Failed | None:
+    async def _generate(self, task: Task, trajectory: Trajectory) -> Failed | None:
         """Returns None if the trajectory can be scored."""
         try:
             score = await call(self._functions.generate, task, trajectory)
@@ -201,7 +207,7 @@ class Measuring:
         return score if isinstance(score, Failed) else None
 
     async def _score_together(
-        self, task: Task, trajectories: list[AskedTrajectory]
+        self, task: Task, trajectories: list[Trajectory]
     ) -> list[Outcome | Failed]:
         assert self._functions.reward is not None
         try:
@@ -231,7 +237,7 @@ class Measuring:
             )
         return failed
 
-    async def _close(self, trajectory: AskedTrajectory, outcome: Outcome | Failed) -> None:
+    async def _close(self, trajectory: Trajectory, outcome: Outcome | Failed) -> None:
         """Closes the trajectory, so that the server discards it."""
         if trajectory.closed or not trajectory.turns:
             return
@@ -259,9 +265,7 @@ def make_task(problem: Problem, task_id: str, index: int, extent: Extent) -> Tas
     )
 
 
-def _measure(
-    data_source: str, ended: list[tuple[AskedTrajectory, Outcome | Failed]]
-) -> MeasuredPrompt:
+def _measure(data_source: str, ended: list[tuple[Trajectory, Outcome | Failed]]) -> MeasuredPrompt:
     scored = [(one, end) for one, end in ended if isinstance(end, Outcome)]
     lengths = [sum(len(turn.token_ids) for turn in one.turns) for one, _ in scored]
     answered = [one for one, _ in scored if one.turns]
@@ -277,7 +281,7 @@ def _measure(
     )
 
 
-def _is_cut(trajectory: AskedTrajectory) -> bool:
+def _is_cut(trajectory: Trajectory) -> bool:
     """Whether its last turn was cut off. Empty turns, which found the context full, are skipped."""
     written = (turn for turn in reversed(trajectory.turns) if len(turn.token_ids))
     return next(written, trajectory.last_turn).finish_reason is FinishReason.LENGTH

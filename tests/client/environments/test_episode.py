@@ -20,7 +20,7 @@ from penstock.client.environments.episode import StepTimeout
 from penstock.client.environments.naming import choose, load_agent
 from penstock.client.environments.settings import EnvironmentSettings
 from penstock.client.environments.threads import CallThreads
-from penstock.client.functions import BadFunction
+from penstock.client.scoring import BadFunction
 from penstock.client.turns import SegmentView
 from penstock.trainer.config.data import EnvironmentConfig, LevelConfig, SamplingConfig
 from penstock.trainer.core.errors import ConfigInvalid

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from penstock.cli.__main__ import main
 from penstock.client import InvalidRequest, Message, SamplingParams, Task, ToolCall
-from penstock.client.functions import BadFunction
 from penstock.client.plugins import group_filter, modules
 from penstock.client.plugins.arguments import make_arguments, read_arguments
 from penstock.client.plugins.claims import (
@@ -48,6 +47,7 @@ from penstock.client.plugins.slime_functions import (
     post,
 )
 from penstock.client.plugins.told_metadata import MOST_BYTES, told_metadata
+from penstock.client.scoring import BadFunction
 from penstock.client.tasks import write_task
 from penstock.client.turns import FinishReason, SegmentView, Turn
 from penstock.client.values import from_struct
@@ -292,8 +292,13 @@ def router_of(turn: Callable[..., Any], tokenizer: Any = None) -> AttemptRouter:
     """A router over one trajectory and its branches. `turn(trajectory, tokens)` makes their turns."""
 
     def trajectory(name: str) -> Any:
-        own: Any = Namespace(trajectory_id=name, turns=[], on_opened=None, branch=trajectory)
-        own.turn = lambda tokens, **sampling: turn(own, tokens)
+        own: Any = Namespace(trajectory_id=name, turns=[], branch=trajectory)
+
+        def take(tokens: Any, *, on_start: Callable[[], None], **sampling: Any) -> Any:
+            own.on_start = on_start
+            return turn(own, tokens)
+
+        own.turn = take
         return own
 
     return AttemptRouter(trajectory("a"), lambda: tokenizer)
@@ -314,7 +319,7 @@ async def test_a_branch_waits_until_one_of_those_after_a_refused_request_is_open
         elif not known:
             raise InvalidRequest("a branch of what is not known")
         known.append(trajectory.trajectory_id)
-        trajectory.on_opened()
+        trajectory.on_start()
         trajectory.turns.append(Turn(0, (), FinishReason.LENGTH))
         return trajectory.turns[-1]
 

@@ -16,7 +16,6 @@ import pytest
 
 from penstock.client import Message, Purpose, SamplingParams, Task, Worker, WorkerSettings, connect
 from penstock.client.calls import Calls, Patience
-from penstock.client.functions import BadFunction
 from penstock.client.plugins import modules
 from penstock.client.plugins.data_source import RolloutMisused
 from penstock.client.plugins.episode import Episode, find_episode
@@ -27,6 +26,7 @@ from penstock.client.plugins.slime_functions import SingletonMeta, post
 from penstock.client.plugins.styles import Style, load_functions
 from penstock.client.plugins.whole_rollout import WholeRollout
 from penstock.client.plugins.worker import load_worker
+from penstock.client.scoring import BadFunction
 from penstock.client.values import from_struct
 from penstock.trainer.batching.batching import read_group
 from penstock.v1 import trajectory_pb2, weights_pb2

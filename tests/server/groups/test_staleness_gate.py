@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 
 import pytest
+from benchmarks.staleness.simulation import Attempt, Group, Load, Simulation, Tally
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -34,9 +33,6 @@ from penstock.server.groups.staleness_gate import (
     StalenessGate,
 )
 from penstock.wire.staleness import lag
-
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-from staleness_simulation import Attempt, Group, Load, Simulation, Tally
 
 MASK, WAIT, REQUEUE, DROP = LatePolicy
 

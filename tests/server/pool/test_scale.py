@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from benchmarks.scale import DEPLOYMENTS, GPU, Measured, load, tree
+from benchmarks.pool.scale import DEPLOYMENTS, GPU, Measured, load, tree
 
 from penstock.server.pool.fanout import Branches
 from penstock.server.pool.member import Member

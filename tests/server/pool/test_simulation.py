@@ -10,12 +10,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from benchmarks.simulation.engine import EngineTimes, SimulatedEngine, Turn
+from benchmarks.simulation.setup import Setup, Tally, TrainerTimes, Workload
+from benchmarks.simulation.validation import Pair, errors
+from benchmarks.simulation.virtual_run import Group, Simulation, Stuck, simulate
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from pool_setup import Setup, Tally, TrainerTimes, Workload
-from pool_simulation import Group, Simulation, Stuck, simulate
-from simulate_validation import Pair, errors
-from simulated_engine import EngineTimes, SimulatedEngine, Turn
 
 from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.groups.staleness_gate import LatePolicy, StalenessContract

@@ -1,0 +1,5 @@
+"""A version by a collective, straight into the engines, in a process of its own.
+
+Uses `weights` and the rooms below it. The only room of the trainer that imports vllm.
+Begin with `transport.py`.
+"""

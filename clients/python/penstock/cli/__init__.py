@@ -1,0 +1,5 @@
+"""The command line: `penstock serve | train | rollout | eval | weights | journal | token | demo | up`.
+
+Each command imports what it needs only when it runs. Uses `client`, `wire` and `common`; other rooms are
+loaded by name. Begin with `__main__.py`.
+"""

@@ -8,7 +8,6 @@ effects.
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -18,10 +17,10 @@ import click
 
 from penstock.cli.address_type import Address
 from penstock.cli.health import health
+from penstock.cli.journal import journal
 from penstock.cli.loading import exit_with, load
 from penstock.cli.security_options import security_options
 from penstock.cli.style_options import style_options
-from penstock.cli.up import up
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
 
@@ -39,6 +38,7 @@ _PASS_THROUGH: dict[str, Any] = {
 
 _SERVE_EXTRAS = "server,cpu (or server,cuda)"
 _UPLOAD_EXTRAS = "server (or trainer)"
+_ALL_EXTRAS = "server,trainer,cpu"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -242,7 +242,7 @@ def evaluate(options: tuple[str, ...]) -> None:
     (--server HOST:PORT | --model MODEL) (--data FILE | --task NAME) [--reward PKG.MODULE:FUNCTION]
     """
     if any(option.partition("=")[0] == "--model" for option in options):
-        extras, module = "server,trainer,cpu", "penstock.demo.evaluate"
+        extras, module = _ALL_EXTRAS, "penstock.demo.evaluate"
     else:
         extras, module = "trainer", "penstock.trainer.commands.evaluate"
     exit_with(load(module, "main", extras), extras, list(options))
@@ -318,84 +318,41 @@ def push_weights(
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def demo(options: tuple[str, ...]) -> None:
     """Run server, worker and trainer on this machine and watch the reward climb."""
-    extras = "server,trainer,cpu"
-    exit_with(load("penstock.demo.__main__", "main", extras), extras, list(options))
+    run = load("penstock.demo.__main__", "main", _ALL_EXTRAS)
+    exit_with(run, _ALL_EXTRAS, list(options))
 
 
-main.add_command(up)
-main.add_command(health)
-
-
-class _JournalFolder(click.Path):
-    """A folder. Explains why the address of a NATS server is not accepted."""
-
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> str | bytes | os.PathLike[str]:
-        if str(value).startswith(("nats:", "tls:")):
-            self.fail(
-                "only its server can read a journal in a NATS stream: see docs/many-hubs.md",
-                param,
-                ctx,
-            )
-        return super().convert(value, param, ctx)
-
-
-_JOURNAL = click.argument(
-    "folder", type=_JournalFolder(exists=True, file_okay=False, path_type=Path)
-)
-
-
-@main.group()
-def journal() -> None:
-    """Show, check and export the journal of a server; see docs/journal.md.
-
-    These commands lock and change nothing. The server can keep running.
-    """
-
-
-@journal.command("list")
-@_JOURNAL
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def list_journal(folder: Path, as_json: bool) -> None:
-    """List the tasks, groups and open trajectories in the journal in FOLDER."""
-    run = load("penstock.server.journal.tools.command", "list_stored", "server")
-    exit_with(run, "server", folder, as_json)
-
-
-@journal.command("verify")
-@_JOURNAL
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def verify_journal(folder: Path, as_json: bool) -> None:
-    """Check every record of the journal in FOLDER.
-
-    Exits with 0 if all records are intact, 1 if a record is corrupt, 2 if there is no journal. A
-    torn end is not corruption: it was never acknowledged.
-    """
-    run = load("penstock.server.journal.tools.command", "verify", "server")
-    exit_with(run, "server", folder, as_json)
-
-
-@journal.command("export")
-@_JOURNAL
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@main.command()
+@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--resume", is_flag=True, help="Resume the run in the folder that CONFIG names.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
 @click.option(
-    "--state",
-    type=click.Choice(["waiting", "used", "all"]),
-    default="all",
-    show_default=True,
-    help="waiting: no step has used them. used: a step has, but no durable checkpoint contains it yet.",
+    "--status", is_flag=True, help="Show the processes of the run in that folder and exit."
 )
-def export_journal(folder: Path, out: Path, state: str) -> None:
-    """Write the finished groups of the journal in FOLDER to OUT, a *.jsonl or *.parquet file.
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a value of CONFIG. Can be repeated.",
+)
+def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple[str, ...]) -> None:
+    """Run server, workers and trainer as configured in CONFIG, a TOML file, and keep them running.
 
-    Writes one row per trajectory. docs/journal.md lists the columns.
+    With [engines] in the file, it runs several engine servers behind a hub. With [cluster], it runs
+    on the nodes of a Ray cluster. A process that dies is restarted. A restarted server waits for
+    the weights of the run before it serves. Exits when the trainer is done.
     """
-    run = load("penstock.server.journal.tools.command", "export", "server")
-    exit_with(run, "server", folder, out, state)
+    if status:
+        exit_with(
+            load("penstock.up.up", "status", _ALL_EXTRAS), _ALL_EXTRAS, config, list(overrides)
+        )
+    run = load("penstock.up.up", "up", _ALL_EXTRAS)
+    exit_with(run, _ALL_EXTRAS, config, list(overrides), resume, dry_run)
+
+
+main.add_command(health)
+main.add_command(journal)
 
 
 _TOKEN_FILE = click.option(

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.client.calls import Calls, Patience
 from penstock.client.errors import PenstockError
-from penstock.client.functions import BadFunction, load_function
-from penstock.client.scoring import single_turn
+from penstock.client.scoring import BadFunction, load_function, single_turn
 from penstock.client.statistics import Statistics
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
 from penstock.common import telemetry

@@ -1,17 +1,12 @@
 """The client of `penstock.v1`: sample from a policy, lease tasks and score the attempts.
 
-import asyncio
-from penstock.client import connect
+    async def agent(task, trajectory):
+        return float(task.metadata["answer"] in (await trajectory.turn()).text)
 
-async def agent(task, trajectory):
-    turn = await trajectory.turn()
-    return float(task.metadata["answer"] in turn.text)
-
-async def main():
     async with connect("127.0.0.1:50051") as penstock:
         await penstock.work(agent, concurrency=8)
 
-asyncio.run(main())
+Uses `v1`, `wire` and `common`; imports neither torch nor vllm. Begin with `client.py`.
 """
 
 from penstock.client.blocking import BlockingTrajectory

@@ -12,7 +12,7 @@ from penstock.client.leases import Leases, default_agent_id
 from penstock.client.scoring import Agent
 from penstock.client.statistics import Statistics
 from penstock.client.tasks import Purpose, Submission, Task, write_task
-from penstock.client.trajectory import Trajectory
+from penstock.client.trajectory import Place, Trajectory
 from penstock.client.turn_stream import get_trajectory
 from penstock.client.turns import TrajectoryRecord
 from penstock.client.worker import Worker, WorkerSettings
@@ -175,9 +175,7 @@ class Client:
         return Trajectory(
             self._calls,
             trajectory_id or uuid.uuid4().hex,
-            group_id=group_id,
-            group_size=group_size,
-            sample_index=sample_index,
+            place=Place(group_id, group_size, sample_index),
             priority=priority,
             required_weight_version=required_weight_version,
             resume_aborted=resume_aborted,

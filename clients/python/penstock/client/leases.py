@@ -29,7 +29,7 @@ from penstock.client.errors import (
     ServerUnavailable,
 )
 from penstock.client.tasks import Purpose, Task, read_task, write_purpose
-from penstock.client.trajectory import Trajectory
+from penstock.client.trajectory import Place, Trajectory
 from penstock.v1 import task_service_pb2
 from penstock.wire import codec
 
@@ -250,9 +250,7 @@ class Leases:
             self._calls,
             lease.trajectory_id,
             task=task,
-            group_id=lease.group_id,
-            group_size=task.group_size,
-            sample_index=lease.sample_index,
+            place=Place(lease.group_id, task.group_size, lease.sample_index, leased=True),
             resume_aborted=self._resume_aborted,
             on_closed=self.release,
         )

@@ -7,12 +7,13 @@ import asyncio
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias, TypeVar, cast
 
 from penstock.client.blocking import BlockingTrajectory, is_async, run_in_thread
 from penstock.client.errors import PenstockError
 from penstock.client.outcome import Failed, Outcome, as_utf8
+from penstock.common.functions import FunctionInvalid, find_function
 
 if TYPE_CHECKING:
     from penstock.client.tasks import Task
@@ -35,12 +36,34 @@ _MESSAGE_LENGTH = 1000
 _WORD_BOUNDARY = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
 
 
+class BadFunction(Exception):
+    """A name on the command line does not lead to a function of (task, trajectory)."""
+
+
 class AttemptFailed(Exception):
     """An attempt failed through no fault of a function. The message alone explains why."""
 
 
 class RewardInvalid(Exception):
     """A function returned a value that is not a finite number, or not one score per trajectory."""
+
+
+def load_function(name: str, option: str) -> Agent:
+    """Loads a function of (task, trajectory). Raises BadFunction with the option and the name."""
+    return find(name, option, ("task", "trajectory"))
+
+
+def find(
+    name: str,
+    option: str,
+    positional: tuple[str, ...] | None,
+    named: Mapping[str, object] | None = None,
+) -> Callable[..., Any]:
+    """Modules in the working directory are importable. Raises BadFunction."""
+    try:
+        return cast("Callable[..., Any]", find_function(name, positional, named))
+    except FunctionInvalid as error:
+        raise BadFunction(f"{option} {name}: {error}") from error
 
 
 def group_reward(reward: F) -> F:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
 from penstock.client.calls import Calls, TurnRequest
@@ -31,6 +32,20 @@ StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
 _CLOSING_ABORTS = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a trajectory belongs."""
+
+    group_id: str = ""
+    group_size: int = 0
+    sample_index: int = 0
+    """Position in the group, from zero."""
+    parent_trajectory_id: str = ""
+    """The trajectory that it is a branch of, if any."""
+    leased: bool = False
+    """Whether the server knows its task and its group by a lease."""
+
+
 class Trajectory:
     """One episode, made by `Client.trajectory` or by a lease. The first turn opens it.
 
@@ -45,20 +60,18 @@ class Trajectory:
         trajectory_id: str,
         *,
         task: Task | None = None,
-        group_id: str = "",
-        group_size: int = 0,
-        sample_index: int = 0,
-        parent_trajectory_id: str = "",
+        place: Place = Place(),
         priority: int = 0,
         required_weight_version: int = 0,
         resume_aborted: bool = False,
         on_closed: Callable[[str], None] | None = None,
     ) -> None:
+        """`on_closed` is called with the trajectory id once the server has confirmed the close."""
         self.trajectory_id = trajectory_id
         self.task = task
-        self.group_id = group_id
-        self.sample_index = sample_index
-        self.parent_trajectory_id = parent_trajectory_id
+        self.group_id = place.group_id
+        self.sample_index = place.sample_index
+        self.parent_trajectory_id = place.parent_trajectory_id
         self.resume_aborted = resume_aborted
         """Whether an aborted turn is resumed before the caller receives it. Closing sets it to
         False."""
@@ -68,9 +81,6 @@ class Trajectory:
         """Set when closing starts."""
         self.closed = False
         """Set when the server has confirmed the close."""
-        self.on_opened: Callable[[], None] | None = None
-        """Called once the server is known to have opened the trajectory. Until then it refuses
-        branches."""
         self.attached: object = None
         """State that the agent keeps with the trajectory."""
         self.driven_elsewhere = False
@@ -79,8 +89,7 @@ class Trajectory:
         self.process: ProcessRecord | None = None
         """Record of the external process, once it has ended."""
         self._calls = calls
-        self._leased = task is not None
-        self._group_size = group_size
+        self._place = place
         self._priority = priority
         self._required_weight_version = required_weight_version
         self._sampling = task.sampling if task else SamplingParams()
@@ -111,16 +120,24 @@ class Trajectory:
         tools: Sequence[Tool] = (),
         timeout: float | None = None,
         detach: bool = False,
+        on_start: Callable[[], None] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Turn:
         """Takes one turn: `await trajectory.turn("What is 2 + 3?", max_tokens=16)`.
 
         `timeout` bounds the whole turn, in seconds. With `detach`, the server continues the turn if
-        the connection is lost. Sampling keywords apply to this turn and later ones. Raises
-        PenstockError. After DeadlineExceeded the turn can be resumed.
+        the connection is lost. `on_start` is called once the server is known to have started it.
+        Sampling keywords apply to this turn and later ones. Raises PenstockError. After
+        DeadlineExceeded the turn can be resumed.
         """
         stream = self.stream(
-            observation, tools=tools, timeout=timeout, detach=detach, final_only=True, **sampling
+            observation,
+            tools=tools,
+            timeout=timeout,
+            detach=detach,
+            final_only=True,
+            on_start=on_start,
+            **sampling,
         )
         return await self._run(stream)
 
@@ -133,6 +150,7 @@ class Trajectory:
         detach: bool = False,
         final_only: bool = False,
         flush_seconds: float | None = None,
+        on_start: Callable[[], None] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerator[SegmentView]:
         """Takes one turn and yields its tokens as they arrive. Afterwards `last_turn` is the turn.
@@ -150,7 +168,7 @@ class Trajectory:
         if flush_seconds is not None:
             options.flush_interval.FromNanoseconds(int(flush_seconds * 1e9))
         request = self._write_turn(observation, tools, options, sampling)
-        progress = self._progress = TurnProgress(len(self.turns), request, on_start=self.on_opened)
+        progress = self._progress = TurnProgress(len(self.turns), request, on_start=on_start)
         async with contextlib.aclosing(self._take(progress, True, options, timeout)) as tokens:
             async for segment in tokens:
                 yield segment
@@ -228,9 +246,11 @@ class Trajectory:
         branch = Trajectory(
             self._calls,
             trajectory_id,
-            group_id=self.group_id,
-            sample_index=self.sample_index,
-            parent_trajectory_id=self.trajectory_id,
+            place=Place(
+                group_id=self.group_id,
+                sample_index=self.sample_index,
+                parent_trajectory_id=self.trajectory_id,
+            ),
             resume_aborted=self.resume_aborted,
         )
         self._branches.append(branch)
@@ -290,7 +310,7 @@ class Trajectory:
             resume,
             kind=self._kind,
             resume_aborted=lambda: self.resume_aborted,
-            leased=self._leased,
+            leased=self._place.leased,
             policy_count_before=sum(len(turn.token_ids) for turn in self.turns),
         )
         try:
@@ -314,6 +334,9 @@ class Trajectory:
         sampling: SamplingOptions,
     ) -> TurnRequest:
         first = not self.turns
+        if observation is None and first and self.task is not None and not self._place.leased:
+            # Only with a lease does the server have the task's prompt.
+            observation, tools = self.task.prompt, tools or self.task.tools
         if observation is None and not first:
             raise TypeError(
                 "a later turn needs an observation; call resume() to continue an aborted turn"
@@ -336,7 +359,7 @@ class Trajectory:
             )
             if self.task is None and not self.parent_trajectory_id:
                 # For leases and branches, the server knows the group.
-                request.group_id, request.group_size = self.group_id, self._group_size
+                request.group_id, request.group_size = self.group_id, self._place.group_size
                 request.sample_index = self.sample_index
         else:
             request = ContinueRequest(

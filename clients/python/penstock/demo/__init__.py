@@ -1,5 +1,5 @@
-"""`penstock demo`: server, worker and trainer on this machine, on one small task, with one command.
+"""`penstock demo`: server, worker and trainer on this machine, on one small task.
 
-It starts the three as separate processes and uses only their public interfaces; it imports neither
-the server nor the trainer.
+Starts the three as processes and imports neither the server nor the trainer. Uses `up` for that, and
+`client`, `common`, `wire` and `v1`. Begin with `run.py`.
 """

@@ -16,7 +16,8 @@ from pathlib import Path
 import click
 
 from penstock.demo.model import ModelUnavailable, prepare_model
-from penstock.demo.settings import SERVER_THREADS, environment, penstock
+from penstock.demo.settings import SERVER_THREADS, environment
+from penstock.up.cast import penstock
 from penstock.up.processes import Command, FirstMatch, Process, ProcessFailed, end
 from penstock.up.supervisor import SERVING
 

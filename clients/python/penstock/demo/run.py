@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,10 @@ from penstock.demo import settings
 from penstock.demo.activity import record_activity
 from penstock.demo.tasks import write_printable, write_sums
 from penstock.up.processes import Command, break_off, end
-from penstock.up.supervisor import Cast, Listens, Restarts, Supervisor, log_events
+from penstock.up.supervisor import Cast, Listens, Restarts, Supervisor
+from penstock.up.telling import cancel_on_signals, log_events, say, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import Console
 
     from penstock.demo.settings import Plan
@@ -32,11 +31,7 @@ async def run_plan(plan: Plan, console: Console) -> float:
     Raises ProcessFailed if a process fails and is not restarted, and KeyboardInterrupt if the run is
     interrupted. No process is left running in either case.
     """
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+    cancel_on_signals()
     started = time.monotonic()
     _announce(plan, console)
     activity: list[asyncio.Task[None]] = []
@@ -49,9 +44,9 @@ async def run_plan(plan: Plan, console: Console) -> float:
     supervisor = Supervisor(
         _cast(plan),
         Restarts(),
-        log_events(plan.out / "events.log", lambda who, what: say(console, who, what)),
+        log_events(plan.out / "events.log", partial(say, console)),
         on_serving=serving,
-        on_trainer_line=_printer(console),
+        on_trainer_line=partial(show, console),
     )
     stop = break_off
     try:
@@ -107,15 +102,3 @@ def _command(plan: Plan, name: str, arguments: tuple[str, ...], threads: int) ->
         # The trainer draws a live table if it has a terminal.
         inherits_terminal=name == "trainer" and sys.stdout.isatty(),
     )
-
-
-def _printer(console: Console) -> Callable[[str], None]:
-    def show(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
-    return show
-
-
-def say(console: Console, who: str, what: str) -> None:
-    """Prints one line of progress."""
-    console.print(f"[dim]{who:8}[/] {what}", soft_wrap=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import tomli_w
+
+from penstock.up.cast import ENVIRONMENT, penstock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,9 +26,6 @@ PRINTABLE = "printable"
 # thread. With a small model it is idle long before the trainer, which may use all the cores.
 SERVER_THREADS = 1
 TRAINER_THREADS = len(os.sched_getaffinity(0))
-
-AWAIT_TRAINER = ("--set", "weights.await_trainer=true")
-"""For a server that restarts mid-run: it serves nothing until the trainer has sent it the run's weights."""
 
 PATIENCE_SECONDS = 600
 """How long trainer and worker wait for a restarted server; loading a model takes a while."""
@@ -170,18 +168,13 @@ def choose_scale(task: str, *, tiny: bool) -> Scale:
 
 
 def serve_command(plan: Plan, listens: Listens | None) -> tuple[str, ...]:
-    """The command of `penstock serve`; a restarted server gets its previous addresses."""
-    again: tuple[str, ...] = AWAIT_TRAINER if listens else ()
-    if listens is not None and listens.http_port is not None:
-        host = listens.address.rpartition(":")[0]
-        again += ("--http-listen", f"{host}:{listens.http_port}")
+    """`penstock serve`; on the addresses it had, where it is started again."""
     return penstock(
         "serve",
         *("--model", str(plan.model)),
-        *("--listen", listens.address if listens else plan.listen),
+        *(listens.options() if listens else ("--listen", plan.listen)),
         *("--set", f"journal.folder={plan.out / 'journal'}"),
         *("--set", f"journal.durability={plan.durability}"),
-        *again,
         *(("--dtype", plan.scale.dtype) if plan.scale.dtype else ()),
         *("--max-model-len", str(plan.scale.max_model_len)),
         *("--max-num-seqs", str(plan.scale.attempts_in_flight)),
@@ -213,19 +206,11 @@ def train_command(plan: Plan) -> tuple[str, ...]:
     return penstock("train", str(plan.trainer_config_file), *ranks)
 
 
-def penstock(*arguments: str) -> tuple[str, ...]:
-    """A command line of this same installation of Penstock."""
-    return (sys.executable, "-m", "penstock.client", *arguments)
-
-
 def environment(threads: int) -> Mapping[str, str]:
     """Environment variables of each process."""
     return {
+        **ENVIRONMENT,
         "OMP_NUM_THREADS": str(threads),
-        # Threads that spin while they wait take the core that the other side needs.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
         # The model is a local folder by now; nothing should be looked up on the hub.
         "HF_HUB_OFFLINE": "1",

@@ -21,18 +21,21 @@ from penstock.up.supervisor import Cast, Listens
 if TYPE_CHECKING:
     from penstock.common.settings import Table
 
-PENSTOCK = (sys.executable, "-m", "penstock.cli")
+
+def penstock(*arguments: str) -> tuple[str, ...]:
+    """The command line of this very installation."""
+    return (sys.executable, "-m", "penstock.cli", *arguments)
 
 
 @dataclass(frozen=True)
 class Programs:
     """The programs to run: the beginning of each command line."""
 
-    serve: tuple[str, ...] = (*PENSTOCK, "serve")
-    """A server with its own engine."""
-    rollout: tuple[str, ...] = (*PENSTOCK, "rollout")
-    train: tuple[str, ...] = (*PENSTOCK, "train")
-    hub: tuple[str, ...] = (*PENSTOCK, "serve")
+    serve: tuple[str, ...] = penstock("serve")
+    """A server with an engine."""
+    rollout: tuple[str, ...] = penstock("rollout")
+    train: tuple[str, ...] = penstock("train")
+    hub: tuple[str, ...] = penstock("serve")
 
 
 ENVIRONMENT = {
@@ -51,11 +54,7 @@ def make_cast(config: UpConfig, programs: Programs, *, resume: bool) -> Cast:
         name, program = server_name(config), programs.hub if config.engine_count else programs.serve
         arguments = ["--config", str(out / "serve.toml")]
         if listens is not None:
-            arguments += ["--listen", listens.address, "--set", "weights.await_trainer=true"]
-            if listens.http_port is not None:
-                asked = http_listen(config) or listens.address
-                host = asked.rpartition(":")[0]
-                arguments += ["--http-listen", f"{host}:{listens.http_port}"]
+            arguments += listens.options(http_listen(config))
         return _command(config, name, (*program, *arguments), {"serve.toml": config.serve})
 
     def engine(name: str) -> Command:

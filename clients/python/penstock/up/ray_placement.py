@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import logging
@@ -29,13 +30,12 @@ import re
 import signal
 import socket
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.common.parent_death import die_with
-from penstock.up import children
 from penstock.up.cluster_config import Cluster, Share
 from penstock.up.keeper import Keeper, for_nodes
 from penstock.up.placement import PlacementFailed
@@ -45,6 +45,7 @@ from penstock.up.ranked_process import RankedProcess, rank_environments, rank_na
 STORE_BYTES = 80 << 20
 """Object store of a cluster that is started here: only log lines pass through it."""
 REACH_SECONDS = 10.0
+PR_SET_CHILD_SUBREAPER = 36
 WHY = re.compile(r"The actor (?:is dead|died) because [^.]*\.")
 
 Result = TypeVar("Result")
@@ -83,8 +84,8 @@ async def open_ray(
 
     Raises PlacementFailed if the cluster cannot be reached or has no room.
     """
-    before = children.adopt_orphans() if cluster.address is None else None
-    # Another run on this cluster may use the same name, and actors of a killed run may still be alive.
+    before = adopt_orphans() if cluster.address is None else None
+    # Another run on this cluster may have the name, and actors of one that was killed may still be there.
     label = f"penstock-{run}-{uuid.uuid4().hex[:8]}"
     try:
         await _finish(asyncio.to_thread(_connect, cluster, shares, label))
@@ -99,8 +100,39 @@ async def open_ray(
             await _finish(asyncio.to_thread(_ray().shutdown))
         finally:
             if before is not None:
-                # Ray's agents would take a while to notice that their cluster is gone.
-                children.end_all_but(before)
+                # Ray's agents would take a while to notice that they are alone.
+                end_all_but(before)
+
+
+def adopt_orphans() -> set[int]:
+    """Makes every process that is orphaned below this one its child. Returns the children so far.
+
+    Ray leaves some processes behind when it ends.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    return _children()
+
+
+def end_all_but(before: Set[int]) -> None:
+    """Kills the other children, and theirs, which become children meanwhile. Blocks until all are gone."""
+    while left := _children() - before:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> set[int]:
+    """`/proc` lists the children of a process by its threads."""
+    found: set[int] = set()
+    for listed in Path("/proc/self/task").glob("*/children"):
+        # A thread may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found |= {int(pid) for pid in listed.read_text().split()}
+    return found
 
 
 def _connect(cluster: Cluster, shares: Mapping[str, Share], label: str) -> None:

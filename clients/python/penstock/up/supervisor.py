@@ -54,6 +54,7 @@ from penstock.up.processes import (
     going_on,
     last_lines,
 )
+from penstock.up.telling import Tell
 
 SERVING = re.compile(r"^penstock serving .* on (\S+:\d+)")
 """The line that a server prints once it serves, with its address. Its engine prints addresses too."""
@@ -65,9 +66,6 @@ BAD_CONFIGURATION = 2
 """Exit status of every `penstock` command for an unusable configuration."""
 
 WRITE_AGAIN_SECONDS = 1.0
-
-Tell = Callable[[str, str], None]
-"""Takes one event: the role's name, and what happened to it."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +117,18 @@ class Listens:
     http_port: int | None = None
     """Port of its HTTP endpoints; None if it has none."""
 
+    def options(self, http_listen: str | None = None) -> tuple[str, ...]:
+        """Options of `penstock serve` with which a server that is started again listens there, and serves
+        nothing before the trainer has given it the run's weights.
+
+        `http_listen` is where its endpoints were asked to be, if not on the host of `address`.
+        """
+        again = ("--listen", self.address, "--set", "weights.await_trainer=true")
+        if self.http_port is None:
+            return again
+        host = (http_listen or self.address).rpartition(":")[0]
+        return (*again, "--http-listen", f"{host}:{self.http_port}")
+
 
 ServerCommand = Callable[[Listens | None], Command]
 """Makes the server's command: for its first start (None), or for a restart on its previous addresses."""
@@ -162,6 +172,18 @@ class State(StrEnum):
     BACKING_OFF = "backing off"
     DONE = "done"
     ENDED = "ended"
+
+
+_TRANSITIONS: Mapping[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.STARTING, State.ENDED}),
+    # A process is told to start, and then has started.
+    State.STARTING: frozenset({State.STARTING, State.RUNNING, State.SERVING, State.ENDED}),
+    State.RUNNING: frozenset({State.DONE, State.ENDED}),
+    State.SERVING: frozenset({State.ENDED}),
+    State.ENDED: frozenset({State.BACKING_OFF, State.ENDED}),
+    State.BACKING_OFF: frozenset({State.STARTING, State.ENDED}),
+    State.DONE: frozenset(),
+}
 
 
 @dataclass(eq=False)
@@ -398,6 +420,7 @@ class Supervisor:
                 self._set(role, State.ENDED)
 
     def _set(self, role: Role, state: State) -> None:
+        assert state in _TRANSITIONS[role.state], f"{role.name}: {role.state} to {state}"
         role.state, role.since = state, time.time()
         if self._on_change is not None:
             self._on_change(self.roles)
@@ -417,20 +440,3 @@ def _last_words(process: Running, status: int) -> str:
     """The last line that a process printed before it exited on its own: usually the reason."""
     lines = last_lines(process, 1) if status >= 0 and process.pid else []
     return f" ({lines[0].strip()})" if lines else ""
-
-
-def log_events(path: Path, tell: Tell) -> Tell:
-    """Passes each event to `tell` and appends it to a file; ignores OSErrors of either."""
-
-    def append(who: str, what: str) -> None:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        with path.open("a") as file:
-            file.write(f"{moment} {who}: {what}\n")
-
-    acts = (going_on(append, str(path)), going_on(tell, "the console"))
-
-    def log(who: str, what: str) -> None:
-        for act in acts:
-            act(who, what)
-
-    return log

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,12 +30,11 @@ from penstock.up.placement import Placement, PlacementFailed
 from penstock.up.processes import ProcessFailed, end_in_turn
 from penstock.up.ray_placement import open_ray
 from penstock.up.state import EVENTS, FolderUnusable, locked, show_state, write_state
-from penstock.up.supervisor import BAD_CONFIGURATION, Restarts, Supervisor, Tell, log_events
+from penstock.up.supervisor import BAD_CONFIGURATION, Restarts, Supervisor
+from penstock.up.telling import Tell, cancel_on_signals, log_events, say, show
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-NAME_WIDTH = 8
 
 
 def up(
@@ -89,24 +88,14 @@ def status(path: Path, overrides: list[str]) -> int:
 
 
 async def _run(config: UpConfig, programs: Programs, resume: bool, console: Console) -> None:
-    """Runs all processes; none is left when it returns or raises."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-
-    def say(who: str, what: str) -> None:
-        console.print(f"[dim]{who:{NAME_WIDTH}}[/] {what}", soft_wrap=True)
-
-    def show(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
-    tell = log_events(config.up.out / EVENTS, say)
+    """Owns the processes; none is left when it returns or raises."""
+    task = cancel_on_signals()
+    tell = log_events(config.up.out / EVENTS, partial(say, console))
     runs = False
     try:
         async with _placement(config, tell) as placement:
             runs = True
-            await _supervise(config, programs, resume, placement, tell, show)
+            await _supervise(config, programs, resume, placement, tell, partial(show, console))
             runs = False
     except asyncio.CancelledError:
         if runs:

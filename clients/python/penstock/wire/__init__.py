@@ -1,5 +1,4 @@
-"""Code shared by client, server and trainer: codec, channel settings, reasons, tracing.
+"""What client, server and trainer share of the wire: codec, channel settings, reasons, lag.
 
-Dependencies: `penstock.v1 <- penstock.wire <- {client, server, trainer}`. Only `arithmetic` and
-`gloo_group` import torch, and nothing here imports vllm.
+Uses `v1` and `common`. Imports neither torch nor vllm. Begin with `codec.py`.
 """

@@ -9,9 +9,9 @@ base into the new tensor:
         target = base.copy()
         apply(target, encoded.coding, b"".join(encoded.parts))   # target equals new
 
-The format is that of `SparseCoding` in weights.proto; `benchmarks/delta.py` has the measurements behind the
-choices. Both directions process a tensor in blocks. Memory fresh from the kernel costs several times as
-much as the work done in it. Needs zstandard, on which the client does not depend.
+The form is that of `SparseCoding` in weights.proto; `benchmarks/codec/weight_deltas.py` has the
+measurements behind the choices. Both directions work through a tensor in blocks, because memory fresh from
+the kernel costs several times what is done with it here. Needs zstandard, which the client does not.
 """
 
 from __future__ import annotations

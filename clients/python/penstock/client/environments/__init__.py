@@ -3,9 +3,8 @@
     reset ─► observation ─► turn ─► action ─► step ─► observation ─► turn ...  ─► done, or a limit
               (environment)  (policy)                  reward of this turn
 
-`penstock rollout --environment NAME` plays one episode per attempt. NAME is `textarena:GAME`,
-`reasoning_gym:DATA_SET`, or `pkg.module:Class` for your own class with `reset` and `step`. See
-docs/environments.md.
+`penstock rollout --environment NAME` plays one episode per attempt; see docs/environments.md.
+Uses `client`, `wire` and `common`. Begin with `episode.py`.
 """
 
 from penstock.client.environments.environment import (

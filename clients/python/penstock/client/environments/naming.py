@@ -19,7 +19,7 @@ from penstock.client.environments.environment import (
 )
 from penstock.client.environments.episode import EpisodeLimits, play
 from penstock.client.environments.threads import CallThreads
-from penstock.client.functions import BadFunction
+from penstock.client.scoring import BadFunction
 from penstock.common.functions import FunctionInvalid, find_function
 from penstock.common.settings import SettingInvalid, Table, apply_setting
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from penstock.client.calls import Calls
 from penstock.client.external.agent import CommandUnusable, ExternalProcesses
 from penstock.client.external.settings import EXIT_STATUS, RESULT_FILE, CommandSettings
-from penstock.client.functions import BadFunction, load_function
-from penstock.client.scoring import Agent, is_group_reward
+from penstock.client.scoring import Agent, BadFunction, is_group_reward, load_function
 from penstock.client.statistics import Statistics
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
 from penstock.wire.security import Security

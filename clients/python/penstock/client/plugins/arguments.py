@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.client.functions import BadFunction
+from penstock.client.scoring import BadFunction
 
 # A name that never resolves, so that a request that bypasses `post` fails.
 ROUTER_HOST: Final = "penstock.invalid"

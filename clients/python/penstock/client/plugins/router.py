@@ -239,10 +239,9 @@ class AttemptRouter:
         return found
 
     async def _take_turn(self, line: _Line, observation: Prompt, options: SamplingOptions) -> Turn:
-        line.trajectory.on_opened = line.opened.set
         shown = np.asarray(observation, np.int32) if isinstance(observation, list) else observation
         try:
-            return await line.trajectory.turn(shown, **options)
+            return await line.trajectory.turn(shown, on_start=line.opened.set, **options)
         except InvalidRequest:
             # The server refused the whole request, so the trajectory is unchanged.
             line.taken = False

@@ -115,7 +115,13 @@ class SlimeAgent:
             self._before.setdefault(name, getattr(args, name))
         vars(args).update(told)
 
-    async def begin(self, task: Task, trajectory: Trajectory) -> Episode:
+    async def begin(
+        self,
+        task: Task,
+        trajectory: Trajectory,
+        on_dropped: Callable[[Episode], object] | None = None,
+    ) -> Episode:
+        """Makes the episode for an attempt before its function has seen it."""
         await self.use_sampling(task)
         args = await self.args()
         sample = make_sample(task, trajectory, args)
@@ -126,7 +132,7 @@ class SlimeAgent:
         # Settings that this task leaves open must not come from another task.
         usual = Namespace(**{**vars(args), **self._before})
         params = write_sampling_params(task.sampling, usual)
-        return Episode(trajectory, sample, router, key, params)
+        return Episode(trajectory, sample, router, key, params, on_dropped=on_dropped)
 
     async def generate(self, task: Task, trajectory: Trajectory) -> Outcome | Failed | None:
         """Runs one attempt. Returns None if it is to be scored with its siblings."""

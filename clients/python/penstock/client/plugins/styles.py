@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from penstock.client.functions import BadFunction, find
 from penstock.client.plugins import modules
 from penstock.client.plugins.rewards import trl_reward, verl_reward
 from penstock.client.plugins.slime import SlimeAgent
 from penstock.client.plugins.slime_functions import takes_evaluation
-from penstock.client.scoring import Agent, single_turn
+from penstock.client.scoring import Agent, BadFunction, find, single_turn
 
 if TYPE_CHECKING:
     from penstock.client.calls import Calls

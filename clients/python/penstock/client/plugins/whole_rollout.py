@@ -167,8 +167,11 @@ class WholeRollout:
                 break
             if isinstance(group, _Group):
                 for attempt in _ordered(group):
-                    episode = await self._agent.begin(attempt.task, attempt.trajectory)
-                    episode.on_dropped = partial(loop.call_soon_threadsafe, self._drop)
+                    episode = await self._agent.begin(
+                        attempt.task,
+                        attempt.trajectory,
+                        on_dropped=partial(loop.call_soon_threadsafe, self._drop),
+                    )
                     group.episodes.append(episode)
                 group = [episode.sample for episode in group.episodes]
             found.append(group)

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.client.functions import BadFunction, find
 from penstock.client.plugins.arguments import read_arguments
 from penstock.client.plugins.styles import Style, load_functions, load_slime
 from penstock.client.plugins.whole_rollout import WholeRollout
+from penstock.client.scoring import BadFunction, find
 from penstock.client.tasks import Purpose
 from penstock.client.worker import Worker, WorkerSettings
 

@@ -1,0 +1,82 @@
+"""The commands `penstock journal list | verify | export`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from penstock.cli.loading import exit_with, load
+
+
+class _JournalFolder(click.Path):
+    """A folder. Explains why the address of a NATS server is not accepted."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | bytes | os.PathLike[str]:
+        if str(value).startswith(("nats:", "tls:")):
+            self.fail(
+                "only its server can read a journal in a NATS stream: see docs/many-hubs.md",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
+_JOURNAL = click.argument(
+    "folder", type=_JournalFolder(exists=True, file_okay=False, path_type=Path)
+)
+
+
+@click.group()
+def journal() -> None:
+    """Show, check and export the journal of a server; see docs/journal.md.
+
+    These commands lock and change nothing. The server can keep running.
+    """
+
+
+@journal.command("list")
+@_JOURNAL
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def list_journal(folder: Path, as_json: bool) -> None:
+    """List the tasks, groups and open trajectories in the journal in FOLDER."""
+    run = load("penstock.server.journal.tools.command", "list_stored", "server")
+    exit_with(run, "server", folder, as_json)
+
+
+@journal.command("verify")
+@_JOURNAL
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify_journal(folder: Path, as_json: bool) -> None:
+    """Check every record of the journal in FOLDER.
+
+    Exits with 0 if all records are intact, 1 if a record is corrupt, 2 if there is no journal. A
+    torn end is not corruption: it was never acknowledged.
+    """
+    run = load("penstock.server.journal.tools.command", "verify", "server")
+    exit_with(run, "server", folder, as_json)
+
+
+@journal.command("export")
+@_JOURNAL
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--state",
+    type=click.Choice(["waiting", "used", "all"]),
+    default="all",
+    show_default=True,
+    help="waiting: no step has used them. used: a step has, but no durable checkpoint contains it yet.",
+)
+def export_journal(folder: Path, out: Path, state: str) -> None:
+    """Write the finished groups of the journal in FOLDER to OUT, a *.jsonl or *.parquet file.
+
+    Writes one row per trajectory. docs/journal.md lists the columns.
+    """
+    run = load("penstock.server.journal.tools.command", "export", "server")
+    exit_with(run, "server", folder, out, state)
