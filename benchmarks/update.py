@@ -23,9 +23,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -127,9 +128,18 @@ async def serve(model: Path, *options: str) -> AsyncIterator[Server]:
 
 
 class Exchange:
-    """The part of the trainer's `Exchange` stream that switches need."""
+    """The part of the trainer's `Exchange` stream that uploads and switches need."""
 
-    def __init__(self, server: Server) -> None:
+    trainer_epoch = EPOCH
+
+    def __init__(
+        self,
+        server: Server,
+        in_flight: weights_pb2.InFlightPolicy.ValueType = weights_pb2.IN_FLIGHT_POLICY_KEEP,
+    ) -> None:
+        self.in_flight = in_flight
+        self.restored = asyncio.Event()
+        self.restored.set()
         self._outgoing: asyncio.Queue[object] = asyncio.Queue()
         call = server.channel.stream_stream(
             "/penstock.v1.TrainerService/Exchange",
@@ -148,9 +158,12 @@ class Exchange:
         self._outgoing.put_nowait(ExchangeRequest(hello=hello))
         await self._call.read()
 
-    async def switch(self, version: int, in_flight: int) -> float:
+    async def answer(self, wait: Awaitable[Any]) -> Any:
+        return await wait
+
+    async def switch(self, version: int) -> float:
         """Switches to a version; returns the pause of generation in seconds."""
-        message = {"weight_version": version, "in_flight": in_flight}
+        message = {"weight_version": version, "in_flight": self.in_flight}
         self._outgoing.put_nowait(ExchangeRequest(switch_weights=message))
         response = await self._call.read()
         receipt = response.weight_receipt
@@ -210,10 +223,11 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
         turns: list[Turn] = []
         compute = ComputeThread()
         async with serve(base) as server:
+            exchange = Exchange(server, in_flight)
             copy = WeightCopy(compute)
-            sender = Sender(server.weights, copy)
+            copy.dtype = "bfloat16"
+            sender = Sender(server.weights, copy, exchange)
             publisher = Publisher(copy, [sender])
-            exchange = Exchange(server)
             await exchange.hello()
             stop = asyncio.Event()
 
@@ -225,11 +239,11 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             await asyncio.sleep(2.0)
             for version in range(1, arguments.updates + 1):
                 model = models[version % 2]
-                await publisher.fill(tensors_of(model), version, "bfloat16")
+                await publisher.fill(tensors_of(model), version)
                 began = time.perf_counter()
-                await sender.upload(version, trainer_epoch=lambda: EPOCH, in_flight=in_flight)
+                await sender.upload(version)
                 uploads.append(time.perf_counter() - began)
-                pauses.append(await exchange.switch(version, in_flight))
+                pauses.append(await exchange.switch(version))
                 await asyncio.sleep(0.5)
             stop.set()
             await asyncio.gather(*loads)

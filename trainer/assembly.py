@@ -21,8 +21,8 @@ from penstock.trainer.data.shards import Division
 from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange.server_load import LoadMeter
-from penstock.trainer.exchange.stream import Contract, Exchange
-from penstock.trainer.exchange.streams import Exchanges
+from penstock.trainer.exchange.servers import Servers
+from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
 from penstock.trainer.gather.batch import settle_refused
 from penstock.trainer.loop import IN_FLIGHT, LATE_POLICIES, TrainingLoop
 from penstock.trainer.metrics.metrics import MetricsWriter
@@ -77,7 +77,7 @@ async def open_links(server: ServerConfig) -> AsyncGenerator[tuple[Link, ...]]:
 class Parts:
     """The parts of a run."""
 
-    exchanges: Exchanges
+    exchanges: Servers
     publisher: Publisher
     metrics: MetricsWriter
     loop: TrainingLoop
@@ -102,7 +102,7 @@ def wire(
         tolerance=config.weights.probe.tolerance,
         token_ids=state.probe,
     )
-    publisher = make_publisher(config, compute, links, probe, start.policy.adapter())
+    publisher = make_publisher(config, compute, links, exchanges, probe, start.policy.adapter())
     settle_refused(tasks, start.ledger.refused)
     metrics, evaluations = _make_writers(config, start, links, console, trackers)
 
@@ -187,7 +187,7 @@ def _make_writers(
 def _make_evaluator(
     start: Start,
     run_id: str,
-    exchanges: Exchanges,
+    exchanges: Servers,
     links: Sequence[Link],
     writer: EvaluationWriter,
     stopping: asyncio.Event,
@@ -197,7 +197,7 @@ def _make_evaluator(
         exchanges,
         run_id=run_id,
         submit=lambda server, asked: submit_tasks(
-            links[server].channel, asked, run_id, _epoch_of(exchanges.servers[server])
+            links[server].channel, asked, run_id, _epoch_of(exchanges[server])
         ),
         write=writer.write,
         stopping=stopping,
@@ -208,6 +208,7 @@ def make_publisher(
     config: TrainerConfig,
     compute: ComputeThread,
     links: Sequence[Link],
+    exchanges: Servers,
     probe: Probe,
     adapter: weights_pb2.LoraAdapter | None = None,
 ) -> Publisher:
@@ -219,12 +220,13 @@ def make_publisher(
         Sender(
             link.bulk,
             copy,
+            exchange,
             transports=_make_transports(config, link, folders),
             delta=weights.delta,
             anchor_every=weights.anchor_every,
             adapter=adapter,
         )
-        for link in links
+        for link, exchange in zip(links, exchanges, strict=True)
     ]
     return Publisher(copy, senders)
 
@@ -274,14 +276,14 @@ def security_of(server: ServerConfig, given: Security | None = None) -> Security
 
 
 def _make_feeder(
-    config: TrainerConfig, start: Start, links: Sequence[Link], exchanges: Exchanges
+    config: TrainerConfig, start: Start, links: Sequence[Link], exchanges: Servers
 ) -> TaskFeeder:
     batches = config.staleness.max_lag + 1 + SPARE_BATCHES
     state, division = start.state, exchanges.division
     return TaskFeeder(
         [
             ServerTasks(link.channel, batches * part, trainer_epoch=_epoch_of(exchange))
-            for link, part, exchange in zip(links, division.parts, exchanges.servers, strict=True)
+            for link, part, exchange in zip(links, division.parts, exchanges, strict=True)
         ],
         start.source,
         config.data,
@@ -302,26 +304,24 @@ def _make_exchanges(
     links: Sequence[Link],
     division: Division,
     stopping: asyncio.Event,
-) -> Exchanges:
+) -> Servers:
     trained = {**start.ledger.trained, **{r.group_id: 0 for r in start.ledger.refused}}
-    exchanges = [
-        Exchange(
-            link.channel,
-            run_id=config.run.id,
-            contract=Contract(
-                max_lag=config.staleness.max_lag,
-                late_policy=LATE_POLICIES[config.staleness.applied_policy],
-                groups_per_step=part,
-            ),
-            in_flight=IN_FLIGHT[config.weights.in_flight],
-            weight_version=start.state.weight_version,
-            step=start.state.step,
-            give_up_after_seconds=config.server.give_up_after_seconds,
-            stopping=stopping,
-            trained=trained,
-            where=link.address if len(links) > 1 else "",
-            start_id=start.state.start_id,
-        )
-        for link, part in zip(links, division.parts, strict=True)
-    ]
-    return Exchanges(exchanges, division)
+    facts = RunFacts(
+        config.run.id,
+        Contract(
+            max_lag=config.staleness.max_lag,
+            late_policy=LATE_POLICIES[config.staleness.applied_policy],
+        ),
+        IN_FLIGHT[config.weights.in_flight],
+        weight_version=start.state.weight_version,
+        step=start.state.step,
+        trained=trained,
+        start_id=start.state.start_id,
+    )
+    return Servers(
+        [(link.address, link.channel) for link in links],
+        division,
+        facts,
+        give_up_after_seconds=config.server.give_up_after_seconds,
+        stopping=stopping,
+    )

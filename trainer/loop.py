@@ -36,8 +36,8 @@ The next version is not published until this is settled.
                         switch, receipts, checkpoint, conclude
     server unreachable  a step that is computing is finished, but only locally: the server hears
                         nothing about it. The checkpoint is written, and the record as far as it
-                        is known. `Exchanges.left` is set, which ends every wait for the server
-                        (`Handover`). A step that the ledger already contains is still compared
+                        is known. `Servers.left` is set, which ends every wait for the server
+                        (`Exchange.ask`). A step that the ledger already contains is still compared
                         with its line
     server lost later   as for a reachable server until the loss, then as for an unreachable one
     server full         as for a lost server, if it has no room for the weights or the tasks of
@@ -51,7 +51,7 @@ server delivers it again as well. The ledger knows that group, so it is refused 
 twice.
 
 A resumed run repeats the steps that the previous trainer did beyond the checkpoint: see
-`agreement`.
+`weights.catching_up`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ from functools import partial
 from opentelemetry.trace import Span
 
 from penstock.common.failpoints import hit
-from penstock.trainer.agreement import Agreement
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batching.batching import TrainingGroup
 from penstock.trainer.batching.planning import plan_step
@@ -76,18 +75,16 @@ from penstock.trainer.core.figures import as_json
 from penstock.trainer.core.together import together
 from penstock.trainer.data.feeder import TaskFeeder
 from penstock.trainer.evaluation.evaluation import Evaluator
-from penstock.trainer.exchange.stream import SwitchReceipt
-from penstock.trainer.exchange.streams import Exchanges
+from penstock.trainer.exchange.servers import Servers
 from penstock.trainer.gather.batch import TAKE_THEIR_TASK, Batch, Gatherer
 from penstock.trainer.metrics.batch_figures import describe_batch
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.policy.protocol import Policy, StepResult
 from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, TrainedGroup
-from penstock.trainer.weights.handover import Handover
 from penstock.trainer.weights.probe import Probe
-from penstock.trainer.weights.publisher import Publisher
-from penstock.trainer.weights.sender import Sent
+from penstock.trainer.weights.publisher import Publisher, Switches
+from penstock.trainer.weights.sent import Sent
 from penstock.v1 import trainer_service_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
@@ -115,7 +112,7 @@ class TrainingLoop:
         *,
         policy: Policy,
         compute: ComputeThread,
-        exchanges: Exchanges,
+        exchanges: Servers,
         publisher: Publisher,
         tasks: TaskFeeder,
         metrics: MetricsWriter,
@@ -152,26 +149,14 @@ class TrainingLoop:
         self._stopping = stopping
         self._share_prefixes = share_prefixes
         self._objective = Objective(config.algorithm)
-        self._handover = Handover(exchanges, publisher, IN_FLIGHT[config.weights.in_flight])
+        self._forgotten_step = forgotten_step
         self._gatherer = Gatherer(
             config,
             exchanges=exchanges,
             tasks=tasks,
-            handover=self._handover,
             ledger=ledger,
             compute=compute,
             stopping=stopping,
-        )
-        self._agreement = Agreement(
-            config,
-            policy=policy,
-            exchanges=exchanges,
-            publisher=publisher,
-            tasks=tasks,
-            handover=self._handover,
-            gatherer=self._gatherer,
-            ledger=ledger,
-            forgotten_step=forgotten_step,
         )
         self._saved_step = step
         self._unconcluded: StepRecord | None = None
@@ -184,21 +169,16 @@ class TrainingLoop:
         Ends after the last step, or earlier if asked to stop. The module docstring describes how.
         """
         async with asyncio.TaskGroup() as concluding:
-            self._exchanges.on_notice = lambda server, notice: self._heed(
-                server, notice, concluding
-            )
             if self._evaluator is not None:
                 self._evaluator.open(concluding)
             fillers = [
-                concluding.create_task(
-                    self._tasks.keep_filled(server, partial(self._handover.ask, server))
-                )
-                for server in self._handover.servers
+                concluding.create_task(self._tasks.keep_filled(server, exchange.ask))
+                for server, exchange in enumerate(self._exchanges)
             ]
             try:
-                await self._steps(concluding)
+                with self._exchanges.notices_to(partial(self._heed, concluding)):
+                    await self._steps(concluding)
             finally:
-                self._exchanges.on_notice = None
                 for filler in fillers:
                     filler.cancel()
 
@@ -247,11 +227,36 @@ class TrainingLoop:
 
         Raises ConfigInvalid if a server does not accept this run's adapter.
         """
-        await self._agreement.begin(self.step)
+        infos = await self._publisher.ask_servers()
+        if infos is None:
+            return
+        if self.step and self._config.checkpoint.every_steps:
+            # The previous trainer may have died before reporting it.
+            self._exchanges.checkpoint(self.step)
+        # Other late policies than `wait` deliver everything buffered, whatever version the trainer
+        # holds.
+        may_repeat = self._config.staleness.applied_policy != "wait"
+        ahead = self._ledger.ahead.values() if may_repeat else ()
+        repeatable = {entry.weight_version for entry in ahead}
+        repeats = await self._publisher.begin(infos, self._policy.weights, repeatable)
+        if repeats and may_repeat:
+            self._gatherer.follow()
+        await self._exchanges.ask_all(self._submit)
+
+    async def _submit(self, server: int) -> None:
+        """Submit tasks to a server that may have lost them, or forgotten groups that are needed
+        again."""
+        await self._tasks.submit_again(server)
+        if self._forgotten_step:
+            entries = [e for e in self._ledger.ahead.values() if e.step <= self._forgotten_step]
+            lost = [group.task_id for entry in entries for group in entry.groups]
+            await self._tasks.submit_anew(server, lost, self._forgotten_step)
 
     async def restore(self, server: int, welcome: trainer_service_pb2.Welcome) -> None:
         """Bring a server up to date that came back without some of its state. Raises ServerLost."""
-        samples_it = await self._agreement.restore(server, welcome)
+        await self._gatherer.came_back(server)
+        samples_it = await self._publisher.senders[server].restore(welcome)
+        await self._tasks.submit_again(server)
         if self._evaluator is not None:
             if not samples_it:
                 self._evaluator.version_gone()
@@ -259,7 +264,7 @@ class TrainingLoop:
 
     def _measure(self, weight_version: int) -> None:
         """Start the evaluations that are due, now that the server samples the trainer's version."""
-        behind = self._agreement.catching_up or self._exchanges.left.is_set()
+        behind = self._publisher.catching_up or self._exchanges.left.is_set()
         if self._evaluator is not None and not behind:
             self._evaluator.version_active(self.step, weight_version)
 
@@ -282,11 +287,11 @@ class TrainingLoop:
             for trajectory in delivery.trajectories
             if trajectory.traceparent
         ]
-        await self._handover.ask_all(self._tasks.fill)
+        await self._exchanges.ask_all(self._tasks.fill)
         return None if self._exchanges.left.is_set() else batch
 
     def _heed(
-        self, server: int, notice: trainer_service_pb2.Notice, group: asyncio.TaskGroup
+        self, group: asyncio.TaskGroup, server: int, notice: trainer_service_pb2.Notice
     ) -> None:
         """Give up the task of a dropped group. The task of a requeued group stays."""
         if notice.reason not in TAKE_THEIR_TASK:
@@ -309,7 +314,7 @@ class TrainingLoop:
             (
                 # Without this entry, an older checkpoint would still list its index as outstanding.
                 self._compute.run(self._ledger.refuse, entry),
-                self._handover.ask(server, lambda: self._tasks.fill(server)),
+                self._exchanges[server].ask(lambda: self._tasks.fill(server)),
             )
         )
 
@@ -347,13 +352,15 @@ class TrainingLoop:
             return
         before = self._publisher.digest
         if result.applied or not self._publisher.filled_version:
-            await self._agreement.fill(record.weight_version, uploads=not left)
+            weights = self._policy.weights
+            await self._publisher.fill(weights, record.weight_version, uploads=not left)
         else:
             self._publisher.relabel(record.weight_version)
         entry = _entry(batch, record, self._publisher.digest)
-        record.weight_version = self._agreement.number(entry)
+        repeated = self._ledger.ahead.get(entry.step) == entry
+        record.weight_version = self._publisher.number(entry, repeated=repeated)
         await self._note(replace(entry, weight_version=record.weight_version))
-        sent = await self._agreement.stage(record.weight_version)
+        sent = await self._publisher.stage(record.weight_version)
         record.time_upload_end = time.time()
         record.seconds_upload = record.time_upload_end - record.time_upload_start
         if sent is not None:
@@ -374,15 +381,13 @@ class TrainingLoop:
         await self._compute.run(self._ledger.write, entry)
         hit("train.noted")
 
-    def _switch(
-        self, batch: Batch, record: StepRecord
-    ) -> Mapping[int, asyncio.Future[SwitchReceipt]]:
+    def _switch(self, batch: Batch, record: StepRecord) -> Switches:
         """Send the switch, the receipts and the next step's demand, in this order on each stream.
 
         Returns the pending answers. Servers already past this version have none.
         """
         record.time_switch_start = time.time()
-        switches = self._agreement.switch(record.weight_version)
+        switches = self._publisher.switch(record.weight_version)
         self.step = record.step
         self._exchanges.receipt(batch.deliveries, self.step)
         for delivery in batch.deliveries:
@@ -412,13 +417,8 @@ class TrainingLoop:
         self._exchanges.checkpoint(self.step)
         return time.time() - begun
 
-    async def _conclude(
-        self,
-        switches: Mapping[int, asyncio.Future[SwitchReceipt]],
-        record: StepRecord,
-        span: Span,
-    ) -> None:
-        switched = await self._handover.confirm(record.weight_version, switches)
+    async def _conclude(self, switches: Switches, record: StepRecord, span: Span) -> None:
+        switched = await self._publisher.confirm(record.weight_version, switches)
         if switched is None:
             record.time = time.time()
         else:

@@ -20,23 +20,7 @@ FOLDERS = {
     "penstock.server": ROOT / "server",
     "penstock.trainer": ROOT / "trainer",
 }
-ROOMS = """
-    v1 common wire
-    client client.external client.environments client.plugins
-    cli
-    server.core server.config server.engine server.text
-    server.journal server.journal.disk server.journal.jetstream
-    server.turns server.groups
-    server.weights.staging server.weights server.weights.upload
-    server.vllm.worker server.vllm server.pool
-    server.rollouts server.rpc server.security server.http
-    server.journal.tools server
-    trainer.core trainer.config trainer.state trainer.data.sources trainer.data
-    trainer.algorithms trainer.batching trainer.policy trainer.policy.megatron
-    trainer.exchange trainer.weights trainer.weights.collective trainer.metrics
-    trainer.evaluation trainer.gather trainer trainer.commands
-    up demo
-""".split()
+ROOMS = ["v1", "common", "wire", "client", "client.external", "client.environments", "client.plugins", "cli", "server.core", "server.config", "server.engine", "server.text", "server.journal", "server.journal.disk", "server.journal.jetstream", "server.turns", "server.groups", "server.weights.staging", "server.weights", "server.weights.upload", "server.vllm.worker", "server.vllm", "server.pool", "server.rollouts", "server.rpc", "server.security", "server.http", "server.journal.tools", "server", "trainer.core", "trainer.config", "trainer.state", "trainer.data.sources", "trainer.data", "trainer.algorithms", "trainer.batching", "trainer.policy", "trainer.policy.megatron", "trainer.exchange", "trainer.weights", "trainer.weights.collective", "trainer.metrics", "trainer.evaluation", "trainer.gather", "trainer", "trainer.commands", "up", "demo"]
 APART = {"server": {"client", "cli", "trainer", "up", "demo"}, "trainer": {"server", "up", "demo"}}
 """What the rooms of a side never import, although it is listed below them."""
 UP_AND_DEMO_IMPORT_OF_THE_SERVER = {"server.config"}

@@ -26,8 +26,8 @@ from penstock.trainer.data.indices import DataIndices
 from penstock.trainer.data.shards import Division
 from penstock.trainer.evaluation.evaluation import EvaluationSet, Evaluator
 from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps
-from penstock.trainer.exchange.stream import Contract, Exchange
-from penstock.trainer.exchange.streams import Exchanges
+from penstock.trainer.exchange.servers import Servers
+from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
 from penstock.trainer.loop import IN_FLIGHT, TrainingLoop
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.policy.protocol import StepResult
@@ -162,18 +162,22 @@ async def running(
             tolerance=config.weights.probe.tolerance,
             token_ids=probe,
         )
-        publisher = make_publisher(config, compute, [Link(address, channel, bulk)], chosen)
-        exchange = Exchange(
-            channel,
+        facts = RunFacts(
             run_id="r",
-            contract=Contract(max_lag=max_lag, groups_per_step=1),
+            contract=Contract(max_lag=max_lag),
             in_flight=IN_FLIGHT["keep"],
             weight_version=step,
             step=step,
+        )
+        exchanges = Servers(
+            [(address, channel)],
+            Division(1),
+            facts,
             give_up_after_seconds=60.0,
             stopping=stopping,
         )
-        exchanges = Exchanges([exchange], Division(1))
+        links = [Link(address, channel, bulk)]
+        publisher = make_publisher(config, compute, links, exchanges, chosen)
         tasks = TaskFeeder(
             [ServerTasks(channel, 4)],
             Numbers(),
@@ -210,7 +214,7 @@ async def running(
         parts = Parts(exchanges, publisher, metrics, loop)
         walk = asyncio.create_task(_walk(parts, stopping))
         try:
-            yield Run(policy, exchange, publisher, chosen, loop, stopping, walk, folder, saved)
+            yield Run(policy, exchanges[0], publisher, chosen, loop, stopping, walk, folder, saved)
         finally:
             policy.may_end.set()
             walk.cancel()

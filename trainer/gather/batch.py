@@ -44,7 +44,7 @@ from penstock.trainer.core.compute import ComputeThread
 from penstock.trainer.core.errors import EverythingDropped, EverythingFailed
 from penstock.trainer.core.stopping import unless
 from penstock.trainer.data.feeder import ALL_FAILED, TaskFeeder, times_asked_again
-from penstock.trainer.exchange.streams import Exchanges
+from penstock.trainer.exchange.servers import Servers
 from penstock.trainer.gather.group_policies import (
     ASKED_AGAIN,
     FAILED_ASKED_AGAIN,
@@ -56,7 +56,6 @@ from penstock.trainer.gather.group_policies import (
 )
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.state.ledger import Ledger, RefusedEntry
-from penstock.trainer.weights.handover import Handover
 from penstock.v1 import trajectory_pb2
 
 log = logging.getLogger(__name__)
@@ -84,9 +83,8 @@ class Gatherer:
         self,
         config: TrainerConfig,
         *,
-        exchanges: Exchanges,
+        exchanges: Servers,
         tasks: TaskFeeder,
-        handover: Handover,
         ledger: Ledger,
         compute: ComputeThread,
         stopping: asyncio.Event,
@@ -95,7 +93,6 @@ class Gatherer:
         self._exchanges = exchanges
         self._parts = exchanges.division.parts
         self._tasks = tasks
-        self._handover = handover
         self._ledger = ledger
         self._compute = compute
         self._stopping = stopping
@@ -125,7 +122,7 @@ class Gatherer:
                 self._put_aside(delivery)
             else:
                 settled.append(delivery)
-                self._exchanges.servers[server].demand(1)
+                self._exchanges[server].demand(1)
         for delivery in settled:
             await self._refuse_settled(delivery, instead=False)
 
@@ -134,9 +131,7 @@ class Gatherer:
         wanted = self._wanted = self._of(step)
         aside = [group for name, group in self._aside.items() if not wanted or name in wanted]
         in_hand = Counter(map(self._exchanges.server_of, aside))
-        for server, (exchange, part) in enumerate(
-            zip(self._exchanges.servers, self._parts, strict=True)
-        ):
+        for server, (exchange, part) in enumerate(zip(self._exchanges, self._parts, strict=True)):
             missing = part - in_hand[server] - exchange.on_their_way
             if missing > 0:
                 exchange.demand(missing)
@@ -206,7 +201,7 @@ class Gatherer:
     def _all_seen(self) -> bool:
         """Whether all groups that were buffered at the servers when they said Welcome have
         arrived."""
-        return all(exchange.all_seen for exchange in self._exchanges.servers)
+        return all(exchange.all_seen for exchange in self._exchanges)
 
     def _take_aside(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
         """Returns a group in hand that belongs in this batch, if any. `missing` counts each
@@ -248,8 +243,7 @@ class Gatherer:
     def _look_on(self, server: int) -> None:
         """Demands another group, from this server or any other that may still have buffered
         groups."""
-        servers = self._exchanges.servers
-        for exchange in (servers[server], *servers):
+        for exchange in (self._exchanges[server], *self._exchanges):
             if not exchange.all_seen:
                 exchange.demand(1)
                 return
@@ -362,8 +356,8 @@ class Gatherer:
         server = self._exchanges.server_of(delivery)
         self._exchanges.refuse(delivery, reason, message)
         if instead:
-            self._exchanges.servers[server].demand(1)
-            await self._handover.ask(server, lambda: self._tasks.fill(server))
+            self._exchanges[server].demand(1)
+            await self._exchanges[server].ask(lambda: self._tasks.fill(server))
 
 
 def _count_dropped(record: StepRecord, reason: str, count: int = 1) -> None:
