@@ -11,7 +11,6 @@ import grpc
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
-from penstock.trainer.agreement import Agreement
 from penstock.trainer.config.server import ServerConfig
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.aio import ComputeThread
@@ -23,8 +22,8 @@ from penstock.trainer.data.submission import submit_tasks
 from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange.server_load import LoadMeter
-from penstock.trainer.exchange.stream import Contract, Exchange
-from penstock.trainer.exchange.streams import Exchanges
+from penstock.trainer.exchange.servers import Servers
+from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
 from penstock.trainer.gather.batch import Gatherer, settle_refused
 from penstock.trainer.learner import Learner
 from penstock.trainer.loop import TrainingLoop
@@ -34,7 +33,6 @@ from penstock.trainer.resume import Start
 from penstock.trainer.state.checkpoint import TrainerState, save_checkpoint
 from penstock.trainer.state.run_id import remove_start_id
 from penstock.trainer.weights.copy import WeightCopy
-from penstock.trainer.weights.handover import Handover
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher
 from penstock.trainer.weights.sender import Sender
@@ -94,7 +92,7 @@ async def open_links(server: ServerConfig) -> AsyncGenerator[tuple[Link, ...]]:
 class Parts:
     """The parts of a run."""
 
-    exchanges: Exchanges
+    exchanges: Servers
     publisher: Publisher
     metrics: MetricsWriter
     loop: TrainingLoop
@@ -112,24 +110,23 @@ def wire(
     division = Division(config.train.groups_per_step, len(links))
     exchanges = _make_exchanges(config, start, links, division, stopping)
     tasks = _make_feeder(config, start, links, exchanges)
-    settle_refused(tasks, start.ledger.refused)
     probe = Probe(
         start.policy.score,
         tokens=config.weights.probe.tokens,
         tolerance=config.weights.probe.tolerance,
         token_ids=start.state.probe,
     )
-    publisher = make_publisher(config, compute, links, probe, start.policy.adapter())
+    publisher = make_publisher(config, compute, links, exchanges, probe, start.policy.adapter())
+    settle_refused(tasks, start.ledger.refused)
     metrics, evaluations = _make_writers(config, start, links, console, trackers)
-    handover = Handover(exchanges, publisher, IN_FLIGHT[config.weights.in_flight])
     gatherer = Gatherer(
         config,
         exchanges=exchanges,
         tasks=tasks,
-        handover=handover,
         ledger=start.ledger,
         compute=compute,
         stopping=stopping,
+        forgotten_step=start.passed_over,
     )
     loop = TrainingLoop(
         config,
@@ -137,18 +134,6 @@ def wire(
         gatherer=gatherer,
         exchanges=exchanges,
         publisher=publisher,
-        handover=handover,
-        agreement=Agreement(
-            config,
-            policy=start.policy,
-            exchanges=exchanges,
-            publisher=publisher,
-            tasks=tasks,
-            handover=handover,
-            gatherer=gatherer,
-            ledger=start.ledger,
-            forgotten_step=start.passed_over,
-        ),
         metrics=metrics,
         evaluator=_make_evaluator(start, config.run.id, exchanges, links, evaluations, stopping),
     )
@@ -238,7 +223,7 @@ def _make_writers(
 def _make_evaluator(
     start: Start,
     run_id: str,
-    exchanges: Exchanges,
+    exchanges: Servers,
     links: Sequence[Link],
     writer: EvaluationWriter,
     stopping: asyncio.Event,
@@ -248,7 +233,7 @@ def _make_evaluator(
         exchanges,
         run_id=run_id,
         submit=lambda server, asked: submit_tasks(
-            links[server].channel, asked, run_id, _epoch_of(exchanges.servers[server])
+            links[server].channel, asked, run_id, _epoch_of(exchanges[server])
         ),
         write=writer.write,
         stopping=stopping,
@@ -259,6 +244,7 @@ def make_publisher(
     config: TrainerConfig,
     compute: ComputeThread,
     links: Sequence[Link],
+    exchanges: Servers,
     probe: Probe,
     adapter: weights_pb2.LoraAdapter | None = None,
 ) -> Publisher:
@@ -270,12 +256,13 @@ def make_publisher(
         Sender(
             link.bulk,
             copy,
+            exchange,
             transports=_make_transports(config, link, folders),
             delta=weights.delta,
             anchor_every=weights.anchor_every,
             adapter=adapter,
         )
-        for link in links
+        for link, exchange in zip(links, exchanges, strict=True)
     ]
     return Publisher(copy, senders)
 
@@ -325,14 +312,14 @@ def security_of(server: ServerConfig, given: Security | None = None) -> Security
 
 
 def _make_feeder(
-    config: TrainerConfig, start: Start, links: Sequence[Link], exchanges: Exchanges
+    config: TrainerConfig, start: Start, links: Sequence[Link], exchanges: Servers
 ) -> TaskFeeder:
     batches = config.staleness.max_lag + 1 + SPARE_BATCHES
     state, division = start.state, exchanges.division
     return TaskFeeder(
         [
             ServerTasks(link.channel, batches * part, trainer_epoch=_epoch_of(exchange))
-            for link, part, exchange in zip(links, division.parts, exchanges.servers, strict=True)
+            for link, part, exchange in zip(links, division.parts, exchanges, strict=True)
         ],
         start.source,
         config.data,
@@ -353,26 +340,24 @@ def _make_exchanges(
     links: Sequence[Link],
     division: Division,
     stopping: asyncio.Event,
-) -> Exchanges:
+) -> Servers:
     trained = {**start.ledger.trained, **{r.group_id: 0 for r in start.ledger.refused}}
-    exchanges = [
-        Exchange(
-            link.channel,
-            run_id=config.run.id,
-            contract=Contract(
-                max_lag=config.staleness.max_lag,
-                late_policy=LATE_POLICIES[config.staleness.applied_policy],
-                groups_per_step=part,
-            ),
-            in_flight=IN_FLIGHT[config.weights.in_flight],
-            weight_version=start.state.weight_version,
-            step=start.state.step,
-            give_up_after_seconds=config.server.give_up_after_seconds,
-            stopping=stopping,
-            trained=trained,
-            where=link.address if len(links) > 1 else "",
-            start_id=start.state.start_id,
-        )
-        for link, part in zip(links, division.parts, strict=True)
-    ]
-    return Exchanges(exchanges, division)
+    facts = RunFacts(
+        config.run.id,
+        Contract(
+            max_lag=config.staleness.max_lag,
+            late_policy=LATE_POLICIES[config.staleness.applied_policy],
+        ),
+        IN_FLIGHT[config.weights.in_flight],
+        weight_version=start.state.weight_version,
+        step=start.state.step,
+        trained=trained,
+        start_id=start.state.start_id,
+    )
+    return Servers(
+        [(link.address, link.channel) for link in links],
+        division,
+        facts,
+        give_up_after_seconds=config.server.give_up_after_seconds,
+        stopping=stopping,
+    )

@@ -18,6 +18,7 @@ from penstock.trainer.core.figures import as_json
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.policy.protocol import Policy, StepResult
 from penstock.trainer.state.ledger import Ledger, StepEntry
+from penstock.trainer.weights.copy import Weights
 from penstock.trainer.weights.probe import Probe
 
 Collect = Callable[[int, int, Mapping[str, object]], Callable[[], object]]
@@ -56,6 +57,16 @@ class Learner:
         self._objective = Objective(config.algorithm)
         self.saved_step = step
         """The step of the newest checkpoint; at first, the step at which the run begins."""
+
+    @property
+    def weights(self) -> Weights:
+        """The policy's current weights; see `Policy.weights`."""
+        return self._policy.weights
+
+    @property
+    def repeatable_versions(self) -> set[int]:
+        """Versions of the steps that the ledger has and the policy does not contain yet."""
+        return {entry.weight_version for entry in self._ledger.ahead.values()}
 
     async def train(self, groups: Sequence[TrainingGroup]) -> StepResult:
         """Take one optimizer step."""

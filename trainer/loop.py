@@ -36,8 +36,8 @@ The next version is not published until this is settled.
                         switch, receipts, checkpoint, conclude
     server unreachable  a step that is computing is finished, but only locally: the server hears
                         nothing about it. The checkpoint is written, and the record as far as it
-                        is known. `Exchanges.left` is set, which ends every wait for the server
-                        (`Handover`). A step that the ledger already contains is still compared
+                        is known. `Servers.left` is set, which ends every wait for the server
+                        (`Exchange.ask`). A step that the ledger already contains is still compared
                         with its line
     server lost later   as for a reachable server until the loss, then as for an unreachable one
     server full         as for a lost server, if it has no room for the weights or the tasks of
@@ -51,7 +51,7 @@ server delivers it again as well. The ledger knows that group, so it is refused 
 twice.
 
 A resumed run repeats the steps that the previous trainer did beyond the checkpoint: see
-`agreement`.
+`weights.catching_up`.
 """
 
 from __future__ import annotations
@@ -59,26 +59,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from opentelemetry.trace import Span
 
 from penstock.common.failpoints import hit
-from penstock.trainer.agreement import Agreement
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.evaluation.evaluation import Evaluator
-from penstock.trainer.exchange.stream import SwitchReceipt
-from penstock.trainer.exchange.streams import Exchanges
+from penstock.trainer.exchange.servers import Servers
 from penstock.trainer.gather.batch import TAKE_THEIR_TASK, Batch, Gatherer
 from penstock.trainer.learner import Learner
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.state.ledger import StepEntry, TrainedGroup
-from penstock.trainer.weights.handover import Handover
-from penstock.trainer.weights.publisher import Publisher
-from penstock.trainer.weights.sender import Sent
+from penstock.trainer.weights.publisher import Publisher, Switches
+from penstock.trainer.weights.sent import Sent
 from penstock.v1 import trainer_service_pb2
 
 log = logging.getLogger(__name__)
@@ -93,10 +89,8 @@ class TrainingLoop:
         *,
         learner: Learner,
         gatherer: Gatherer,
-        exchanges: Exchanges,
+        exchanges: Servers,
         publisher: Publisher,
-        handover: Handover,
-        agreement: Agreement,
         metrics: MetricsWriter,
         evaluator: Evaluator,
     ) -> None:
@@ -105,8 +99,6 @@ class TrainingLoop:
         self._gatherer = gatherer
         self._exchanges = exchanges
         self._publisher = publisher
-        self._handover = handover
-        self._agreement = agreement
         self._metrics = metrics
         self._evaluator = evaluator
         self._unconcluded: StepRecord | None = None
@@ -118,11 +110,27 @@ class TrainingLoop:
 
         Raises ConfigInvalid if a server does not accept this run's adapter.
         """
-        await self._agreement.begin(self.step)
+        infos = await self._publisher.ask_servers()
+        if infos is None:
+            return
+        if self.step and self._config.checkpoint.every_steps:
+            # The previous trainer may have died before reporting it.
+            self._exchanges.checkpoint(self.step)
+        # Other late policies than `wait` deliver everything buffered, whatever version the trainer
+        # holds.
+        may_repeat = self._config.staleness.applied_policy != "wait"
+        repeatable = self._learner.repeatable_versions if may_repeat else ()
+        repeats = await self._publisher.begin(infos, self._learner.weights, repeatable)
+        if repeats and may_repeat:
+            self._gatherer.follow()
+        await self._gatherer.submit()
 
     async def restore(self, server: int, welcome: trainer_service_pb2.Welcome) -> None:
         """Bring a server up to date that came back without some of its state. Raises ServerLost."""
-        if not await self._agreement.restore(server, welcome):
+        await self._gatherer.came_back(server)
+        samples_it = await self._publisher.senders[server].restore(welcome)
+        await self._gatherer.submit_again(server)
+        if not samples_it:
             self._evaluator.version_gone()
         await self._evaluator.submit_again(server)
 
@@ -132,13 +140,12 @@ class TrainingLoop:
         Ends after the last step, or earlier if asked to stop. The module docstring describes how.
         """
         async with asyncio.TaskGroup() as group:
-            self._exchanges.on_notice = partial(self._heed, group)
             self._evaluator.open(group)
             fillers = [group.create_task(filler) for filler in self._gatherer.fillers()]
             try:
-                await self._steps(group)
+                with self._exchanges.notices_to(partial(self._heed, group)):
+                    await self._steps(group)
             finally:
-                self._exchanges.on_notice = None
                 for filler in fillers:
                     filler.cancel()
 
@@ -225,12 +232,15 @@ class TrainingLoop:
         if not left or self._learner.is_repeated(record.step):
             before, applied = self._publisher.digest, record.result.applied
             if applied or not self._publisher.filled_version:
-                await self._agreement.fill(record.weight_version, uploads=not left)
+                await self._publisher.fill(
+                    self._learner.weights, record.weight_version, uploads=not left
+                )
             else:
                 self._publisher.relabel(record.weight_version)
             record.unchanged = before == self._publisher.digest or not applied
             entry = _entry(batch, record, self._publisher.digest)
-            record.weight_version = self._agreement.number(entry)
+            repeated = self._learner.is_repeated(entry.step) and not self._learner.differs(entry)
+            record.weight_version = self._publisher.number(entry, repeated=repeated)
             entry = replace(entry, weight_version=record.weight_version)
         if self._learner.differs(entry):
             # Must precede the ledger write, which removes the evidence of the mismatch.
@@ -244,7 +254,7 @@ class TrainingLoop:
         """Stage the noted weights while the server keeps generating, unless no server takes them."""
         if not entry.weights:
             return
-        sent = await self._agreement.stage(record.weight_version)
+        sent = await self._publisher.stage(record.weight_version)
         record.time_upload_end = time.time()
         record.seconds_upload = record.time_upload_end - record.time_upload_start
         if sent is not None:
@@ -258,16 +268,14 @@ class TrainingLoop:
     async def _may_switch(self, record: StepRecord) -> None:
         record.seconds_held += await self._evaluator.may_switch()
 
-    async def _switch(
-        self, batch: Batch, record: StepRecord
-    ) -> Mapping[int, asyncio.Future[SwitchReceipt]]:
+    async def _switch(self, batch: Batch, record: StepRecord) -> Switches:
         """Send the switch, the receipts and the next step's demand, in this order on each stream.
 
         Returns the pending answers. Servers already past this version have none.
         """
         await self._may_switch(record)
         record.time_switch_start = time.time()
-        switches = self._agreement.switch(record.weight_version)
+        switches = self._publisher.switch(record.weight_version)
         self.step = record.step
         self._gatherer.settle(batch, self.step)
         if not self._config.checkpoint.every_steps:
@@ -288,13 +296,8 @@ class TrainingLoop:
         self._exchanges.checkpoint(self.step)
         return time.time() - begun
 
-    async def _conclude(
-        self,
-        switches: Mapping[int, asyncio.Future[SwitchReceipt]],
-        record: StepRecord,
-        span: Span,
-    ) -> None:
-        switched = await self._handover.confirm(record.weight_version, switches)
+    async def _conclude(self, switches: Switches, record: StepRecord, span: Span) -> None:
+        switched = await self._publisher.confirm(record.weight_version, switches)
         if switched is None:
             record.time = time.time()
         else:
@@ -314,7 +317,7 @@ class TrainingLoop:
 
     def _measure(self, weight_version: int) -> None:
         """Start the evaluations that are due, now that the server samples the trainer's version."""
-        if not self._agreement.catching_up:
+        if not self._publisher.catching_up:
             self._evaluator.version_active(self.step, weight_version)
 
 

@@ -31,7 +31,7 @@ from statistics import median
 
 import torch
 from benchmarks.weights.models import load_model, moved, tensors_of
-from benchmarks.weights.server import DTYPE, EPOCH, PROMPT, Exchange, Switch, serve, watched
+from benchmarks.weights.server import DTYPE, PROMPT, Exchange, Switch, serve, watched
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
@@ -41,8 +41,7 @@ from penstock.demo.settings import LORA_ALPHA, LORA_RANK
 from penstock.trainer.config.trainer import LoraConfig
 from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.policy.adapter import Adapter
-from penstock.trainer.weights.copy import WeightCopy
-from penstock.trainer.weights.payloads import Weights
+from penstock.trainer.weights.copy import WeightCopy, Weights
 from penstock.trainer.weights.publisher import Publisher
 from penstock.trainer.weights.sender import Sender
 from penstock.trainer.weights.transports import SharedMemory
@@ -76,14 +75,17 @@ class Site:
         lora += ("--max-loras", str(MAX_ADAPTERS))
         options = lora if self.adapter is not None else ()
         self._server = await self.stack.enter_async_context(serve(model, *options))
-        self._exchange = Exchange(self._server)
+        self._exchange = Exchange(self._server, self.in_flight)
         self.stack.callback(self._exchange.close)
         await self._exchange.hello()
         compute = ComputeThread()
         self.stack.callback(compute.close)
         copy, channel = WeightCopy(compute), self._server.weights
+        copy.dtype = DTYPE
         transports = [SharedMemory(channel)]
-        self._sender = Sender(channel, copy, transports=transports, adapter=self.adapter)
+        self._sender = Sender(
+            channel, copy, self._exchange, transports=transports, adapter=self.adapter
+        )
         self._publisher = Publisher(copy, [self._sender])
         self.stack.callback(self._publisher.close)
 
@@ -91,10 +93,8 @@ class Site:
         """Publishes the next version and switches to it with turns in flight."""
         self.version += 1
         weights = self.weights[self.version % len(self.weights)]
-        await self._publisher.fill(weights, self.version, DTYPE)
-        sent = await self._sender.upload(
-            self.version, trainer_epoch=lambda: EPOCH, in_flight=self.in_flight
-        )
+        await self._publisher.fill(weights, self.version)
+        sent = await self._sender.upload(self.version)
         assert sent is not None
         self.bytes_sent = sent.bytes_sent
         self.switches.append(
@@ -102,7 +102,7 @@ class Site:
                 self._server,
                 self.prompt,
                 turns,
-                lambda: self._exchange.switch(self.version, self.in_flight),
+                lambda: self._exchange.switch(self.version),
                 TURN_TOKENS,
                 AFTER_SECONDS,
             )

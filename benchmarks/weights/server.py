@@ -8,12 +8,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 from benchmarks.support.processes import serving_address, started
 
-from penstock.v1 import rollout_service_pb2, trainer_service_pb2, trajectory_pb2
+from penstock.v1 import rollout_service_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
 
@@ -92,9 +93,18 @@ async def serve(model: Path, *options: str) -> AsyncIterator[Server]:
 
 
 class Exchange:
-    """The part of the trainer's `Exchange` stream that switches need."""
+    """The part of the trainer's `Exchange` stream that uploads and switches need."""
 
-    def __init__(self, server: Server) -> None:
+    trainer_epoch = EPOCH
+
+    def __init__(
+        self,
+        server: Server,
+        in_flight: weights_pb2.InFlightPolicy.ValueType = weights_pb2.IN_FLIGHT_POLICY_KEEP,
+    ) -> None:
+        self.in_flight = in_flight
+        self.restored = asyncio.Event()
+        self.restored.set()
         self._outgoing: asyncio.Queue[object] = asyncio.Queue()
         call = server.channel.stream_stream(
             "/penstock.v1.TrainerService/Exchange",
@@ -113,9 +123,12 @@ class Exchange:
         self._outgoing.put_nowait(ExchangeRequest(hello=hello))
         await self._call.read()
 
-    async def switch(self, version: int, in_flight: int) -> float:
+    async def answer(self, wait: Awaitable[Any]) -> Any:
+        return await wait
+
+    async def switch(self, version: int) -> float:
         """Switches to a version; returns the pause of generation in seconds."""
-        message = {"weight_version": version, "in_flight": in_flight}
+        message = {"weight_version": version, "in_flight": self.in_flight}
         self._outgoing.put_nowait(ExchangeRequest(switch_weights=message))
         response = await self._call.read()
         receipt = response.weight_receipt

@@ -58,7 +58,6 @@ from benchmarks.weights.figures import (
 from benchmarks.weights.models import load_model, moved, tensors_of, untied
 from benchmarks.weights.server import (
     DTYPE,
-    EPOCH,
     PROMPT,
     TURN_TOKENS,
     Exchange,
@@ -74,12 +73,10 @@ from penstock.demo.model import prepare_model
 from penstock.server.vllm import environment as vllm_environment
 from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.weights.collective.transport import CollectiveSettings, CollectiveTransport
-from penstock.trainer.weights.copy import WeightCopy
-from penstock.trainer.weights.parcel import Delta
+from penstock.trainer.weights.copy import WeightCopy, Weights
 from penstock.trainer.weights.payload import Payload
-from penstock.trainer.weights.payloads import Weights
 from penstock.trainer.weights.publisher import Publisher
-from penstock.trainer.weights.sender import Announcement, Sender
+from penstock.trainer.weights.sender import Delta, Sender
 from penstock.trainer.weights.transports import (
     CheckpointFolder,
     SharedMemory,
@@ -87,10 +84,8 @@ from penstock.trainer.weights.transports import (
     Transport,
     VersionFolders,
 )
-from penstock.v1 import weights_pb2
 
 ENGINE = ["--dtype", DTYPE, "--max-model-len", "1024"]
-IN_FLIGHT = weights_pb2.IN_FLIGHT_POLICY_KEEP
 CHANGED_RATIO = 0.01
 
 
@@ -130,7 +125,9 @@ class Trainer:
         self, channel: grpc.aio.Channel, transport: Transport, delta: Delta = "auto"
     ) -> Publisher:
         copy = WeightCopy(self._compute)
-        return Publisher(copy, [Sender(channel, copy, transports=[transport], delta=delta)])
+        copy.dtype = DTYPE
+        sender = Sender(channel, copy, self._exchange, transports=[transport], delta=delta)
+        return Publisher(copy, [sender])
 
     async def publish(self, transport: str, weights: Weights) -> Travel:
         """Uploads the next version until it is staged."""
@@ -139,12 +136,9 @@ class Trainer:
         if transport != DELTA:
             publisher.senders[0].forget_base()
         began = time.perf_counter()
-        announcement = Announcement(EPOCH, IN_FLIGHT)
-        await publisher.fill(weights, self.version, DTYPE, [announcement])
+        await publisher.fill(weights, self.version, uploads=True)
         packed = time.perf_counter()
-        sent = await publisher.senders[0].upload(
-            self.version, trainer_epoch=lambda: EPOCH, in_flight=IN_FLIGHT
-        )
+        sent = await publisher.senders[0].upload(self.version)
         staged = time.perf_counter()
         assert sent is not None and sent.delta == (transport == DELTA), sent
         return Travel(staged - began, packed - began, sent.bytes_sent)
@@ -155,7 +149,7 @@ class Trainer:
             self._server,
             self._prompt,
             turns,
-            lambda: self._exchange.switch(self.version, IN_FLIGHT),
+            lambda: self._exchange.switch(self.version),
         )
         self._publishers[transport].senders[0].switched(self.version)
         return switched
@@ -166,14 +160,12 @@ class Trainer:
         publisher = self._publishers[COLLECTIVE]
         sender, bytes_sent = publisher.senders[0], 0
         began = time.perf_counter()
-        await publisher.fill(weights, self.version, DTYPE)
+        await publisher.fill(weights, self.version)
         packing = time.perf_counter() - began
 
         async def send() -> float:
             nonlocal bytes_sent
-            sent = await sender.upload(
-                self.version, trainer_epoch=lambda: EPOCH, in_flight=IN_FLIGHT
-            )
+            sent = await sender.upload(self.version)
             assert sent is not None
             bytes_sent = sent.bytes_sent
             return sent.pause_seconds

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from benchmarks.weights.models import load_model, moved, tensors_of
-from benchmarks.weights.server import EPOCH, PROMPT, Exchange, Turn, serve
+from benchmarks.weights.server import PROMPT, Exchange, Turn, serve
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedModel
@@ -60,10 +60,11 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
         turns: list[Turn] = []
         compute = ComputeThread()
         async with serve(base) as server:
+            exchange = Exchange(server, in_flight)
             copy = WeightCopy(compute)
-            sender = Sender(server.weights, copy)
+            copy.dtype = "bfloat16"
+            sender = Sender(server.weights, copy, exchange)
             publisher = Publisher(copy, [sender])
-            exchange = Exchange(server)
             await exchange.hello()
             stop = asyncio.Event()
 
@@ -75,11 +76,11 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             await asyncio.sleep(2.0)
             for version in range(1, arguments.updates + 1):
                 model = models[version % 2]
-                await publisher.fill(tensors_of(model), version, "bfloat16")
+                await publisher.fill(tensors_of(model), version)
                 began = time.perf_counter()
-                await sender.upload(version, trainer_epoch=lambda: EPOCH, in_flight=in_flight)
+                await sender.upload(version)
                 uploads.append(time.perf_counter() - began)
-                pauses.append(await exchange.switch(version, in_flight))
+                pauses.append(await exchange.switch(version))
                 await asyncio.sleep(0.5)
             stop.set()
             await asyncio.gather(*loads)

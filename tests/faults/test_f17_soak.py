@@ -46,7 +46,7 @@ from penstock.server.groups.recovery import recover
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.records import groups_ended, tasks_known, trajectory_closed
-from penstock.trainer.exchange.stream import Exchange
+from penstock.trainer.exchange.stream import Exchange, RunFacts
 from penstock.v1 import trainer_service_pb2, weights_pb2
 from penstock.wire.security import open_channel
 from tests.faults.footprint import Footprint, footprint
@@ -196,11 +196,13 @@ class Soak:
         ):
             exchange = Exchange(
                 channel,
-                run_id="soak",
-                contract=StalenessContract(max_lag=8, groups_per_step=GROUPS_PER_STEP),
-                in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
-                weight_version=0,
-                step=0,
+                RunFacts(
+                    run_id="soak",
+                    contract=StalenessContract(max_lag=8, groups_per_step=GROUPS_PER_STEP),
+                    in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
+                    weight_version=0,
+                    step=0,
+                ),
                 give_up_after_seconds=STUCK_SECONDS,
                 stopping=asyncio.Event(),
             )

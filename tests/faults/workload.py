@@ -19,7 +19,7 @@ from penstock.client.leases import Attempt
 from penstock.client.outcome import Outcome
 from penstock.client.sampling import SamplingParams
 from penstock.client.tasks import Task
-from penstock.trainer.exchange.stream import Exchange
+from penstock.trainer.exchange.stream import Exchange, RunFacts
 from penstock.v1 import trainer_service_pb2, weights_pb2
 from penstock.wire.security import Security, open_channel
 from tests.faults.agent_log import answered
@@ -111,11 +111,13 @@ class Workload:
         ):
             exchange = Exchange(
                 channel,
-                run_id=self.name,
-                contract=StalenessContract(max_lag=100, groups_per_step=GROUPS_PER_STEP),
-                in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
-                weight_version=0,
-                step=0,
+                RunFacts(
+                    run_id=self.name,
+                    contract=StalenessContract(max_lag=100, groups_per_step=GROUPS_PER_STEP),
+                    in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
+                    weight_version=0,
+                    step=0,
+                ),
                 give_up_after_seconds=90.0,
                 stopping=asyncio.Event(),
             )

@@ -31,7 +31,7 @@ from penstock.trainer.weights.collective.transfer import (
     WeightSyncFailed,
 )
 from penstock.trainer.weights.collective.transport import CollectiveSettings, CollectiveTransport
-from penstock.trainer.weights.parcel import whole
+from penstock.trainer.weights.copy import whole
 from penstock.trainer.weights.payload import Payload
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import read_failure

@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 
 from penstock.trainer.__main__ import _walk
-from penstock.trainer.agreement import Agreement
 from penstock.trainer.assembly import IN_FLIGHT, Link, Parts, make_publisher
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.aio import ComputeThread
@@ -30,15 +29,14 @@ from penstock.trainer.data.submission import submit_tasks
 from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.sets import EvaluationSet
 from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps
-from penstock.trainer.exchange.stream import Contract, Exchange
-from penstock.trainer.exchange.streams import Exchanges
+from penstock.trainer.exchange.servers import Servers
+from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
 from penstock.trainer.gather.batch import Gatherer
 from penstock.trainer.learner import Learner
 from penstock.trainer.loop import TrainingLoop
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.state.ledger import Ledger
-from penstock.trainer.weights.handover import Handover
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
@@ -173,18 +171,22 @@ async def running(
             tolerance=config.weights.probe.tolerance,
             token_ids=probe,
         )
-        publisher = make_publisher(config, compute, [Link(address, channel, bulk)], chosen)
-        exchange = Exchange(
-            channel,
+        facts = RunFacts(
             run_id="r",
-            contract=Contract(max_lag=max_lag, groups_per_step=1),
+            contract=Contract(max_lag=max_lag),
             in_flight=IN_FLIGHT["keep"],
             weight_version=step,
             step=step,
+        )
+        exchanges = Servers(
+            [(address, channel)],
+            Division(1),
+            facts,
             give_up_after_seconds=60.0,
             stopping=stopping,
         )
-        exchanges = Exchanges([exchange], Division(1))
+        links = [Link(address, channel, bulk)]
+        publisher = make_publisher(config, compute, links, exchanges, chosen)
         tasks = TaskFeeder(
             [ServerTasks(channel, 4)],
             Numbers(),
@@ -202,12 +204,10 @@ async def running(
             write=measured.write,
             stopping=stopping,
         )
-        handover = Handover(exchanges, publisher, IN_FLIGHT[config.weights.in_flight])
         gatherer = Gatherer(
             config,
             exchanges=exchanges,
             tasks=tasks,
-            handover=handover,
             ledger=ledger,
             compute=compute,
             stopping=stopping,
@@ -223,24 +223,12 @@ async def running(
             step=step,
             share_prefixes=False,
         )
-        agreement = Agreement(
-            config,
-            policy=policy,
-            exchanges=exchanges,
-            publisher=publisher,
-            tasks=tasks,
-            handover=handover,
-            gatherer=gatherer,
-            ledger=ledger,
-        )
         loop = TrainingLoop(
             config,
             learner=learner,
             gatherer=gatherer,
             exchanges=exchanges,
             publisher=publisher,
-            handover=handover,
-            agreement=agreement,
             metrics=metrics,
             evaluator=evaluator,
         )
@@ -249,7 +237,7 @@ async def running(
         try:
             yield Run(
                 policy,
-                exchange,
+                exchanges[0],
                 publisher,
                 chosen,
                 tasks,

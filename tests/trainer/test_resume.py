@@ -33,7 +33,7 @@ from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.trainer.assembly import IN_FLIGHT
 from penstock.trainer.core.errors import CheckpointUnusable, RunFolderInUse, StorageFailed
-from penstock.trainer.exchange.stream import Contract, Exchange
+from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
 from penstock.trainer.policy.random_states import load_random_states, save_random_states, seed_all
 from penstock.trainer.state.checkpoint import TrainerState, restore, save_checkpoint, verify
 from penstock.trainer.state.ledger import (
@@ -497,14 +497,16 @@ async def test_a_group_whose_receipt_was_lost_is_refused_where_a_checkpoint_cont
     ):
         exchange = Exchange(
             channel,
-            run_id="r",
-            contract=Contract(max_lag=0, groups_per_step=1),
-            in_flight=IN_FLIGHT["keep"],
-            weight_version=7,
-            step=7,
+            RunFacts(
+                run_id="r",
+                contract=Contract(max_lag=0, groups_per_step=1),
+                in_flight=IN_FLIGHT["keep"],
+                weight_version=7,
+                step=7,
+                trained={"g3": 6},
+            ),
             give_up_after_seconds=5.0,
             stopping=asyncio.Event(),
-            trained={"g3": 6},
         )
         await exchange.open()
 

@@ -63,8 +63,8 @@ from penstock.trainer.evaluation.record import (
 )
 from penstock.trainer.evaluation.sets import EvaluationSet, Measurement
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
+from penstock.trainer.exchange.retrying import keep_trying
 from penstock.trainer.exchange.stored_groups import Delivered
-from penstock.trainer.weights.handover import keep_trying
 from penstock.v1 import task_service_pb2
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Evaluator:
         """Runs evaluations that begin from now on in this task group."""
         self._group = group
         for stream in self._streams:
-            stream.on_delivery = partial(self._take, stream)
+            stream.deliver_to(partial(self._take, stream))
 
     def version_active(self, step: int, weight_version: int) -> None:
         """Begins every evaluation that is due, now that the server samples these weights."""

@@ -35,8 +35,7 @@ class EvaluationStream:
         """Groups demanded and not yet delivered."""
         self.since = 0.0
         """When the server last came back, on the event loop's clock; zero if it was never away."""
-        self.on_delivery: Callable[[Delivered], None] | None = None
-        """Called with each group, which it measures or refuses."""
+        self._take: Callable[[Delivered], None] | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -46,6 +45,10 @@ class EvaluationStream:
     async def ready(self) -> None:
         """Waits until the server is connected and up to date."""
         await self._ready.wait()
+
+    def deliver_to(self, take: Callable[[Delivered], None]) -> None:
+        """Calls `take` with each group from now on. It measures or refuses the group."""
+        self._take = take
 
     def demand(self, group_count: int) -> None:
         """Grants the server credit for more evaluation groups."""
@@ -62,10 +65,10 @@ class EvaluationStream:
     def take(self, delivery: Delivered) -> None:
         """Handles a delivered group."""
         self.owed = max(0, self.owed - 1)
-        if self.on_delivery is None:
+        if self._take is None:
             self.refuse(delivery, NOT_MEASURED, "no evaluation is running")
         else:
-            self.on_delivery(delivery)
+            self._take(delivery)
 
     def measured(self, delivery: Delivered, step: int) -> None:
         """Acknowledges a group that was measured during this step."""

@@ -6,7 +6,7 @@
 
 A lost stream loses no groups. The server redelivers every group it has no receipt for. A group that
 arrives twice is recognized (`known_groups`) and takes no place in a batch. Unmet demand is granted
-again on the new stream.
+again on the new stream (`connection`).
 
 A run that is asked to stop (`stopping` is set) still uses its server to finish the current step. It
 does not wait for a server that is away:
@@ -16,11 +16,7 @@ does not wait for a server that is away:
       or back and not yet up to date         cancelled, `left` is set, and nothing more is sent
     server lost after the stop request     the same, as soon as the trainer notices the loss
 
-Groups without a receipt at that point stay with the server, which delivers them again. If a server
-falls silent without closing the stream, keepalive detects the loss.
-
-On the server's host the trainer may read groups from the server's journal (`stored_groups`). If one
-cannot be read, the trainer ends the stream, and the next stream asks for messages instead.
+Groups without a receipt at that point stay with the server, which delivers them again.
 """
 
 from __future__ import annotations
@@ -28,37 +24,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar
 
 import grpc
 
-from penstock.common.failpoints import hit
 from penstock.trainer.core.aio import unless
-from penstock.trainer.core.errors import ServerGone, ServerLost, SessionRefused, SwitchRejected
+from penstock.trainer.core.errors import ServerFull, ServerLost, SwitchRejected
+from penstock.trainer.exchange.connection import (
+    FIRST_BACKOFF_SECONDS,
+    LONGEST_BACKOFF_SECONDS,
+    Connection,
+)
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange.known_groups import KnownGroups
-from penstock.trainer.exchange.stored_groups import Delivered, GroupUnreadable, StoredGroups
+from penstock.trainer.exchange.retrying import keep_trying
+from penstock.trainer.exchange.stored_groups import Delivered
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
-from penstock.wire.failure import read_failure
-from penstock.wire.reasons import Reason
 
 log = logging.getLogger(__name__)
-
-EXCHANGE = "/penstock.v1.TrainerService/Exchange"
-FIRST_BACKOFF_SECONDS = 0.2
-LONGEST_BACKOFF_SECONDS = 5.0
-# Statuses that neither a restarted server nor a later attempt turns into success.
-GREATEST_EPOCH = 2**63 - 1
-FINAL_CODES = (
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNIMPLEMENTED,
-)
+T = TypeVar("T")
 
 Request = codec.twin(trainer_service_pb2.ExchangeRequest)
 Hello = codec.twin(trainer_service_pb2.Hello)
@@ -84,87 +71,99 @@ class SwitchReceipt:
     """Unix seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a run tells its servers about itself."""
+
+    run_id: str
+    contract: trainer_service_pb2.StalenessContract
+    in_flight: weights_pb2.InFlightPolicy.ValueType
+    weight_version: int
+    """The version that the trainer holds."""
+    step: int
+    """The last step that the trainer's state contains."""
+    trained: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The step of each group that the trainer's state contains, zero if refused."""
+    start_id: str = ""
+    """The server drops whatever it holds for another start of this run."""
+
+
+def _nothing() -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """What a stream calls when something happens."""
+
+    arrived: Callable[[], None] = _nothing
+    """For each group that `next_group` will return."""
+    all_seen: Callable[[], None] = _nothing
+    """When every group buffered at the server has been seen and the last one was already known, so
+    that `next_group` returns nothing for it."""
+    left: Callable[[], None] = _nothing
+    """Once, when `Exchange.left` is set."""
+    noticed: Callable[[trainer_service_pb2.Notice], None] = lambda notice: None
+    """For each notice."""
+
+
 class Exchange:
     """One run's stream to one server, across reconnections."""
 
     def __init__(
         self,
         channel: grpc.aio.Channel,
+        run: RunFacts,
         *,
-        run_id: str,
-        contract: trainer_service_pb2.StalenessContract,
-        in_flight: weights_pb2.InFlightPolicy.ValueType,
-        weight_version: int,
-        step: int,
         give_up_after_seconds: float,
         stopping: asyncio.Event,
-        trained: Mapping[str, int] | None = None,
         where: str = "",
-        start_id: str = "",
+        listeners: Listeners | None = None,
     ) -> None:
-        """`weight_version` is what the trainer holds, `step` is the last step its state contains,
-        and `trained` maps the groups it was trained on to their steps. Once `stopping` is set, the
-        trainer leaves a server that is away. `where` identifies the server in messages when there
-        are several. The server drops whatever it holds for a start of this run other than
-        `start_id`."""
-        self._channel = channel
-        self._run_id = run_id
-        self._contract = contract
-        self._in_flight = in_flight
-        self._held = weight_version
-        self._step = step
-        self._give_up_after = give_up_after_seconds
+        """Once `stopping` is set, the trainer leaves a server that is away. `where` identifies the
+        server in messages when there are several."""
+        self._run = run
+        self._where = f" at {where}" if where else ""
+        self._listeners = listeners or Listeners()
+        self._connection = Connection(
+            channel,
+            self._greeting,
+            give_up_after_seconds=give_up_after_seconds,
+            where=self._where,
+        )
+        self._held = run.weight_version
+        self._step = self._final_step = run.step
         self.stopping = stopping
         """Set when the run is asked to stop."""
-        self._where = f" at {where}" if where else ""
-        self._start_id = start_id
         self.left = asyncio.Event()
         """Set when the run stops without its server, for good. Nothing more is sent, and no answer
         arrives."""
-        self.on_left: Callable[[], None] | None = None
-        """Called once, when `left` is set."""
-        self._epoch = 0
-        self._may_pass = True
-        """Whether the epoch may still be raised past a newer one on the server: see `_explain`."""
-        self._final_step = step
-        self._call: grpc.aio.StreamStreamCall[
-            trainer_service_pb2.ExchangeRequest, trainer_service_pb2.ExchangeResponse
-        ]
-        self._outgoing: asyncio.Queue[trainer_service_pb2.ExchangeRequest | None] | None = None
-        self._stored: StoredGroups | None = None
-        """Reads groups that the server announces by their place in its journal; None if it sends
-        messages."""
-        self._reads_stored = True
-        """Whether the next stream may read stored groups."""
         self._ready = asyncio.Event()
         self.restored = asyncio.Event()
         """Cleared while a server that came back with less state is given the version the trainer
         holds, because it reads the payload meanwhile. Set once the server reports that it samples
         that version."""
         self.restored.set()
-        self._closing = False
         self._owed = 0
         """Groups demanded and not yet delivered."""
         self._arrived: asyncio.Queue[trajectory_pb2.TrajectoryGroup] = asyncio.Queue()
         # Bounded by demand: the server never sends more than it was granted.
-        self._groups = KnownGroups(trained)
+        self._groups = KnownGroups(run.trained)
         self.delivery_count = 0
         """Deliveries received, including those of known groups."""
         self._deliveries_to_see = 0
         self._switches: dict[int, asyncio.Future[SwitchReceipt]] = {}
-        self.on_notice: Callable[[trainer_service_pb2.Notice], None] | None = None
-        self.on_arrival: Callable[[], None] | None = None
-        """Called for each group that `next_group` will return."""
-        self.on_all_seen: Callable[[], None] | None = None
-        """Called when every group buffered at the server has been seen and the last one was already
-        known, so that `next_group` returns nothing for it."""
-        self.evaluations = EvaluationStream(self._ready, self._send)
+        self.evaluations = EvaluationStream(self._ready, self._connection.send)
         """Handles evaluation groups; the rest of this class concerns training groups only."""
 
     @property
     def trainer_epoch(self) -> int:
         """Epoch of the live session, which uploads carry."""
-        return self._epoch
+        return self._connection.epoch
+
+    @property
+    def in_flight(self) -> weights_pb2.InFlightPolicy.ValueType:
+        """What a switch does with turns in flight."""
+        return self._run.in_flight
 
     @property
     def held_version(self) -> int:
@@ -191,8 +190,8 @@ class Exchange:
         meanwhile, it leaves the server and returns instead. Raises ServerGone and SessionRefused.
         """
         while True:
-            reason = await self._read()
-            if self._closing:
+            reason = await self._connection.read(self._handle)
+            if self._connection.closing:
                 return
             self._ready.clear()
             welcome = await unless(self.stopping, self._connect_again(reason, restore))
@@ -204,6 +203,23 @@ class Exchange:
     async def ready(self) -> None:
         """Waits until the stream is up and the server is up to date."""
         await self._ready.wait()
+
+    async def ask(self, attempt: Callable[[], Awaitable[T]]) -> T | None:
+        """Retries until it succeeds, waiting for the server to be ready before each attempt.
+
+        Returns None once the run stops without the server. If the run is to stop, a server without
+        room is left too.
+        """
+        try:
+            return await self.answer(keep_trying(self.ready, attempt, stopping=self.stopping))
+        except ServerFull as error:
+            log.warning("%s; stopping without it", error)
+            self.leave()
+            return None
+
+    async def answer(self, wait: Awaitable[T]) -> T | None:
+        """Waits for an answer of the server. Returns None once the run stops without the server."""
+        return await unless(self.left, wait)
 
     @property
     def on_their_way(self) -> int:
@@ -229,7 +245,7 @@ class Exchange:
         """Grants the server credit for more groups."""
         self._owed += group_count
         if self._ready.is_set():
-            self._send(Request(demand=Demand(group_count=group_count)))
+            self._connection.send(Request(demand=Demand(group_count=group_count)))
 
     async def next_group(self) -> trajectory_pb2.TrajectoryGroup:
         """Waits for the next delivered group. Each group is returned once."""
@@ -240,18 +256,20 @@ class Exchange:
         ids = [self._groups.settle(group.group_id, step) for group in groups]
         self._step = step
         if ids:
-            self._send(Request(receipt=GroupReceipt(delivery_ids=ids, step=step)))
+            self._connection.send(Request(receipt=GroupReceipt(delivery_ids=ids, step=step)))
 
     def refuse(self, group: trajectory_pb2.TrajectoryGroup, reason: str, message: str) -> None:
         """Tells the server that a group is unusable and must not be delivered again."""
         delivery_id = self._groups.settle(group.group_id, 0)
         rejection = Rejection(reason=reason, message=message)
-        self._send(Request(receipt=GroupReceipt(delivery_ids=[delivery_id], rejection=rejection)))
+        self._connection.send(
+            Request(receipt=GroupReceipt(delivery_ids=[delivery_id], rejection=rejection))
+        )
 
     def checkpoint(self, step: int) -> None:
         """Reports that receipts up to `step` are final."""
         self._final_step = step
-        self._send(Request(checkpoint=CheckpointNotice(step=step)))
+        self._connection.send(Request(checkpoint=CheckpointNotice(step=step)))
 
     def switch(self, weight_version: int) -> asyncio.Future[SwitchReceipt]:
         """Requests a staged version. The trainer holds it as of this call.
@@ -272,34 +290,40 @@ class Exchange:
 
     def repeat_switch(self) -> None:
         """Requests the held version again; for `restore`."""
-        switch = SwitchWeights(weight_version=self._held, in_flight=self._in_flight)
-        self._send(Request(switch_weights=switch))
+        switch = SwitchWeights(weight_version=self._held, in_flight=self.in_flight)
+        self._connection.send(Request(switch_weights=switch))
 
     async def close(self, *, timeout_seconds: float = 10.0) -> None:
         """Half-closes the stream. Returns when the server has ended it, or after the timeout."""
-        self._closing = True
-        if self._outgoing is None:
-            return
-        self._outgoing.put_nowait(None)
-        lost = True
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                lost = await self._call.code() != grpc.StatusCode.OK
-        except (TimeoutError, grpc.aio.AioRpcError):
-            self._call.cancel()
-        if lost and self.stopping.is_set():
+        if (
+            self._connection.half_close()
+            and not await self._connection.closed(timeout_seconds)
+            and self.stopping.is_set()
+        ):
             self.leave()
 
     def leave(self) -> None:
         """Stops using this server, because the run is asked to stop. Idempotent."""
         # A stream may be open to a server that is not up to date. The loop must not write to it.
-        self._end_requests()
+        self._connection.end()
         if not self.left.is_set():
             self.left.set()
-            if self.on_left is not None:
-                self.on_left()
+            self._listeners.left()
 
-    # Internals of the stream.
+    def _greeting(self, trainer_epoch: int) -> trainer_service_pb2.Hello:
+        return Hello(
+            run_id=self._run.run_id,
+            trainer_epoch=trainer_epoch,
+            weight_version=self._held,
+            resume_step=self._step,
+            staleness=self._run.contract,
+            start_id=self._run.start_id,
+        )
+
+    async def _connect(self, reason: str) -> trainer_service_pb2.Welcome:
+        welcome = await self._connection.connect(reason)
+        self._deliveries_to_see = self.delivery_count + welcome.buffered_group_count
+        return welcome
 
     async def _connect_again(
         self, reason: str, restore: Callable[[trainer_service_pb2.Welcome], Awaitable[None]]
@@ -318,129 +342,18 @@ class Exchange:
                 await asyncio.sleep(max(pause, error.retry_after_seconds))
                 pause = min(2 * pause, LONGEST_BACKOFF_SECONDS)
 
-    def _end_requests(self) -> None:
-        """Ends the request iterator, even of a lost stream: grpc's own task waits for that."""
-        if self._outgoing is not None:
-            self._outgoing.put_nowait(None)
-            self._outgoing = None
-
-    async def _connect(self, reason: str) -> trainer_service_pb2.Welcome:
-        deadline = time.monotonic() + self._give_up_after
-        backoff = FIRST_BACKOFF_SECONDS
-        while True:
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._channel.channel_ready()
-                    return await self._greet()
-            except TimeoutError as error:
-                raise ServerGone(
-                    f"no server{self._where} for {self._give_up_after:g} s"
-                    f"{f': {reason}' if reason else ''}"
-                ) from error
-            except grpc.aio.AioRpcError as error:
-                reason = self._explain(error)
-            # `channel_ready` waits for an absent server. This one answered and refuses for now.
-            await asyncio.sleep(min(backoff, max(0.0, deadline - time.monotonic())))
-            backoff = min(2 * backoff, LONGEST_BACKOFF_SECONDS)
-
-    async def _greet(self) -> trainer_service_pb2.Welcome:
-        # Exceeds the epoch of any earlier start if the clocks agree; if not, see `_explain`.
-        self._epoch = max(self._epoch + 1, time.time_ns())
-        self._end_requests()
-        self._outgoing = asyncio.Queue()
-        hello = Hello(
-            run_id=self._run_id,
-            trainer_epoch=self._epoch,
-            weight_version=self._held,
-            resume_step=self._step,
-            staleness=self._contract,
-            start_id=self._start_id,
-        )
-        self._outgoing.put_nowait(Request(hello=hello))
-        method: grpc.aio.StreamStreamMultiCallable[
-            trainer_service_pb2.ExchangeRequest, trainer_service_pb2.ExchangeResponse
-        ] = self._channel.stream_stream(
-            EXCHANGE,
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(trainer_service_pb2.ExchangeResponse),
-        )
-        self._call = method(_drain(self._outgoing))
-        first = await self._receive()
-        if first is None or first.WhichOneof("message") != "welcome":
-            self._end_requests()
-            raise SessionRefused(f"the server{self._where} did not answer Hello with Welcome")
-        self._may_pass = False
-        folder = first.welcome.group_folder
-        self._stored = StoredGroups.find(folder) if self._reads_stored else None
-        self._reads_stored = True
-        self._deliveries_to_see = self.delivery_count + first.welcome.buffered_group_count
-        return first.welcome
-
-    async def _receive(self) -> trainer_service_pb2.ExchangeResponse | None:
-        """Returns the next message, or None once the server has ended the stream."""
-        message = await self._call.read()
-        if message is grpc.aio.EOF:
-            return None
-        return cast("trainer_service_pb2.ExchangeResponse", message)
-
-    async def _read(self) -> str:
-        """Handles messages until the stream ends. Returns the reason."""
-        try:
-            while (response := await self._receive()) is not None:
-                self._handle(response)
-        except GroupUnreadable as error:
-            self._reads_stored = False
-            self._call.cancel()
-            self._end_requests()
-            return f"a group cannot be read from its journal, {error}"
-        except grpc.aio.AioRpcError as error:
-            if self._closing:
-                return ""
-            self._end_requests()
-            return self._explain(error)
-        self._end_requests()
-        return "it ended the stream"
-
-    def _explain(self, error: grpc.aio.AioRpcError) -> str:
-        """Returns why the stream is lost. Raises SessionRefused if reconnecting would not help.
-
-        A process may get STALE_EPOCH for its first Hello although it started after the previous
-        trainer. In that case the previous trainer's clock was ahead. The trainer then exceeds the
-        epoch the server reports, once. A process that was welcomed before never does so, because it
-        was replaced. Of two live trainers, the one started last wins.
-        """
-        failure = read_failure(error)
-        text = f"{failure.reason or failure.code.name}: {failure.message}"
-        if failure.reason == Reason.STALE_EPOCH and self._may_pass:
-            current = int(failure.metadata.get("current", GREATEST_EPOCH))
-            if current < GREATEST_EPOCH:
-                self._may_pass, self._epoch = False, current
-                return text
-        if failure.reason == Reason.SESSION_REPLACED or failure.code in FINAL_CODES:
-            raise SessionRefused(f"the server{self._where} refuses this trainer: {text}") from error
-        return text
-
     def _handle(self, response: trainer_service_pb2.ExchangeResponse) -> None:
         kind = response.WhichOneof("message")
         if kind == "delivery":
-            self._take(self._delivered(response.delivery))
+            self._take(self._connection.group_of(response.delivery))
         elif kind == "deliveries":
             for delivery in response.deliveries.deliveries:
-                self._take(self._delivered(delivery))
+                self._take(self._connection.group_of(delivery))
         elif kind == "weight_receipt":
             self._switched(response.weight_receipt)
         elif kind == "notice":
             log.warning("%s: %s", response.notice.reason, response.notice.message)
-            if self.on_notice is not None:
-                self.on_notice(response.notice)
-
-    def _delivered(self, delivery: trainer_service_pb2.GroupDelivery) -> Delivered:
-        """Reads a stored group from the journal. Raises GroupUnreadable."""
-        if not delivery.HasField("stored"):
-            return Delivered(delivery.delivery_id, delivery.group)
-        if self._stored is None:
-            raise GroupUnreadable("which was not asked for")
-        return Delivered(delivery.delivery_id, self._stored.read(delivery.stored))
+            self._listeners.noticed(response.notice)
 
     def _take(self, delivery: Delivered) -> None:
         if delivery.group.purpose == trajectory_pb2.PURPOSE_EVAL:
@@ -450,19 +363,18 @@ class Exchange:
         if self._groups.take(delivery):
             self._owed = max(0, self._owed - 1)
             self._arrived.put_nowait(delivery.group)
-            if self.on_arrival is not None:
-                self.on_arrival()
+            self._listeners.arrived()
             return
         # A redelivery after a lost stream used up credit that was meant for another group.
-        self._send(Request(demand=Demand(group_count=1)))
+        self._connection.send(Request(demand=Demand(group_count=1)))
         receipt = self._groups.answer(delivery, self._final_step)
         if receipt is not None:
-            self._send(Request(receipt=receipt))
+            self._connection.send(Request(receipt=receipt))
         self._look_whether_all_seen()
 
     def _look_whether_all_seen(self) -> None:
-        if self.all_seen and self.on_all_seen is not None:
-            self.on_all_seen()
+        if self.all_seen:
+            self._listeners.all_seen()
 
     def _switched(self, receipt: weights_pb2.WeightReceipt) -> None:
         version = receipt.weight_version
@@ -493,33 +405,15 @@ class Exchange:
             if future is not None and not future.done():
                 future.set_result(SwitchReceipt(self._held, 0.0))
         self._ready.set()
-        self._send(Request(checkpoint=CheckpointNotice(step=self._final_step)))
+        self._connection.send(Request(checkpoint=CheckpointNotice(step=self._final_step)))
         if self._owed:
-            self._send(Request(demand=Demand(group_count=self._owed)))
+            self._connection.send(Request(demand=Demand(group_count=self._owed)))
         self.evaluations.resume()
         self._look_whether_all_seen()
-        if self._closing and self._outgoing is not None:
-            self._outgoing.put_nowait(None)
+        if self._connection.closing:
+            self._connection.half_close()
         log.warning(
             "connected again; the server%s samples version %d",
             self._where,
             welcome.active_weight_version,
         )
-
-    def _send(self, request: trainer_service_pb2.ExchangeRequest) -> None:
-        if request.HasField("demand"):
-            request.demand.by_place = self._stored is not None
-        # Without a stream, requests are dropped: each kind is made up for after reconnecting.
-        if self._outgoing is not None:
-            self._outgoing.put_nowait(request)
-
-
-async def _drain(
-    queue: asyncio.Queue[trainer_service_pb2.ExchangeRequest | None],
-) -> AsyncIterator[trainer_service_pb2.ExchangeRequest]:
-    """Yields the stream's requests; None half-closes it."""
-    while (request := await queue.get()) is not None:
-        hit(f"exchange.before_{request.WhichOneof('message')}")
-        yield request
-        # grpc asks for the next request once this one has been written.
-        hit(f"exchange.after_{request.WhichOneof('message')}")

@@ -36,7 +36,6 @@ import logging
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from penstock.client.plugins.group_filter import Delivered
 from penstock.trainer.batching.batching import TrainingGroup, read_group
@@ -45,7 +44,7 @@ from penstock.trainer.core.aio import ComputeThread, together, unless
 from penstock.trainer.core.errors import EverythingDropped, EverythingFailed
 from penstock.trainer.data.feeder import ALL_FAILED, TaskFeeder
 from penstock.trainer.data.tasks import times_asked_again
-from penstock.trainer.exchange.streams import Exchanges
+from penstock.trainer.exchange.servers import Servers
 from penstock.trainer.gather.group_policies import (
     ASKED_AGAIN,
     FAILED_ASKED_AGAIN,
@@ -58,7 +57,6 @@ from penstock.trainer.gather.group_policies import (
 from penstock.trainer.metrics.batch_figures import BatchFigures, describe_batch
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.state.ledger import Ledger, RefusedEntry
-from penstock.trainer.weights.handover import Handover
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)
@@ -86,21 +84,23 @@ class Gatherer:
         self,
         config: TrainerConfig,
         *,
-        exchanges: Exchanges,
+        exchanges: Servers,
         tasks: TaskFeeder,
-        handover: Handover,
         ledger: Ledger,
         compute: ComputeThread,
         stopping: asyncio.Event,
+        forgotten_step: int = 0,
     ) -> None:
+        """Up to `forgotten_step`, the step of a broken checkpoint, a server may have forgotten groups that
+        the ledger has ahead."""
         self._config = config
         self._exchanges = exchanges
         self._parts = exchanges.division.parts
         self._tasks = tasks
-        self._handover = handover
         self._ledger = ledger
         self._compute = compute
         self._stopping = stopping
+        self._forgotten_step = forgotten_step
         self._wanted_count = config.train.groups_per_step
         self._aside: dict[str, trajectory_pb2.TrajectoryGroup] = {}
         """Groups in hand that no batch has taken yet, in order of arrival."""
@@ -127,9 +127,25 @@ class Gatherer:
                 self._put_aside(delivery)
             else:
                 settled.append(delivery)
-                self._exchanges.servers[server].demand(1)
+                self._exchanges[server].demand(1)
         for delivery in settled:
             await self._refuse_settled(delivery, instead=False)
+
+    async def submit(self) -> None:
+        """Submits tasks to every server, which may have lost them, or have forgotten groups that are
+        needed again."""
+        await self._exchanges.ask_all(self._submit)
+
+    async def _submit(self, server: int) -> None:
+        await self._tasks.submit_again(server)
+        if self._forgotten_step:
+            entries = [e for e in self._ledger.ahead.values() if e.step <= self._forgotten_step]
+            lost = [group.task_id for entry in entries for group in entry.groups]
+            await self._tasks.submit_anew(server, lost, self._forgotten_step)
+
+    async def submit_again(self, server: int) -> None:
+        """Submits the outstanding tasks to a server that came back."""
+        await self._tasks.submit_again(server)
 
     def demand(self, step: int) -> None:
         """Grants each server the credit that its part of this step's batch needs, unless the run is
@@ -139,9 +155,7 @@ class Gatherer:
         wanted = self._wanted = self._of(step)
         aside = [group for name, group in self._aside.items() if not wanted or name in wanted]
         in_hand = Counter(map(self._exchanges.server_of, aside))
-        for server, (exchange, part) in enumerate(
-            zip(self._exchanges.servers, self._parts, strict=True)
-        ):
+        for server, (exchange, part) in enumerate(zip(self._exchanges, self._parts, strict=True)):
             missing = part - in_hand[server] - exchange.on_their_way
             if missing > 0:
                 exchange.demand(missing)
@@ -163,7 +177,7 @@ class Gatherer:
             (
                 # Without this entry, an older checkpoint would still list its index as outstanding.
                 self._compute.run(self._ledger.refuse, entry),
-                self._handover.ask(server, lambda: self._tasks.fill(server)),
+                self._exchanges[server].ask(lambda: self._tasks.fill(server)),
             )
         )
 
@@ -227,15 +241,15 @@ class Gatherer:
     async def refill(self) -> bool:
         """Submits tasks in place of those that became a batch. Returns False if the run is asked to
         stop and has left its servers meanwhile."""
-        await self._handover.ask_all(self._tasks.fill)
+        await self._exchanges.ask_all(self._tasks.fill)
         return not self._exchanges.left.is_set()
 
     def fillers(self) -> list[Coroutine[None, None, None]]:
         """Returns, for each server, what submits tasks again whenever it was full. They run until
         they are cancelled."""
         return [
-            self._tasks.keep_filled(server, partial(self._handover.ask, server))
-            for server in self._handover.servers
+            self._tasks.keep_filled(server, exchange.ask)
+            for server, exchange in enumerate(self._exchanges)
         ]
 
     def settle(self, batch: Batch, step: int) -> None:
@@ -253,7 +267,7 @@ class Gatherer:
     def _all_seen(self) -> bool:
         """Whether all groups that were buffered at the servers when they said Welcome have
         arrived."""
-        return all(exchange.all_seen for exchange in self._exchanges.servers)
+        return all(exchange.all_seen for exchange in self._exchanges)
 
     def _take_aside(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
         """Returns a group in hand that belongs in this batch, if any. `missing` counts each
@@ -295,8 +309,7 @@ class Gatherer:
     def _look_on(self, server: int) -> None:
         """Demands another group, from this server or any other that may still have buffered
         groups."""
-        servers = self._exchanges.servers
-        for exchange in (servers[server], *servers):
+        for exchange in (self._exchanges[server], *self._exchanges):
             if not exchange.all_seen:
                 exchange.demand(1)
                 return
@@ -409,8 +422,8 @@ class Gatherer:
         server = self._exchanges.server_of(delivery)
         self._exchanges.refuse(delivery, reason, message)
         if instead:
-            self._exchanges.servers[server].demand(1)
-            await self._handover.ask(server, lambda: self._tasks.fill(server))
+            self._exchanges[server].demand(1)
+            await self._exchanges[server].ask(lambda: self._tasks.fill(server))
 
 
 def _count_dropped(record: StepRecord, reason: str, count: int = 1) -> None:

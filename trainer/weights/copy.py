@@ -10,12 +10,87 @@ memory for a second payload, every version is sent whole.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
 from penstock.trainer.core.aio import ComputeThread
-from penstock.trainer.weights.parcel import Held, Parcel, difference, whole
 from penstock.trainer.weights.payload import Payload
-from penstock.trainer.weights.payloads import Payloads, Weights
 from penstock.trainer.weights.probe import Probe
 from penstock.v1 import weights_pb2
+from penstock.wire import differences
+from penstock.wire.upload import Piece
+
+log = logging.getLogger(__name__)
+
+# Yields every tensor of a full upload with its name, always in the same order.
+Weights = Callable[[], Iterator[tuple[str, Tensor]]]
+
+# Memory that must stay free beyond a second payload, as a share of its size.
+SPARE_MEMORY_RATIO = 0.25
+MEMORY_INFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What is sent for one version."""
+
+    weight_version: int
+    base_weight_version: int
+    """The version that the difference applies to; zero if the parcel is whole."""
+    payload: Payload
+    """The whole version, even if only a difference is sent."""
+    specs: tuple[weights_pb2.TensorSpec, ...]
+    """Every tensor, in the order of `pieces`."""
+    pieces: tuple[Piece, ...]
+    """The bytes to send, in order."""
+    changed_elements_ratio: float | None = None
+    """Share of elements that differ from the base; None if the parcel is whole."""
+    base: Payload | None = None
+    """The payload that it is the difference from; None if the parcel is whole."""
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the parcel is a difference."""
+        return self.base_weight_version != 0
+
+    @property
+    def length_bytes(self) -> int:
+        """Number of bytes to send."""
+        return sum(map(len, self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The version that the server samples, with the trainer's copy of its bytes."""
+
+    payload: Payload
+    weight_version: int
+
+
+def whole(payload: Payload, weight_version: int) -> Parcel:
+    """Make a parcel of the payload's every byte."""
+    return Parcel(weight_version, 0, payload, payload.specs, (payload.file.view,))
+
+
+def difference(payload: Payload, weight_version: int, base: Held) -> Parcel:
+    """Make the bitwise difference that turns `base` into `payload`; equal tensors take no bytes."""
+    if payload is base.payload:
+        same = tuple(differences.same(spec) for spec in payload.specs)
+        return Parcel(weight_version, base.weight_version, payload, same, (), 0.0, base.payload)
+    found = differences.difference(payload.specs, base.payload.elements(), payload.elements())
+    return Parcel(
+        weight_version,
+        base.weight_version,
+        payload,
+        found.specs,
+        found.pieces,
+        found.changed_part,
+        base.payload,
+    )
 
 
 class WeightCopy:
@@ -24,7 +99,9 @@ class WeightCopy:
     def __init__(self, compute: ComputeThread, probe: Probe | None = None) -> None:
         self._compute = compute
         self._probe = probe
-        self.payloads = Payloads()
+        self.dtype = ""
+        """The dtype in which the servers take weights; known before the first `fill`."""
+        self.payloads: list[Payload] = []
         self.filled: Payload | None = None
         """The payload that the next upload sends; None before the first `fill`."""
         self.version = 0
@@ -46,11 +123,11 @@ class WeightCopy:
         """Return what `allocate` would, if it need not allocate. An upload can then begin earlier."""
         if not keeps_base and len(self.payloads) > 1:
             return None
-        return self.payloads.reusable(self.base.payload if self.base else None)
+        return self._free_payload()
 
-    async def allocate(self, weights: Weights, dtype: str, *, keeps_base: bool) -> Payload:
+    async def allocate(self, weights: Weights, *, keeps_base: bool) -> Payload:
         """Return the payload to fill next. Without `keeps_base`, no difference will be made from it."""
-        return await self._compute.run(self._allocate, weights, dtype, keeps_base)
+        return await self._compute.run(self._allocate, weights, keeps_base)
 
     async def fill(self, payload: Payload, weights: Weights, *, in_chunks: bool = False) -> None:
         """Copy the weights and score the probe with them. `in_chunks` also computes chunk checksums."""
@@ -74,20 +151,38 @@ class WeightCopy:
 
     def close(self) -> None:
         """Free the payloads' memory."""
-        self.payloads.close()
+        for payload in self.payloads:
+            payload.close()
+        self.payloads.clear()
         self.filled = self.base = self._difference = None
+
+    def _free_payload(self) -> Payload | None:
+        """Return a payload other than the base. One is enough until a switch makes it the base."""
+        base = self.base.payload if self.base else None
+        return next((payload for payload in self.payloads if payload is not base), None)
 
     # The following run in the compute thread.
 
-    def _allocate(self, weights: Weights, dtype: str, keeps_base: bool) -> Payload:
-        if not keeps_base:
-            self.payloads.keep_one()
-        payload = self.payloads.free(weights, dtype, self.base.payload if self.base else None)
-        if payload is not None:
+    def _allocate(self, weights: Weights, keeps_base: bool) -> Payload:
+        while not keeps_base and len(self.payloads) > 1:
+            self.payloads.pop().close()
+        if (payload := self._free_payload()) is not None:
             return payload
-        assert self.base is not None
-        payload = self.base.payload
-        self.has_room_for_two, self.base = False, None
+        try:
+            if self.base is not None:
+                _check_memory(self.base.payload.length_bytes)
+            payload = Payload(weights(), self.dtype)
+        except OSError as error:
+            if self.base is None:
+                raise
+            log.warning(
+                "no memory for a second copy of the weights (%s); sending every version whole",
+                error.strerror,
+            )
+            payload = self.base.payload
+            self.has_room_for_two, self.base = False, None
+            return payload
+        self.payloads.append(payload)
         return payload
 
     def _fill(self, payload: Payload, weights: Weights, in_chunks: bool) -> None:
@@ -103,3 +198,16 @@ class WeightCopy:
         if self._difference is None:
             self._difference = difference(self.filled, self.version, self.base)
         return self._difference
+
+
+def _check_memory(length_bytes: int) -> None:
+    """Raise OSError if this allocation would leave too little memory.
+
+    The kernel would sooner kill a process than refuse the allocation.
+    """
+    for line in MEMORY_INFO.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            available = int(value.split()[0]) * 1024
+            if available < length_bytes * (1 + SPARE_MEMORY_RATIO):
+                raise OSError(0, f"{available >> 20} MiB are free, {length_bytes >> 20} needed")

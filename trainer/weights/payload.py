@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.common.memory_file import MemoryFile
 from penstock.trainer.core.errors import WeightsRefused
 from penstock.v1 import weights_pb2
+from penstock.wire import sparse
 from penstock.wire.upload import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -86,9 +87,9 @@ class Payload:
         """XXH3-64 of each CHUNK_BYTES of the payload; empty unless the last `fill` was `in_chunks`."""
 
     @property
-    def itemsize(self) -> int:
-        """Size of one element in bytes."""
-        return self._dtype.itemsize
+    def can_differ(self) -> bool:
+        """Whether differences can be encoded in this dtype."""
+        return self._dtype.itemsize in sparse.WIDTHS
 
     @cached_property
     def announcement(self) -> bytes:

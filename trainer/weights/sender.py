@@ -1,4 +1,14 @@
-"""Uploads weight versions to one server: chooses the transport, and tracks what the server holds.
+"""Sends weight versions to one server, and sees their switches through.
+
+    upload -> the server has it STAGED -> SwitchWeights -> a receipt: the server samples the version
+                                                        -> a rejection: uploaded once more, whole, and
+                                                             asked again
+
+A sender chooses the transport, and tracks which base the server holds (`base`). Every wait for the
+server lasts across its restarts (`Exchange.ask`). It ends in one of two other ways. The exchange may
+give the server up, which ends the run. Or the run stops without the server (`Exchange.left`), and
+the wait returns None. If the server has no room for a version, the trainer waits for room. If the
+run is to stop, it abandons that server instead, as it abandons an unreachable one.
 
 If the transport allows it, and the header needs nothing that is not known yet, an upload begins
 ahead: it starts before the payload is filled. The server then verifies the weights while the rest
@@ -18,18 +28,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Awaitable, Sequence
+from typing import Literal
 
 import grpc
 
-from penstock.trainer.core.errors import ServerFull, ServerLost, WeightsRefused
-from penstock.trainer.weights.copy import WeightCopy
-from penstock.trainer.weights.parcel import Delta, Parcel, can_differ, whole
+from penstock.trainer.core.errors import (
+    ServerFull,
+    ServerLost,
+    SessionRefused,
+    SwitchRejected,
+    WeightsRefused,
+)
+from penstock.trainer.exchange.stream import Exchange, SwitchReceipt
+from penstock.trainer.policy.adapter import check_taken
+from penstock.trainer.weights.base import Base, BaseState
+from penstock.trainer.weights.catching_up import newest_version
+from penstock.trainer.weights.copy import Parcel, WeightCopy, whole
 from penstock.trainer.weights.payload import Payload
+from penstock.trainer.weights.sent import Sent, Switched
 from penstock.trainer.weights.transports import Ahead, SharedMemory, Stream, Transport
-from penstock.v1 import rollout_service_pb2, weights_pb2
+from penstock.v1 import rollout_service_pb2, trainer_service_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.differences import NOT_THE_DIFFERENCE
 from penstock.wire.failure import NO_ANSWER, Failure, read_failure
@@ -37,54 +56,35 @@ from penstock.wire.reasons import Reason
 from penstock.wire.upload import NotStaged
 
 log = logging.getLogger(__name__)
-Number = TypeVar("Number", int, float)
+
+Delta = Literal["auto", "on", "off"]
+"""Whether differences are sent; "auto" leaves it to the transport."""
 
 GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
 INFO_TIMEOUT_SECONDS = 30.0
 # Transient refusals: a broken upload that the server has not noticed yet, a flipped bit, an epoch
 # that a reconnection of the exchange has just outdated.
 PASSING = (Reason.UPLOAD_IN_PROGRESS, Reason.CHECKSUM_MISMATCH, Reason.STALE_EPOCH)
-# A server that keeps no base refuses every difference; two refusals can be chance.
-REFUSALS_IN_A_ROW = 3
+# Rejections after which the version may still be good: the server has lost what was staged, or the
+# engine did not load it, or its results are off.
+SENT_AGAIN = (
+    Reason.WEIGHT_VERSION_NOT_STAGED,
+    Reason.WEIGHT_LOAD_FAILED,
+    Reason.PROBE_MISMATCH,
+    Reason.WEIGHTS_INCONSISTENT,
+)
 ATTEMPTS = 5
 FIRST_PAUSE_SECONDS = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """The costs of uploading one version."""
-
-    bytes_sent: int
-    """Bytes of weights; through the stream, those of failed attempts are included."""
-    dense_bytes: int
-    """Size of the whole version in bytes."""
-    delta: bool
-    """Whether the version was sent as a difference."""
-    changed_elements_ratio: float | None
-    """Share of elements that differ from the previous version; None if sent whole."""
-    changed_tensors: int | None
-    """Tensors that differ from what the server sampled; None if the server did not report it."""
-    pause_seconds: float = 0.0
-    """How long generation was paused, if the transport switches as it sends."""
-    probe_difference: float | None = None
-    """Difference of the probe in nats, if the transport switches as it sends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """Header fields of an upload that begins before the payload is filled."""
-
-    trainer_epoch: int
-    in_flight: weights_pb2.InFlightPolicy.ValueType
-
-
 class Sender:
-    """Uploads versions of a copy to one server, one at a time."""
+    """Sends the versions of a copy to one server, one at a time."""
 
     def __init__(
         self,
         channel: grpc.aio.Channel,
         copy: WeightCopy,
+        exchange: Exchange,
         *,
         transports: Sequence[Transport] = (),
         delta: Delta = "auto",
@@ -97,17 +97,16 @@ class Sender:
         """
         self._channel = channel
         self._copy = copy
+        self.exchange = exchange
         self.transports = list(transports) or [SharedMemory(channel), Stream(channel)]
         self._place = 0
         self._delta = delta
-        self._anchor_every = anchor_every
+        self._base = Base(anchor_every)
         self._adapter = adapter
-        self._base_version = 0
-        """The version that the server holds as a base; zero if none is known."""
-        self._deltas_since_anchor = 0
-        self._refused_in_a_row = 0
-        self._whole_only = False
         self._ahead: Ahead | None = None
+        self.inherited = 0
+        """The newest version that the server has from the previous trainer; zero once this trainer
+        has reached it, or if there is none."""
         self.lock = asyncio.Lock()
         """Held during an upload and while the copy changes."""
 
@@ -115,20 +114,19 @@ class Sender:
     def has_base(self) -> bool:
         """Whether the server holds the base of the copy's differences."""
         base = self._copy.base
-        return base is not None and base.weight_version == self._base_version
+        return base is not None and self._base.is_at(base.weight_version)
 
     @property
     def sends_deltas(self) -> bool:
         """Whether the next version can be a difference, once the server has a base."""
         if (
             self._adapter is not None
-            or self._whole_only
+            or not self._base.may_exist
             or not self._copy.has_room_for_two
-            or self._anchor_every == 1
             or self._delta == "off"
         ):
             return False
-        if self._copy.filled is not None and not can_differ(self._copy.filled):
+        if self._copy.filled is not None and not self._copy.filled.can_differ:
             return False
         return self._delta == "on" or self._transport.prefers_deltas
 
@@ -145,6 +143,11 @@ class Sender:
     def _bytes_sent(self) -> int:
         return sum(transport.bytes_sent for transport in self.transports)
 
+    def check_adapter(self, info: rollout_service_pb2.GetServerInfoResponse) -> None:
+        """Raise ConfigInvalid if the server does not take this run's adapter."""
+        if self._adapter is not None:
+            check_taken(self._adapter, info.lora.max_rank if info.HasField("lora") else None)
+
     async def server_info(self) -> rollout_service_pb2.GetServerInfoResponse:
         """Return the server's description and the versions it holds. Raises ServerLost."""
         call = self._channel.unary_unary(
@@ -158,15 +161,12 @@ class Sender:
         except grpc.aio.AioRpcError as error:
             raise _lost_or(error, "GetServerInfo") from error
 
-    def begin_ahead(self, payload: Payload, announcement: Announcement) -> None:
+    def begin_ahead(self, payload: Payload) -> None:
         """Begin the upload of what is about to be filled, if possible."""
         if self.has_base or self._copy.probe_is_chosen:
             # The header needs the probe's score, and waiting for that costs more than is gained.
             return
-        header = self._header(
-            self._copy.version, 0, announcement.trainer_epoch, announcement.in_flight
-        )
-        self._ahead = self._transport.begin(header, payload)
+        self._ahead = self._transport.begin(self._header(self._copy.version, 0), payload)
 
     def leave_ahead(self) -> None:
         """Cancel an upload that began ahead; the server forgets it."""
@@ -174,40 +174,111 @@ class Sender:
             self._ahead.cancel()
             self._ahead = None
 
-    async def upload(
-        self,
-        weight_version: int,
-        *,
-        trainer_epoch: Callable[[], int],
-        in_flight: weights_pb2.InFlightPolicy.ValueType,
-    ) -> Sent | None:
+    async def stage(self, weight_version: int) -> Sent | None:
+        """Call `upload` until it succeeds, across the server's restarts.
+
+        Returns None too if the run stops without the server.
+        """
+        return await self.exchange.ask(lambda: self.upload(weight_version))
+
+    async def upload(self, weight_version: int) -> Sent | None:
         """Stage a version on the server. Returns once the server has verified it.
 
-        Returns None if the payload holds a newer version by now. `trainer_epoch` is called for each
-        attempt. Raises ServerLost if the server is unreachable, WeightsRefused if it refuses.
+        Returns None if the payload holds a newer version by now. Raises ServerLost if the server is
+        unreachable, WeightsRefused if it refuses.
         """
         async with self.lock:
             if self._copy.version != weight_version:
                 return None
             try:
-                return await self._commit_ahead() or await self._upload(trainer_epoch, in_flight)
+                return await self._commit_ahead() or await self._upload()
             except grpc.aio.AioRpcError as error:
                 raise _lost_or(error, f"version {weight_version}") from error
             except NotStaged as error:
                 raise WeightsRefused(str(error)) from error
 
+    def switch(self, weight_version: int) -> asyncio.Future[SwitchReceipt] | None:
+        """Request a version, which the trainer holds as of this call. None if the server is past it."""
+        if weight_version < self.inherited:
+            self.exchange.hold(weight_version)
+            return None
+        self.inherited = 0
+        return self.exchange.switch(weight_version)
+
+    async def confirm(
+        self, weight_version: int, switch: Awaitable[SwitchReceipt]
+    ) -> Switched | None:
+        """Wait for the answer to a switch. After a rejection, upload the version and ask once more.
+
+        Raises SwitchRejected for a rejection that a second upload cannot help, and WeightsRefused
+        if the second switch is rejected too. Returns None if the run stops without the server.
+        """
+        sent_again = None
+        try:
+            receipt = await self.exchange.answer(switch)
+        except SwitchRejected as error:
+            if error.reason not in SENT_AGAIN:
+                raise
+            log.warning("%s; sending it once more, whole", error)
+            self.forget_base()
+            sent_again = await self.stage(weight_version)
+            if sent_again is None:
+                return None
+            receipt = await self._last_chance(weight_version)
+        if receipt is None:
+            return None
+        self.switched(weight_version)
+        return Switched(receipt, sent_again)
+
+    async def restore(self, welcome: trainer_service_pb2.Welcome) -> bool:
+        """Bring the server up to date, which came back with less state. Return False if the payload
+        is already newer than what the trainer holds; the next switch then does it.
+
+        Raises ServerLost, and SessionRefused if the server samples what no trainer published.
+        """
+        exchange, held = self.exchange, self.exchange.held_version
+        active, filled = welcome.active_weight_version, self._copy.version
+        # With a transport that switches on upload, the server may sample a version whose answer was
+        # lost.
+        if active > max(held, self.inherited, filled):
+            raise SessionRefused(
+                f"the server samples version {active}, which this trainer never published"
+            )
+        if self.inherited:
+            # The server may have lost versions, which it can be given again.
+            self.inherited = newest_version(await self.server_info())
+        if active >= held:
+            return True
+        # The server has lost the base of delta uploads.
+        self.forget_base()
+        if self._copy.version != held:
+            return False
+        log.warning(
+            "the server came back with version %d; publishing version %d again", active, held
+        )
+        exchange.restored.clear()
+        if await self.upload(held) is None:
+            exchange.restored.set()
+            return False
+        exchange.repeat_switch()
+        return True
+
+    async def restored(self) -> None:
+        """Wait until a server that came back without its state samples its version again."""
+        await self.exchange.answer(self.exchange.restored.wait())
+
     def switched(self, weight_version: int) -> None:
         """Note that the server samples this version; the next one can be a difference from it."""
         if self._copy.filled is not None and weight_version == self._copy.version:
-            self._base_version = 0
+            self._base.forget()
             if self.sends_deltas:
                 self._copy.become_base()
-                self._base_version = weight_version
+                self._base.hold(weight_version)
         self._transport.switched(weight_version)
 
     def forget_base(self) -> None:
         """Assume nothing about the server's base: the next version is sent whole."""
-        self._base_version = 0
+        self._base.forget()
 
     def close(self) -> None:
         """Cancel an upload that began ahead, and free what the transports hold."""
@@ -216,7 +287,16 @@ class Sender:
             transport.close()
 
     def _may_differ(self) -> bool:
-        return self.has_base and self._deltas_since_anchor + 1 < self._anchor_every
+        return self.has_base and not self._base.anchor_is_due
+
+    async def _last_chance(self, weight_version: int) -> SwitchReceipt | None:
+        try:
+            return await self.exchange.answer(self.exchange.switch(weight_version))
+        except SwitchRejected as error:
+            raise WeightsRefused(
+                f"version {weight_version} was sent whole and rejected again: "
+                f"{error.reason}: {error.message}"
+            ) from error
 
     async def _commit_ahead(self) -> Sent | None:
         """Commit an upload that began ahead; None if there was none or it failed."""
@@ -233,21 +313,17 @@ class Sender:
                 error.details() if isinstance(error, grpc.aio.AioRpcError) else error,
             )
             return None
-        self._deltas_since_anchor = 0
-        return _sent(whole(ahead.payload, ahead.weight_version), self._bytes_sent - before, answer)
+        self._base.sent(delta=False)
+        return Sent.of(
+            whole(ahead.payload, ahead.weight_version), self._bytes_sent - before, answer
+        )
 
-    async def _upload(
-        self,
-        trainer_epoch: Callable[[], int],
-        in_flight: weights_pb2.InFlightPolicy.ValueType,
-    ) -> Sent:
+    async def _upload(self) -> Sent:
         parcel = await self._copy.pack(as_difference=self._may_differ())
         before = self._bytes_sent
         answer: weights_pb2.UpdateWeightsResponse | None = None
         for attempt in range(ATTEMPTS):
-            header = self._header(
-                parcel.weight_version, parcel.base_weight_version, trainer_epoch(), in_flight
-            )
+            header = self._header(parcel.weight_version, parcel.base_weight_version)
             try:
                 answer = await self._transport.send(header, parcel)
                 break
@@ -270,25 +346,17 @@ class Sender:
                 if await self._is_held():
                     break
                 await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
-        self._deltas_since_anchor = self._deltas_since_anchor + 1 if parcel.is_delta else 0
-        if parcel.is_delta:
-            self._refused_in_a_row = 0
-        return _sent(parcel, self._bytes_sent - before, answer)
+        self._base.sent(delta=parcel.is_delta)
+        return Sent.of(parcel, self._bytes_sent - before, answer)
 
-    def _header(
-        self,
-        weight_version: int,
-        base_weight_version: int,
-        trainer_epoch: int,
-        in_flight: weights_pb2.InFlightPolicy.ValueType,
-    ) -> weights_pb2.WeightHeader:
+    def _header(self, weight_version: int, base_weight_version: int) -> weights_pb2.WeightHeader:
         """Build a header without the tensors and their source."""
         return weights_pb2.WeightHeader(
             weight_version=weight_version,
             base_weight_version=base_weight_version,
             activation=weights_pb2.ACTIVATION_STAGED,
-            in_flight=in_flight,
-            trainer_epoch=trainer_epoch,
+            in_flight=self.exchange.in_flight,
+            trainer_epoch=self.exchange.trainer_epoch,
             probe=self._copy.measured,
             adapter=self._adapter,
         )
@@ -296,11 +364,9 @@ class Sender:
     def _instead(self, parcel: Parcel, failure: Failure) -> Parcel:
         """Return the whole version, to replace its refused difference."""
         log.warning("%s; sending version %d whole", failure.message, parcel.weight_version)
-        self.forget_base()
-        self._refused_in_a_row += 1
-        if self._refused_in_a_row == REFUSALS_IN_A_ROW:
+        self._base.refused()
+        if self._base.state is BaseState.REFUSED:
             log.warning("the server keeps no base for differences; sending every version whole")
-            self._whole_only = True
         return whole(parcel.payload, parcel.weight_version)
 
     def _fall_back(self, failure: Failure) -> bool:
@@ -329,40 +395,6 @@ class Sender:
         info = await self.server_info()
         held = (info.active_weight_version, *info.staged_weight_versions)
         return self._copy.version in held
-
-
-def merge(sent: Sequence[Sent]) -> Sent:
-    """Merge the uploads of one version to several servers: sum the sizes, take the largest of the rest."""
-    return Sent(
-        bytes_sent=sum(one.bytes_sent for one in sent),
-        dense_bytes=sum(one.dense_bytes for one in sent),
-        delta=all(one.delta for one in sent),
-        changed_elements_ratio=largest(one.changed_elements_ratio for one in sent),
-        changed_tensors=largest(one.changed_tensors for one in sent),
-        pause_seconds=max(one.pause_seconds for one in sent),
-        probe_difference=largest(one.probe_difference for one in sent),
-    )
-
-
-def largest(values: Iterable[Number | None]) -> Number | None:
-    """Return the largest known value; None if none is known."""
-    return max((value for value in values if value is not None), default=None)
-
-
-def _sent(
-    parcel: Parcel, bytes_sent: int, answer: weights_pb2.UpdateWeightsResponse | None
-) -> Sent:
-    return Sent(
-        bytes_sent=bytes_sent,
-        dense_bytes=parcel.payload.length_bytes,
-        delta=parcel.is_delta,
-        changed_elements_ratio=parcel.changed_elements_ratio,
-        changed_tensors=answer.changed_tensor_count if answer else None,
-        pause_seconds=answer.pause.ToNanoseconds() / 1e9 if answer else 0.0,
-        probe_difference=(
-            answer.probe.mean_difference if answer and answer.HasField("probe") else None
-        ),
-    )
 
 
 def _cannot_read(failure: Failure) -> bool:

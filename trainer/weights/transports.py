@@ -25,7 +25,7 @@ from penstock.common.memory_file import MemoryFile
 from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.core.errors import storing
 from penstock.trainer.state.checkpoint import replace_folder
-from penstock.trainer.weights.parcel import Parcel
+from penstock.trainer.weights.copy import Parcel
 from penstock.trainer.weights.payload import Payload
 from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason

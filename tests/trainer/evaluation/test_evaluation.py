@@ -35,9 +35,9 @@ from penstock.trainer.evaluation.record import (
 )
 from penstock.trainer.evaluation.sets import EvaluationSet
 from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps, lines_from, show
+from penstock.trainer.exchange import retrying
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.metrics.metrics import keep_until
-from penstock.trainer.weights import handover
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec
 
@@ -544,7 +544,7 @@ async def test_the_time_that_a_server_is_away_is_not_waited_for(
 async def test_room_is_waited_for_anew_where_the_server_was_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handover, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(retrying, "RETRY_SECONDS", 0.01)
     full, away = ServerFull("QUEUE_FULL", 0.04), ServerLost("away")
     said = [full, full, away, full, None]
 
@@ -556,16 +556,16 @@ async def test_room_is_waited_for_anew_where_the_server_was_away(
             raise error
         return "there"
 
-    assert await handover.keep_trying(ready, attempt, full_seconds=0.06) == "there"
+    assert await retrying.keep_trying(ready, attempt, full_seconds=0.06) == "there"
     said = [full, full, full, None]
     with pytest.raises(ServerFull):
-        await handover.keep_trying(ready, attempt, full_seconds=0.06)
+        await retrying.keep_trying(ready, attempt, full_seconds=0.06)
 
 
 async def test_where_a_server_stays_full_it_ends_with_what_it_has(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(retrying, "RETRY_SECONDS", 0.01)
     async with measuring(evaluation(patience_seconds=0.1)) as run:
         run.evaluator.version_active(0, 1)
         await run.settle()

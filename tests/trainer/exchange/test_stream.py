@@ -13,7 +13,7 @@ import pytest
 
 from penstock.trainer.core.errors import ServerFull, ServerGone, SessionRefused, WeightsRefused
 from penstock.trainer.exchange.known_groups import KnownGroups
-from penstock.trainer.exchange.stream import Contract, Exchange
+from penstock.trainer.exchange.stream import Contract, Exchange, Listeners, RunFacts
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
@@ -47,18 +47,22 @@ async def exchanging(
     restore: Any = nothing_to_restore,
     seconds: float = 10.0,
     stopping: asyncio.Event | None = None,
+    listeners: Listeners | None = None,
 ) -> AsyncGenerator[Exchange]:
     """An open exchange whose reader runs. Leaves when the reader has ended."""
     async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
         exchange = Exchange(
             channel,
-            run_id="run",
-            contract=Contract(max_lag=3, groups_per_step=2),
-            in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
-            weight_version=5,
-            step=7,
+            RunFacts(
+                run_id="run",
+                contract=Contract(max_lag=3, groups_per_step=2),
+                in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
+                weight_version=5,
+                step=7,
+            ),
             give_up_after_seconds=seconds,
             stopping=stopping or asyncio.Event(),
+            listeners=listeners,
         )
         await exchange.open()
         reader = asyncio.create_task(exchange.run(restore), name="exchange reader")
@@ -313,8 +317,8 @@ async def test_notices_are_logged_and_handed_on(caplog: pytest.LogCaptureFixture
         seen.append(notice.group_id)
         noticed.set()
 
-    async with ScriptedServer(session) as server, exchanging(server.address) as exchange:
-        exchange.on_notice = on_notice
+    listeners = Listeners(noticed=on_notice)
+    async with ScriptedServer(session) as server, exchanging(server.address, listeners=listeners):
         await noticed.wait()
     assert seen == ["g"]
     assert "GROUP_DROPPED: too old" in caplog.text
@@ -440,11 +444,13 @@ async def test_a_stop_ends_the_wait_for_the_first_connection() -> None:
         stopping = asyncio.Event()
         exchange = Exchange(
             channel,
-            run_id="run",
-            contract=Contract(max_lag=3, groups_per_step=2),
-            in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
-            weight_version=0,
-            step=0,
+            RunFacts(
+                run_id="run",
+                contract=Contract(max_lag=3, groups_per_step=2),
+                in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
+                weight_version=0,
+                step=0,
+            ),
             give_up_after_seconds=60.0,
             stopping=stopping,
         )

@@ -21,7 +21,7 @@ from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, Train
 from tests.trainer.gather.test_group_policies import Reachable, Settling, outcomes
 
 
-class Server:
+class Server(Reachable):
     """Delivers its groups, as far as they were demanded."""
 
     def __init__(self, *groups: Any) -> None:
@@ -50,17 +50,23 @@ class Server:
 
 
 class Servers:
-    """Stands in for `Exchanges`, with the part that batches use."""
+    """Stands in for `exchange.servers.Servers`, with the part that batches use."""
 
     held_version = 0
 
     def __init__(self, division: Division, *servers: Server) -> None:
-        self.division, self.servers = division, servers
+        self.division, self._servers = division, servers
         self.refused: list[str] = []
         self._from: dict[str, int] = {}
 
+    def __iter__(self) -> Iterator[Server]:
+        return iter(self._servers)
+
+    def __getitem__(self, server: int) -> Server:
+        return self._servers[server]
+
     async def next_group(self) -> Any:
-        for place, server in enumerate(self.servers):
+        for place, server in enumerate(self._servers):
             if server.arrived:
                 group = server.arrived.popleft()
                 self._from[group.group_id] = place
@@ -68,8 +74,8 @@ class Servers:
         raise AssertionError("nothing is on its way: this would wait for ever")
 
     def take_arrived(self, place: int) -> list[Any]:
-        taken = list(self.servers[place].arrived)
-        self.servers[place].arrived.clear()
+        taken = list(self._servers[place].arrived)
+        self._servers[place].arrived.clear()
         self._from |= dict.fromkeys((group.group_id for group in taken), place)
         return taken
 
@@ -126,7 +132,6 @@ def gathering(
             config,
             exchanges=servers,  # type: ignore[arg-type]
             tasks=Trained(*trained),  # type: ignore[arg-type]
-            handover=Reachable(),  # type: ignore[arg-type]
             ledger=ledger,
             compute=compute,
             stopping=asyncio.Event(),

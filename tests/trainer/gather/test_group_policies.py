@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -433,7 +433,12 @@ async def test_a_prompt_of_which_everything_failed_is_asked_again_where_the_fail
 # Resuming
 
 
-class HandedOut:
+class Reachable:
+    async def ask(self, call: Any) -> Any:
+        return await call()
+
+
+class HandedOut(Reachable):
     """An exchange with one server that has these groups. It records which of them are refused."""
 
     held_version = on_their_way = 0
@@ -441,8 +446,13 @@ class HandedOut:
 
     def __init__(self, *groups: Any) -> None:
         self._groups = list(groups)
-        self.servers = (self,)
         self.refused: list[str] = []
+
+    def __iter__(self) -> Iterator[HandedOut]:
+        return iter((self,))
+
+    def __getitem__(self, server: int) -> HandedOut:
+        return self
 
     @property
     def all_seen(self) -> bool:
@@ -482,11 +492,6 @@ class Settling:
     async def fill(self, server: int) -> None: ...
 
 
-class Reachable:
-    async def ask(self, server: int, call: Any) -> Any:
-        return await call()
-
-
 async def test_a_step_is_made_again_of_what_it_was_made_of(tmp_path: Path) -> None:
     """The previous trainer had used up its two drops, so it kept g2. It then dropped g3 for the
     next step.
@@ -520,7 +525,6 @@ async def test_a_step_is_made_again_of_what_it_was_made_of(tmp_path: Path) -> No
             config,
             exchanges=exchange,  # type: ignore[arg-type]
             tasks=tasks,  # type: ignore[arg-type]
-            handover=Reachable(),  # type: ignore[arg-type]
             ledger=ledger,
             compute=compute,
             stopping=asyncio.Event(),

@@ -6,18 +6,19 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 import torch
 
 from penstock.trainer.core.aio import ComputeThread
+from penstock.trainer.exchange.stream import Exchange
 from penstock.trainer.state.checkpoint import replace_folder
-from penstock.trainer.weights.copy import WeightCopy
-from penstock.trainer.weights.parcel import difference
+from penstock.trainer.weights.copy import WeightCopy, difference
 from penstock.trainer.weights.publisher import Publisher
-from penstock.trainer.weights.sender import Sender, Sent
+from penstock.trainer.weights.sender import Sender
+from penstock.trainer.weights.sent import Sent
 from penstock.trainer.weights.transports import (
     CheckpointFolder,
     SharedMemory,
@@ -27,8 +28,7 @@ from penstock.trainer.weights.transports import (
 from penstock.wire.channel import client_options
 from tests.support.scripted_trainer_server import ScriptedServer
 from tests.trainer.weights.test_publisher import (
-    ANNOUNCED,
-    KEEP,
+    Connected,
     Weights,
     bytes_of,
     change,
@@ -44,11 +44,14 @@ async def publishing_to(
     compute = ComputeThread()
     async with contextlib.AsyncExitStack() as stack:
         copy, senders = WeightCopy(compute), list[Sender]()
+        copy.dtype = "float32"
         for server in servers:
             own = client_options(own_connection=True)
             channel = grpc.aio.insecure_channel(server.address, options=own)
             await stack.enter_async_context(channel)
-            senders.append(Sender(channel, copy, transports=[transport(channel)], **options))
+            exchange = cast("Exchange", Connected())
+            made = [transport(channel)]
+            senders.append(Sender(channel, copy, exchange, transports=made, **options))
         publisher = Publisher(copy, senders)
         try:
             yield publisher
@@ -58,12 +61,7 @@ async def publishing_to(
 
 
 async def upload_to_all(publisher: Publisher, version: int) -> list[Sent]:
-    sent = await asyncio.gather(
-        *(
-            sender.upload(version, trainer_epoch=lambda: 17, in_flight=KEEP)
-            for sender in publisher.senders
-        )
-    )
+    sent = await asyncio.gather(*(sender.upload(version) for sender in publisher.senders))
     return [one for one in sent if one is not None]
 
 
@@ -82,7 +80,7 @@ async def test_a_version_is_packed_once_and_each_server_is_sent_what_it_needs(
         async with publishing_to(first, second) as publisher:
             deltas: list[list[bool]] = []
             for version in range(1, 5):
-                await publisher.fill(weights, version, "float32")
+                await publisher.fill(weights, version)
                 if version == 3:
                     # This server was restarted, so it lost its base. The trainer still has it for
                     # the other server.
@@ -107,16 +105,16 @@ async def test_a_server_that_has_switched_first_changes_no_base_of_the_other() -
     async with ScriptedServer() as first, ScriptedServer() as second:
         received = [uploads(server, 3) for server in (first, second)]
         async with publishing_to(first, second) as publisher:
-            await publisher.fill(weights, 1, "float32")
+            await publisher.fill(weights, 1)
             await upload_to_all(publisher, 1)
             publisher.senders[0].switched(1)
             # The second server is lost before it answers, and gets the version again.
             publisher.senders[1].forget_base()
-            again = await publisher.senders[1].upload(1, trainer_epoch=lambda: 18, in_flight=KEEP)
+            again = await publisher.senders[1].upload(1)
             assert again is not None and not again.delta
             publisher.senders[1].switched(1)
             change(weights)
-            await publisher.fill(weights, 2, "float32")
+            await publisher.fill(weights, 2)
             assert [sent.delta for sent in await upload_to_all(publisher, 2)] == [True, True]
         last = (received[0][1], received[1][2])
         assert [one.header.base_weight_version for one in last] == [1, 1]
@@ -128,11 +126,11 @@ async def test_servers_on_this_host_read_and_follow_the_same_memory() -> None:
     async with ScriptedServer() as first, ScriptedServer() as second:
         received = [uploads(server, 2) for server in (first, second)]
         async with publishing_to(first, second, transport=SharedMemory) as publisher:
-            await publisher.fill(weights, 1, "float32")
+            await publisher.fill(weights, 1)
             await upload_to_all(publisher, 1)
             with torch.no_grad():
                 weights.tensors["b.bias"] += 1
-            await publisher.fill(weights, 2, "float32", [ANNOUNCED, ANNOUNCED])
+            await publisher.fill(weights, 2, uploads=True)
             assert len(await upload_to_all(publisher, 2)) == 2
     names = {one.header.shared_memory.name for own in received for one in own}
     assert len(names) == 1
@@ -158,7 +156,7 @@ async def test_a_checkpoint_folder_is_written_once_for_all_servers(
             first, second, transport=lambda channel: CheckpointFolder(channel, folders)
         ) as publisher:
             for version in (1, 2):
-                await publisher.fill(changing(), version, "float32")
+                await publisher.fill(changing(), version)
                 await upload_to_all(publisher, version)
                 for sender in publisher.senders:
                     sender.switched(version)

@@ -7,10 +7,10 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -24,11 +24,13 @@ from safetensors.torch import load_file
 from penstock.common.memory_file import MemoryFile
 from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.core.errors import ServerLost, WeightsRefused
+from penstock.trainer.exchange.stream import Exchange
 from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.payload import Payload
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher
-from penstock.trainer.weights.sender import Announcement, Sender, Sent
+from penstock.trainer.weights.sender import Sender
+from penstock.trainer.weights.sent import Sent
 from penstock.trainer.weights.transports import (
     CheckpointFolder,
     SharedMemory,
@@ -69,19 +71,35 @@ class Weights:
         yield from self.tensors.items()
 
 
+class Connected:
+    """Stands in for an `Exchange` whose server is connected and up to date."""
+
+    in_flight = KEEP
+
+    def __init__(self, trainer_epoch: int = 17) -> None:
+        self.trainer_epoch = trainer_epoch
+        self.restored = asyncio.Event()
+        self.restored.set()
+
+    async def answer(self, wait: Awaitable[Any]) -> Any:
+        return await wait
+
+
 @contextlib.asynccontextmanager
 async def publishing(
     server: ScriptedServer | Harness,
     *transports: Callable[..., Transport],
     probe: Probe | None = None,
+    dtype: str = "float32",
     **options: Any,
 ) -> AsyncGenerator[Publisher]:
     compute = ComputeThread()
     own = client_options(own_connection=True)
     async with grpc.aio.insecure_channel(server.address, options=own) as channel:
         made = [make(channel) for make in transports]
-        copy = WeightCopy(compute, probe)
-        publisher = Publisher(copy, [Sender(channel, copy, transports=made, **options)])
+        copy, exchange = WeightCopy(compute, probe), cast("Exchange", Connected())
+        copy.dtype = dtype
+        publisher = Publisher(copy, [Sender(channel, copy, exchange, transports=made, **options)])
         try:
             yield publisher
         finally:
@@ -91,12 +109,12 @@ async def publishing(
 
 async def upload(publisher: Publisher, version: int) -> Sent | None:
     (sender,) = publisher.senders
-    return await sender.upload(version, trainer_epoch=lambda: 17, in_flight=KEEP)
+    return await sender.upload(version)
 
 
 async def publish(publisher: Publisher, weights: Weights, version: int) -> Sent:
     """Fill and upload a version, and report the server's switch to the publisher."""
-    await publisher.fill(weights, version, "float32")
+    await publisher.fill(weights, version)
     sent = await upload(publisher, version)
     assert sent is not None
     publisher.senders[0].switched(version)
@@ -109,10 +127,10 @@ async def test_every_byte_arrives_in_the_servers_dtype(dtype: str, shared: bool)
     weights, received = Weights(), Received()
     async with (
         ScriptedServer() as server,
-        publishing(server, SharedMemory if shared else Stream) as publisher,
+        publishing(server, SharedMemory if shared else Stream, dtype=dtype) as publisher,
     ):
         server.uploads = [received.take]
-        await publisher.fill(weights, 4, dtype)
+        await publisher.fill(weights, 4)
         assert await upload(publisher, 4)
         length = publisher.length_bytes
     header = received.header
@@ -154,11 +172,11 @@ async def test_the_payload_is_reused_for_the_next_version() -> None:
     weights, first, second = Weights(), Received(), Received()
     async with ScriptedServer() as server, publishing(server) as publisher:
         server.uploads = [first.take, second.take]
-        await publisher.fill(weights, 1, "float32")
+        await publisher.fill(weights, 1)
         await upload(publisher, 1)
         with torch.no_grad():
             weights.tensors["b.bias"] += 1
-        await publisher.fill(weights, 2, "float32")
+        await publisher.fill(weights, 2)
         await upload(publisher, 2)
     assert first.header.shared_memory.name == second.header.shared_memory.name
     assert torch.equal(second.tensor("b.bias"), weights.tensors["b.bias"])
@@ -177,7 +195,7 @@ async def test_a_server_that_cannot_see_this_memory_gets_a_stream(
     received, again = Received(), Received()
     async with ScriptedServer() as server, publishing(server) as publisher:
         server.uploads = [elsewhere, received.take, again.take]
-        await publisher.fill(Weights(), 1, "float32")
+        await publisher.fill(Weights(), 1)
         assert await upload(publisher, 1)
         publisher.relabel(2)
         assert await upload(publisher, 2)
@@ -194,7 +212,7 @@ async def test_an_upload_that_is_in_the_way_is_waited_out() -> None:
 
     async with ScriptedServer() as server, publishing(server) as publisher:
         server.uploads = [busy, busy, Received().take]
-        await publisher.fill(Weights(), 1, "float32")
+        await publisher.fill(Weights(), 1)
         assert await upload(publisher, 1)
         assert not server.uploads
 
@@ -205,7 +223,7 @@ async def test_a_version_the_server_holds_already_is_not_sent_again() -> None:
         await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "WEIGHT_VERSION_STALE")
 
     async with ScriptedServer() as server, publishing(server) as publisher:
-        await publisher.fill(Weights(), 3, "float32")
+        await publisher.fill(Weights(), 3)
         server.uploads = [stale]
         server.info.staged_weight_versions.append(3)
         assert await upload(publisher, 3)
@@ -225,7 +243,7 @@ async def test_refusals_say_why_and_a_lost_server_is_another_matter() -> None:
         await refuse(context, grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
     async with ScriptedServer() as server, publishing(server) as publisher:
-        await publisher.fill(Weights(), 1, "float32")
+        await publisher.fill(Weights(), 1)
         server.uploads = [wrong, lost]
         with pytest.raises(WeightsRefused, match=r"SHAPE_MISMATCH: a\.weight is odd"):
             await upload(publisher, 1)
@@ -243,7 +261,7 @@ async def test_an_upload_that_ends_without_a_word_is_sent_again(
     async with ScriptedServer() as server, publishing(server) as publisher:
         server.uploads = [silent, Received().take]
         assert await publish(publisher, Weights(), 1)
-        await publisher.fill(Weights(), 2, "float32")
+        await publisher.fill(Weights(), 2)
         server.uploads = [silent] * 5
         with pytest.raises(WeightsRefused, match="without staging"):
             await upload(publisher, 2)
@@ -252,22 +270,22 @@ async def test_an_upload_that_ends_without_a_word_is_sent_again(
 
 async def test_a_version_that_was_overtaken_is_not_uploaded() -> None:
     async with ScriptedServer() as server, publishing(server) as publisher:
-        await publisher.fill(Weights(), 2, "float32")
+        await publisher.fill(Weights(), 2)
         assert not await upload(publisher, 1)
 
 
 async def test_a_dtype_torch_does_not_know_is_named() -> None:
-    async with ScriptedServer() as server, publishing(server) as publisher:
+    async with ScriptedServer() as server, publishing(server, dtype="float7") as publisher:
         with pytest.raises(WeightsRefused, match="'float7'"):
-            await publisher.fill(Weights(), 1, "float7")
+            await publisher.fill(Weights(), 1)
 
 
 async def test_what_is_not_finite_keeps_its_bytes() -> None:
     # Refusing it is up to the server. The payload must not silently change.
     weights, received = Weights({"a": torch.tensor([np.inf, -np.inf, 1.0])}), Received()
-    async with ScriptedServer() as server, publishing(server) as publisher:
+    async with ScriptedServer() as server, publishing(server, dtype="bfloat16") as publisher:
         server.uploads = [received.take]
-        await publisher.fill(weights, 1, "bfloat16")
+        await publisher.fill(weights, 1)
         await upload(publisher, 1)
     assert torch.equal(received.tensor("a").float(), weights.tensors["a"])
 
@@ -353,7 +371,7 @@ async def test_a_version_the_server_never_switched_to_is_no_base() -> None:
         first, second, third = uploads(server, 3)
         await publish(publisher, weights, 1)
         change(weights)
-        await publisher.fill(weights, 2, "float32")
+        await publisher.fill(weights, 2)
         await upload(publisher, 2)
         change(weights)
         await publish(publisher, weights, 3)
@@ -420,7 +438,7 @@ async def test_a_server_that_keeps_no_base_is_not_asked_for_ever(
         exchange = await hello(harness.wire)
         async with publishing(harness, Stream) as publisher:
             for version in range(1, 6):
-                await publisher.fill(weights, version, "float32")
+                await publisher.fill(weights, version)
                 done = await upload(publisher, version)
                 assert done is not None
                 sent.append(done.delta)
@@ -443,7 +461,7 @@ async def test_a_forgotten_base_is_followed_by_a_whole_version() -> None:
         assert not (await publish(publisher, weights, 2)).delta
         assert (await publish(publisher, weights, 3)).delta
         # Also for a version that is already filled.
-        await publisher.fill(weights, 4, "float32")
+        await publisher.fill(weights, 4)
         publisher.senders[0].forget_base()
         sent = await upload(publisher, 4)
         assert sent is not None and not sent.delta
@@ -459,7 +477,7 @@ async def test_without_memory_for_two_every_version_goes_whole(
         uploads(server, 3)
         await publish(publisher, weights, 1)
         (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:     70 kB\n")
-        monkeypatch.setattr("penstock.trainer.weights.payloads.MEMORY_INFO", tmp_path / "meminfo")
+        monkeypatch.setattr("penstock.trainer.weights.copy.MEMORY_INFO", tmp_path / "meminfo")
         assert [(await publish(publisher, weights, v)).delta for v in (2, 3)] == [False, False]
         assert len(publisher._copy.payloads) == 1
     assert caplog.text.count("no memory for a second copy") == 1
@@ -480,9 +498,6 @@ async def test_bytes_of_attempts_that_failed_are_counted() -> None:
 
 
 # Uploads that begin before the payload is filled
-
-
-ANNOUNCED = Announcement(17, KEEP)
 
 
 class Halting(Weights):
@@ -512,7 +527,7 @@ async def test_the_server_sees_what_is_filled_while_the_rest_is_still_copied() -
     async with ScriptedServer() as server, publishing(server, SharedMemory) as publisher:
         server.uploads = [received.take]
         async with asyncio.timeout(20):
-            await publisher.fill(weights, 1, "float32", [ANNOUNCED])
+            await publisher.fill(weights, 1, uploads=True)
         sent = await upload(publisher, 1)
         assert sent is not None
         assert (sent.bytes_sent, sent.delta) == (publisher.length_bytes, False)
@@ -533,7 +548,7 @@ async def test_what_was_begun_and_refused_is_sent_again_when_it_is_filled(reason
     weights, received = Weights(), Received()
     async with ScriptedServer() as server, publishing(server) as publisher:
         server.uploads = [refuses, received.take]
-        await publisher.fill(weights, 1, "float32", [ANNOUNCED])
+        await publisher.fill(weights, 1, uploads=True)
         assert await upload(publisher, 1)
     assert received.header.WhichOneof("source") == "shared_memory"
     assert not received.header.shared_memory.filling
@@ -548,7 +563,7 @@ async def test_a_server_that_was_lost_since_it_was_begun_is_sent_all_of_it() -> 
     weights, received = Weights(), Received()
     async with ScriptedServer() as server, publishing(server) as publisher:
         server.uploads = [breaks, breaks, received.take]
-        await publisher.fill(weights, 1, "float32", [ANNOUNCED])
+        await publisher.fill(weights, 1, uploads=True)
         with pytest.raises(ServerLost):
             await upload(publisher, 1)
         assert await upload(publisher, 1)
@@ -582,14 +597,14 @@ async def test_what_was_begun_and_is_of_no_use_any_more_ends_without_a_commit(ho
         server.uploads = [forgotten, received.take]
         async with asyncio.timeout(20):
             if how == "failed":
-                await publisher.fill(weights, 0, "float32")
+                await publisher.fill(weights, 0)
                 with pytest.raises(ArithmeticError):
-                    await publisher.fill(Broken(), 1, "float32", [ANNOUNCED])
+                    await publisher.fill(Broken(), 1, uploads=True)
             else:
-                await publisher.fill(weights, 1, "float32", [ANNOUNCED])
+                await publisher.fill(weights, 1, uploads=True)
                 await begun.wait()
             if how == "filled again":
-                await publisher.fill(weights, 2, "float32")
+                await publisher.fill(weights, 2)
             if how == "relabelled":
                 publisher.relabel(2)
             if how == "closed":
@@ -605,7 +620,7 @@ async def test_a_version_goes_through_a_real_server_while_it_is_filled(harness: 
     async with publishing(harness, SharedMemory) as publisher:
         for version in (1, 2):
             tensors = {n: torch.from_numpy(t) for n, t in weights_of(version).items()}
-            await publisher.fill(Weights(tensors), version, "float32", [ANNOUNCED])
+            await publisher.fill(Weights(tensors), version, uploads=True)
             sent = await upload(publisher, version)
             assert sent is not None and sent.changed_tensors == len(tensors)
     info = await harness.wire.GetServerInfo(GetServerInfoRequest())
@@ -727,10 +742,10 @@ async def test_the_probe_is_scored_with_the_very_bytes_that_travel() -> None:
     probe = Probe(score, tokens=3, tolerance=0.125, token_ids=(5, 6, 7, 8))
     async with (
         ScriptedServer() as server,
-        publishing(server, Stream, probe=probe) as publisher,
+        publishing(server, Stream, probe=probe, dtype="bfloat16") as publisher,
     ):
         server.uploads = [first.take, second.take]
-        await publisher.fill(weights, 1, "bfloat16")
+        await publisher.fill(weights, 1)
         await upload(publisher, 1)
         publisher.relabel(2)
         await upload(publisher, 2)

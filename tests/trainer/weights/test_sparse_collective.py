@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,16 +19,16 @@ import torch
 
 from penstock.trainer.config.weights import WeightsConfig
 from penstock.trainer.core.aio import ComputeThread
+from penstock.trainer.exchange.stream import Exchange
 from penstock.trainer.weights.collective.transport import CollectiveSettings, CollectiveTransport
 from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.publisher import Publisher
-from penstock.trainer.weights.sender import Sender, Sent
-from penstock.v1 import weights_pb2
+from penstock.trainer.weights.sender import Sender
+from penstock.trainer.weights.sent import Sent
 from tests.support.harness import Harness, serve, weights_of
-from tests.trainer.weights.test_publisher import bytes_of
+from tests.trainer.weights.test_publisher import Connected, bytes_of
 
 EPOCH = 1 << 62
-KEEP = weights_pb2.IN_FLIGHT_POLICY_KEEP
 
 
 class StandIn:
@@ -87,9 +87,9 @@ class Trainer:
         self.engine: StandIn | None = None
 
     async def publish(self, version: int) -> Sent:
-        await self._publisher.fill(self._weights, version, "float32")
+        await self._publisher.fill(self._weights, version)
         (sender,) = self._publisher.senders
-        sent = await sender.upload(version, trainer_epoch=lambda: EPOCH, in_flight=KEEP)
+        sent = await sender.upload(version)
         assert sent is not None
         sender.switched(version)
         assert set((await self._harness.generate(f"t{version}")).versions) == {version}
@@ -107,10 +107,11 @@ async def training(
     harness: Harness, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[Trainer]:
     compute = ComputeThread()
-    copy = WeightCopy(compute)
+    copy, exchange = WeightCopy(compute), cast("Exchange", Connected(EPOCH))
+    copy.dtype = "float32"
     settings = CollectiveSettings("sparse_nccl", timeout_seconds=20)
     transport = CollectiveTransport(harness.address, settings)
-    publisher = Publisher(copy, [Sender(harness.channel, copy, transports=[transport])])
+    publisher = Publisher(copy, [Sender(harness.channel, copy, exchange, transports=[transport])])
     trainer = Trainer(harness, weights, publisher)
     # The tensors that the engine loaded from its checkpoint.
     loaded = {name: torch.zeros_like(tensor) for name, tensor in weights.tensors.items()}

@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
 
 from penstock.trainer.weights.collective.gloo import HashedSource
-from penstock.trainer.weights.parcel import Parcel
+from penstock.trainer.weights.copy import Parcel
 from penstock.trainer.weights.payload import Payload
 
 

@@ -24,7 +24,7 @@ from penstock.trainer.weights.collective.transfer import (
     PenstockWeightSyncClient,
     WeightSyncFailed,
 )
-from penstock.trainer.weights.parcel import Parcel
+from penstock.trainer.weights.copy import Parcel
 from penstock.trainer.weights.payload import Payload
 from penstock.v1 import weights_pb2
 from penstock.wire.gloo_group import GroupBroken

@@ -1,4 +1,4 @@
-"""The trainer's streams to several servers, each of them scripted on a real port."""
+"""A run with several servers, each of them scripted on a real port."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from penstock.trainer.core.errors import SessionRefused
 from penstock.trainer.data.shards import Division
-from penstock.trainer.exchange.stream import Contract, Exchange
-from penstock.trainer.exchange.streams import Exchanges
+from penstock.trainer.exchange.servers import Servers
+from penstock.trainer.exchange.stream import Contract, RunFacts
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
 from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse
@@ -31,30 +31,31 @@ async def exchanging(
     *scripts: tuple[Script, ...],
     restore: Any = nothing_to_restore,
     stopping: asyncio.Event | None = None,
-) -> AsyncGenerator[tuple[Exchanges, list[ScriptedServer]]]:
+) -> AsyncGenerator[tuple[Servers, list[ScriptedServer]]]:
     """Open exchanges with one server for each script, with running readers."""
     division = Division(3, len(scripts))
     async with contextlib.AsyncExitStack() as stack:
         servers: list[ScriptedServer] = []
-        made: list[Exchange] = []
-        for script, part in zip(scripts, division.parts, strict=True):
+        channels: list[tuple[str, grpc.aio.Channel]] = []
+        for script in scripts:
             servers.append(await stack.enter_async_context(ScriptedServer(*script)))
             channel = grpc.aio.insecure_channel(servers[-1].address, options=client_options())
             await stack.enter_async_context(channel)
-            made.append(
-                Exchange(
-                    channel,
-                    run_id="run",
-                    contract=Contract(max_lag=3, groups_per_step=part),
-                    in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
-                    weight_version=5,
-                    step=7,
-                    give_up_after_seconds=10.0,
-                    stopping=stopping or asyncio.Event(),
-                    where=servers[-1].address,
-                )
-            )
-        exchanges = Exchanges(made, division)
+            channels.append((servers[-1].address, channel))
+        facts = RunFacts(
+            run_id="run",
+            contract=Contract(max_lag=3),
+            in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
+            weight_version=5,
+            step=7,
+        )
+        exchanges = Servers(
+            channels,
+            division,
+            facts,
+            give_up_after_seconds=10.0,
+            stopping=stopping or asyncio.Event(),
+        )
         assert await exchanges.open()
         reader = asyncio.create_task(exchanges.run(restore), name="exchanges reader")
         try:
@@ -91,7 +92,7 @@ async def test_each_server_is_told_its_part_and_receipted_its_own_groups() -> No
         return session
 
     async with exchanging((script("first", "a", "b"),), (script("second", "c"),)) as (both, _):
-        for exchange, part in zip(both.servers, both.division.parts, strict=True):
+        for exchange, part in zip(both, both.division.parts, strict=True):
             exchange.demand(part)
         groups = {group.group_id: group for group in [await both.next_group() for _ in "abc"]}
         assert {name: both.server_of(group) for name, group in groups.items()} == {
@@ -132,10 +133,10 @@ async def test_a_server_that_is_lost_is_restored_by_itself_and_notices_say_whose
         restored.append(server)
 
     async with exchanging((steady,), (lost, back), restore=restore) as (both, _):
-        both.on_notice = lambda server, notice: noticed.put_nowait((server, notice.reason))
         both.receipt([], 8)
-        assert await noticed.get() == (1, "GROUP_DROPPED")
-        both.servers[0].demand(1)
+        with both.notices_to(lambda server, notice: noticed.put_nowait((server, notice.reason))):
+            assert await noticed.get() == (1, "GROUP_DROPPED")
+        both[0].demand(1)
     assert restored == [1]
 
 
@@ -150,13 +151,13 @@ async def test_who_waits_for_a_group_is_told_that_it_was_taken_elsewhere() -> No
 
     async with exchanging((session,)) as (one, _):
         assert one.take_arrived(0) == []
-        one.servers[0].demand(1)
-        while not one.servers[0].arrived_count:
+        one[0].demand(1)
+        while not one[0].arrived_count:
             await asyncio.sleep(0.01)
         waiting = asyncio.create_task(one.next_group())
         assert [group.group_id for group in one.take_arrived(0)] == ["a"]
         assert await waiting is None
-        one.servers[0].demand(1)
+        one[0].demand(1)
         assert (await one.next_group()).group_id == "b"
 
 
@@ -177,12 +178,12 @@ async def test_who_waits_for_a_group_is_told_that_no_more_of_what_waited_will_co
                 pass
 
     async with exchanging((lost, back)) as (one, _):
-        one.servers[0].demand(1)
+        one[0].demand(1)
         group = await one.next_group()
         assert group is not None and group.group_id == "a"
-        one.servers[0].demand(1)
+        one[0].demand(1)
         assert await one.next_group() is None
-        assert one.servers[0].all_seen
+        assert one[0].all_seen
 
 
 async def test_notices_that_nobody_took_yet_are_kept() -> None:
@@ -198,11 +199,15 @@ async def test_notices_that_nobody_took_yet_are_kept() -> None:
     async with exchanging((session,)) as (one, _):
         await one.next_group()
         noticed: list[tuple[int, str]] = []
-        one.on_notice = lambda server, notice: noticed.append((server, notice.group_id))
-        assert noticed == [(0, "g0"), (0, "g1")]
+
+        def heed(server: int, notice: Any) -> None:
+            noticed.append((server, notice.group_id))
+
+        with one.notices_to(heed):
+            assert noticed == [(0, "g0"), (0, "g1")]
         # The notices are handed over once.
-        one.on_notice = lambda server, notice: noticed.append((server, notice.group_id))
-        assert len(noticed) == 2
+        with one.notices_to(heed):
+            assert len(noticed) == 2
 
 
 async def test_where_one_is_left_all_are_and_nothing_more_is_sent() -> None:
@@ -221,8 +226,8 @@ async def test_where_one_is_left_all_are_and_nothing_more_is_sent() -> None:
         stopping.set()
         await servers[1].server.stop(0)
         await both.left.wait()
-        assert all(exchange.left.is_set() for exchange in both.servers)
-        for exchange in both.servers:
+        assert all(exchange.left.is_set() for exchange in both)
+        for exchange in both:
             exchange.switch(6)
         both.receipt([], 8)
         both.checkpoint(8)

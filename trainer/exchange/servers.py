@@ -1,4 +1,4 @@
-"""One run's streams: an `Exchange` for each of its servers.
+"""One run's servers, with an `Exchange` for each.
 
 Each server learns only its part of a step (`division`) and its own groups. Demand, greetings,
 losses and waits are per server. All servers share the version that the trainer holds, so a switch
@@ -18,14 +18,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from typing import TypeVar
+
+import grpc
 
 from penstock.trainer.core.aio import together
 from penstock.trainer.data.shards import Division
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
-from penstock.trainer.exchange.stream import Exchange
+from penstock.trainer.exchange.stream import Contract, Exchange, Listeners, RunFacts
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
+
+T = TypeVar("T")
 
 Restore = Callable[[int, trainer_service_pb2.Welcome], Awaitable[None]]
 """Brings a server up to date that came back with less state than it had."""
@@ -36,18 +43,27 @@ Heed = Callable[[int, trainer_service_pb2.Notice], None]
 MAX_NOTICES = 1_000
 
 
-class Exchanges:
-    """Every stream of one run. Servers are identified by index, from zero."""
+class Servers:
+    """Every server of one run, identified by index, from zero."""
 
-    def __init__(self, servers: Sequence[Exchange], division: Division) -> None:
-        self.servers = tuple(servers)
+    def __init__(
+        self,
+        channels: Sequence[tuple[str, grpc.aio.Channel]],
+        division: Division,
+        run: RunFacts,
+        *,
+        give_up_after_seconds: float,
+        stopping: asyncio.Event,
+    ) -> None:
+        """`channels` has each server's address and a channel to it. Of the contract in `run`,
+        each server gets its own part of a step (`division`)."""
         self.division = division
         self.left = asyncio.Event()
         """Set when the run stops without one of its servers, for good. Nothing more is sent to any
         of them."""
-        self._on_notice: Heed | None = None
+        self._heed: Heed | None = None
         self._unheeded: deque[tuple[int, trainer_service_pb2.Notice]] = deque(maxlen=MAX_NOTICES)
-        """Notices that arrived before `on_notice` was set. A server sends each notice once."""
+        """Notices that arrived outside of `notices_to`. A server sends each notice once."""
         self._news = asyncio.Event()
         self._changed = False
         """Whether `next_group` still has to report, by returning None, that `take_arrived` took
@@ -55,37 +71,60 @@ class Exchanges:
         self._from: dict[str, int] = {}
         """The server of each group in hand. It differs from the one its index suggests if the list
         of servers changed after its task was submitted."""
-        for server, exchange in enumerate(self.servers):
-            exchange.on_arrival = self._news.set
-            exchange.on_all_seen = self._change
-            exchange.on_left = self._leave
-            exchange.on_notice = partial(self._notice, server)
+        self._exchanges = tuple(
+            Exchange(
+                channel,
+                replace(run, contract=_with_part(run.contract, part)),
+                give_up_after_seconds=give_up_after_seconds,
+                stopping=stopping,
+                where=address if len(channels) > 1 else "",
+                listeners=Listeners(
+                    arrived=self._news.set,
+                    all_seen=self._change,
+                    left=self._leave,
+                    noticed=partial(self._notice, server),
+                ),
+            )
+            for server, ((address, channel), part) in enumerate(
+                zip(channels, division.parts, strict=True)
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    def __iter__(self) -> Iterator[Exchange]:
+        return iter(self._exchanges)
+
+    def __getitem__(self, server: int) -> Exchange:
+        return self._exchanges[server]
 
     @property
     def held_version(self) -> int:
         """Version the trainer holds, the same for every server."""
-        return self.servers[0].held_version
+        return self[0].held_version
 
     @property
     def trainer_epoch(self) -> int:
         """Unique to this start of the trainer."""
-        return self.servers[0].trainer_epoch
+        return self[0].trainer_epoch
 
     @property
     def evaluations(self) -> tuple[EvaluationStream, ...]:
         """The evaluation stream of each server."""
-        return tuple(exchange.evaluations for exchange in self.servers)
+        return tuple(exchange.evaluations for exchange in self)
 
-    @property
-    def on_notice(self) -> Heed | None:
-        """Called with each notice. Setting it replays up to 1,000 notices that arrived before."""
-        return self._on_notice
-
-    @on_notice.setter
-    def on_notice(self, heed: Heed | None) -> None:
-        self._on_notice = heed
-        while heed is not None and self._unheeded:
+    @contextmanager
+    def notices_to(self, heed: Heed) -> Generator[None]:
+        """Calls `heed` with each notice within the context, and at its begin with up to 1,000 that
+        arrived before."""
+        while self._unheeded:
             heed(*self._unheeded.popleft())
+        self._heed = heed
+        try:
+            yield
+        finally:
+            self._heed = None
 
     async def open(self) -> bool:
         """Connects to all servers for the first time. Returns False if the run is asked to stop
@@ -93,19 +132,25 @@ class Exchanges:
 
         Raises ServerGone and SessionRefused.
         """
-        welcomes = await together(exchange.open() for exchange in self.servers)
+        welcomes = await together(exchange.open() for exchange in self)
         return all(welcome is not None for welcome in welcomes)
 
     async def run(self, restore: Restore) -> None:
         """Runs every `Exchange`; returns when all have ended. Raises ServerGone and
         SessionRefused."""
         await together(
-            exchange.run(partial(restore, server)) for server, exchange in enumerate(self.servers)
+            exchange.run(partial(restore, server)) for server, exchange in enumerate(self)
         )
 
     async def close(self) -> None:
         """Half-closes all streams. Returns when they have ended, or after the timeout."""
-        await together(exchange.close() for exchange in self.servers)
+        await together(exchange.close() for exchange in self)
+
+    async def ask_all(self, attempt: Callable[[int], Awaitable[T]]) -> list[T | None]:
+        """Calls `Exchange.ask` for every server concurrently."""
+        return await together(
+            exchange.ask(partial(attempt, server)) for server, exchange in enumerate(self)
+        )
 
     async def next_group(self) -> trajectory_pb2.TrajectoryGroup | None:
         """Waits for the next group that any server delivers. Each group is returned once.
@@ -114,7 +159,7 @@ class Exchanges:
         all groups buffered at a server have been seen and the last one was already known.
         """
         while not self._changed:
-            for server, exchange in enumerate(self.servers):
+            for server, exchange in enumerate(self):
                 if exchange.arrived_count:
                     return self._hand_over(server, await exchange.next_group())
             self._news.clear()
@@ -125,7 +170,7 @@ class Exchanges:
     def take_arrived(self, server: int) -> list[trajectory_pb2.TrajectoryGroup]:
         """Takes all groups of a server that `next_group` has not returned. Wakes up a pending
         `next_group`."""
-        taken = [self._hand_over(server, group) for group in self.servers[server].take_arrived()]
+        taken = [self._hand_over(server, group) for group in self[server].take_arrived()]
         if taken:
             self._change()
         return taken
@@ -140,16 +185,16 @@ class Exchanges:
         divided: defaultdict[int, list[trajectory_pb2.TrajectoryGroup]] = defaultdict(list)
         for group in groups:
             divided[self._from.pop(group.group_id)].append(group)
-        for server, exchange in enumerate(self.servers):
+        for server, exchange in enumerate(self):
             exchange.receipt(divided[server], step)
 
     def refuse(self, group: trajectory_pb2.TrajectoryGroup, reason: str, message: str) -> None:
         """Tells its server that a group is unusable and must not be delivered again."""
-        self.servers[self._from.pop(group.group_id)].refuse(group, reason, message)
+        self[self._from.pop(group.group_id)].refuse(group, reason, message)
 
     def checkpoint(self, step: int) -> None:
         """Reports to every server that receipts up to `step` are final."""
-        for exchange in self.servers:
+        for exchange in self:
             exchange.checkpoint(step)
 
     def _change(self) -> None:
@@ -163,14 +208,23 @@ class Exchanges:
         return group
 
     def _notice(self, server: int, notice: trainer_service_pb2.Notice) -> None:
-        if self._on_notice is None:
+        if self._heed is None:
             self._unheeded.append((server, notice))
         else:
-            self._on_notice(server, notice)
+            self._heed(server, notice)
 
     def _leave(self) -> None:
         if self.left.is_set():
             return
         self.left.set()
-        for exchange in self.servers:
+        for exchange in self:
             exchange.leave()
+
+
+def _with_part(
+    contract: trainer_service_pb2.StalenessContract, part: int
+) -> trainer_service_pb2.StalenessContract:
+    own = Contract()
+    own.CopyFrom(contract)
+    own.groups_per_step = part
+    return own
