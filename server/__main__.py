@@ -110,13 +110,11 @@ def serve(
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns its exit status."""
     result = serve.main(arguments, prog_name="penstock serve", standalone_mode=False)
     return result if isinstance(result, int) else 0
 
 
 def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int:
-    """Serve, or print the resolved configuration. Returns the exit status."""
     logging.basicConfig(
         level=os.environ.get("PENSTOCK_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -226,7 +224,7 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
 
 
 def _cannot_serve(source: EngineSource, error: Exception) -> int:
-    """Report why the engine did not start. vLLM may raise anything for a model it cannot load."""
+    """vLLM may raise anything for a model it cannot load."""
     logger.debug("the engine did not start", exc_info=error)
     click.echo(f"penstock serve: cannot serve {source.model}: {error}", err=True)
     return 1

@@ -70,20 +70,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Serving:
-    """One rollout server: an engine and the three services around it.
-
-    Each property makes its part once, from the parts above it. A function that a part calls later may
-    use any part.
-    """
+    """Each property makes its part once, from the parts above it. Later calls may use any part."""
 
     engine: LocalEngine | PoolEngine
     renderer: Renderer
     config: ServeConfig
     journal: Journal = field(default_factory=MemoryJournal)
     gate: Gate | None = None
-    """The gate that the gRPC server was bound with."""
     http: HttpServer | None = None
-    """The HTTP server; it uses the gate too."""
 
     @cached_property
     def changed(self) -> Broadcast:
@@ -424,10 +418,7 @@ class Serving:
         await recorded
 
     async def _release_turns(self) -> None:
-        """Stop holding turns if the active version is the trainer's.
-
-        Without a session any uploaded version will do, for example one that a hub gave its engine server.
-        """
+        """Without a session any uploaded version counts as the trainer's, such as one from a hub."""
         active = self.switch.active_version
         if not self.session.connected or self.admission.trainer_version == active:
             await self.switch.await_trainer(False)

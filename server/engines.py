@@ -26,12 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineSource(Protocol):
-    """Creates the engine of a server."""
-
     @property
-    def model(self) -> str:
-        """The model's name, for the operator."""
-        ...
+    def model(self) -> str: ...
 
     @property
     def options(self) -> dict[str, object]:
@@ -39,15 +35,11 @@ class EngineSource(Protocol):
         ...
 
     def load_tokenizer(self, engine: Engine | None) -> object | None:
-        """Loads the model's tokenizer once the model is known.
-
-        Called without the engine before it starts, and with it afterwards. Returns None if it needs
-        the engine.
-        """
+        """Called without the engine before its start, then with it. None if it needs the engine."""
         ...
 
     async def start(self) -> LocalEngine | PoolEngine:
-        """Starts the engine and returns it once it can sample."""
+        """Returns once the engine can sample."""
         ...
 
 
@@ -56,8 +48,6 @@ class ParserFailed(Exception):
 
 
 class VllmSource:
-    """vLLM in this process, the engine of an ordinary server."""
-
     def __init__(self, config: ServeConfig, engine_options: list[str]) -> None:
         """Raises ConfigError for an unknown parser or an invalid engine option."""
         # Imports vllm, which takes seconds, so only do it when it is needed.
@@ -90,8 +80,6 @@ class VllmSource:
 
 
 class HubSource:
-    """The pool of engine servers behind a hub."""
-
     def __init__(self, config: ServeConfig, engine_options: list[str]) -> None:
         """Raises ConfigError for an unknown parser or an engine option, which a hub cannot use."""
         unused = [name for name in config.engine if name not in ("model", "tokenizer")]
@@ -110,7 +98,6 @@ class HubSource:
 
     @property
     def options(self) -> dict[str, object]:
-        """What the hub's settings name of the model."""
         return dict(self._config.engine)
 
     def load_tokenizer(self, engine: Engine | None) -> object | None:
@@ -150,7 +137,6 @@ class HubSource:
 
 
 def pool_rules(pool: PoolSection) -> PoolRules:
-    """Converts the pool settings to rules."""
     from penstock.server.engine.turn_limit import LimitRules
     from penstock.server.pool.routing import RoutingRules
     from penstock.server.pool.rules import PoolRules
@@ -183,7 +169,7 @@ def _check_parsers(config: ServeConfig) -> None:
 
 
 def make_parser(config: ServeConfig, tokenizer: object) -> OutputParser | None:
-    """Makes the parser of tool calls and reasoning, if one is configured. Raises ParserFailed."""
+    """None if no parser is configured. Raises ParserFailed."""
     names = config.conversation.tool_parser, config.conversation.reasoning_parser
     if not any(names):
         return None

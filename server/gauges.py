@@ -14,7 +14,6 @@ Counts = tuple[tuple[str, str, str, Callable[[], Mapping[str, float]]], ...]
 
 
 def observe(serving: Serving) -> None:
-    """Register the metrics of a server."""
     metrics, pool = serving.metrics, serving.pool
     gauges, counts = _load(serving), _counts(serving)
     if pool is not None:

@@ -9,7 +9,7 @@ from penstock.server.journal.protocol import Journal, JournalUnreadable
 
 
 async def open_journal(section: JournalSection) -> Journal:
-    """Open the configured journal. Raises JournalInUse and JournalUnreadable."""
+    """Raises JournalInUse and JournalUnreadable."""
     if section.durability == "none":
         return MemoryJournal()
     if section.url is not None:

@@ -47,12 +47,10 @@ class AddressInUse(Exception):
 def bind(
     listen: str, concurrent_calls: int, gate: Gate | None = None
 ) -> tuple[grpc.aio.Server, int]:
-    """Create a gRPC server bound to HOST:PORT, not yet serving. Returns it and the port it got.
+    """Also returns the port. Without a gate the server accepts calls from this host only, unauthenticated.
 
-    Without a gate it accepts calls from this host only and does not authenticate them.
-
-    Raises AddressInUse if another process has the port or the host is not this machine's, and
-    ConfigError if the server would be open to anyone.
+    Raises AddressInUse if another process has the port or the host is not this machine's, and ConfigError
+    if the server would be open to anyone.
     """
     credentials = None if gate is None else gate.credentials.server_credentials()
     if gate is None:
@@ -74,8 +72,6 @@ def bind(
 
 
 class Lifecycle:
-    """Starts and stops an assembled server."""
-
     def __init__(self, serving: Serving, server: grpc.aio.Server) -> None:
         """`server` is bound and has no handlers yet."""
         self.serving = serving
@@ -83,7 +79,7 @@ class Lifecycle:
         self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Recover from the journal and begin to serve. Raises JournalUnreadable and OSError."""
+        """Raises JournalUnreadable and OSError."""
         serving = self.serving
         observe(serving)
         await self._recover()
@@ -104,7 +100,7 @@ class Lifecycle:
         ]
 
     async def _recover(self) -> None:
-        """Restore what the journal holds. Raises JournalUnreadable."""
+        """Raises JournalUnreadable."""
         serving, switch = self.serving, self.serving.switch
         found = await recover_from(serving.journal)
         serving.state.restore(found, serving.journal)

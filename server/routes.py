@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def handlers(serving: Serving) -> Mapping[str, Handler]:
-    """The handler of each rpc, by service and name."""
+    """By service and name."""
     rollouts, tasks = serving.rollouts, serving.tasks
 
     def update_weights(requests: Any, call: Call) -> object:
@@ -42,7 +42,6 @@ def handlers(serving: Serving) -> Mapping[str, Handler]:
 
 
 def endpoints(serving: Serving) -> Starlette:
-    """The HTTP endpoints served in addition to gRPC."""
     # These import vllm, which takes seconds, so import them only if they are served.
     from penstock.server.http.app import Endpoints
     from penstock.server.http.chat import ChatCompletions

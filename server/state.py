@@ -24,8 +24,6 @@ DELIVERY_IDS_PER_START = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class JournaledState:
-    """The components that hold a server's state."""
-
     queue: TaskQueue
     store: TrajectoryStore
     buffer: GroupBuffer
@@ -34,7 +32,6 @@ class JournaledState:
     session: CurrentSession
 
     def restore(self, found: Recovered, journal: Journal) -> None:
-        """Fill the empty components from a recovered journal."""
         self.queue.restore(
             [found.tasks[task_id] for task_id in found.pending],
             found.groups.values(),
@@ -65,7 +62,6 @@ class JournaledState:
         self.session.restore(found.run_id, found.trainer_epoch, found.start_id)
 
     def snapshot(self, starts: int, weight_version: int) -> Iterator[SnapshotItem]:
-        """Return the whole state as snapshot items."""
         run_id, trainer_epoch, start_id = self.session.run
         return snapshot(
             ServerState(

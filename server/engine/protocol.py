@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 
 class Finish(Enum):
-    """Why the engine stopped sampling a request."""
-
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
@@ -51,11 +49,10 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of one engine request. They are validated and have every default
-    applied."""
+    """Validated, with every default applied."""
 
     max_tokens: int
-    """Most tokens to sample, at least 1. This is what is left of the turn's budget."""
+    """At least 1; what is left of the turn's budget."""
     temperature: float = 1.0
     """Zero is greedy."""
     top_p: float = 1.0
@@ -73,7 +70,7 @@ WHOLE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One request to the engine. A turn that is resumed makes several."""
+    """A turn that is resumed makes several."""
 
     request_id: str
     """Unique among all requests ever made."""
@@ -89,8 +86,7 @@ class EngineRequest:
     trace_headers: Mapping[str, str] = field(default_factory=dict[str, str])
     """W3C trace context for the engine's own span."""
     adapter_version: int | None = None
-    """Version of the adapter that samples it, which the engine must have. None for the full
-    weights."""
+    """The engine must have it. None for the full weights."""
     trajectory_id: str = ""
     group_id: str = ""
     """Trajectory and group of the request, for an engine that routes between several servers."""
@@ -107,7 +103,6 @@ class Delta:
     logprobs: NDArray[np.float32]
     """Log-probability of each token under the distribution it was sampled from, shape [n]."""
     weight_version: int
-    """Version that sampled the tokens."""
     finish: Finish | None = None
     """Set on the last delta."""
     cached_token_count: int = 0
@@ -116,8 +111,6 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape of one tensor, in the checkpoint's naming."""
-
     shape: tuple[int, ...]
     optional: bool = False
     """Whether a full upload may omit it, such as a tied `lm_head.weight`."""
@@ -154,8 +147,6 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """Limits of an engine that was started with adapters."""
-
     max_rank: int
     max_adapters: int
     """Most adapters that sample at the same time. The engine can hold one more."""
@@ -185,8 +176,6 @@ class EngineDescription:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Current load of the engine."""
-
     running: int = 0
     waiting: int = 0
     kv_cache_usage: float = 0.0
@@ -195,10 +184,7 @@ class EngineStats:
 
 
 class RequestLost(Exception):
-    """The engine is alive but no longer works on this request.
-
-    Tokens it has already delivered remain valid. The rest can be requested again.
-    """
+    """The engine is alive but dropped this request. Delivered tokens stay valid; retry the rest."""
 
 
 class EngineLost(Exception):
@@ -206,12 +192,11 @@ class EngineLost(Exception):
 
 
 class EngineLoadFailed(Exception):
-    """Loading weights failed. After a failed `load`, the weights in the engine cannot be
-    trusted."""
+    """Loading weights failed. If `load` raised it, the weights in the engine cannot be trusted."""
 
 
 class Engine(Protocol):
-    """Samples requests. All methods are called from one event loop."""
+    """All methods are called from one event loop."""
 
     @property
     def description(self) -> EngineDescription: ...
@@ -227,16 +212,13 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Stops requests and returns once the engine no longer works on them.
+        """Returns once the engine no longer works on the requests. Unknown ids are ignored.
 
-        Their iterators yield the tokens sampled so far and end with ABORTED. Unknown ids are
-        ignored.
+        The iterators of the requests yield the tokens sampled so far and end with ABORTED.
         """
         ...
 
-    def stats(self) -> EngineStats:
-        """Returns the current load."""
-        ...
+    def stats(self) -> EngineStats: ...
 
     async def lost(self) -> str:
         """Waits until the engine has died and returns the reason."""
@@ -248,8 +230,6 @@ class Engine(Protocol):
 
 
 class SwitchableEngine(Engine, Protocol):
-    """An engine with replaceable weights."""
-
     async def pause(self, *, drop_cache: bool) -> None:
         """Freezes every request at a step boundary and returns when nothing is being sampled.
 
@@ -268,10 +248,8 @@ class SwitchableEngine(Engine, Protocol):
         ...
 
     async def load(self, weights: StagedWeights) -> None:
-        """Replaces the weights; only while paused. Later tokens carry `weights.weight_version`.
-
-        Raises EngineLoadFailed, after which only another `load` can make the engine usable.
-        """
+        """Replaces the weights; only while paused. Later tokens carry `weights.weight_version`. Raises
+        EngineLoadFailed, after which only another `load` can make the engine usable."""
         ...
 
     async def resume(self) -> None:
@@ -283,66 +261,49 @@ class SwitchableEngine(Engine, Protocol):
     ) -> NDArray[np.float32]:
         """Log-probability of each token but the first, given those before it, at temperature 1.
 
-        Shape [n] -> [n - 1], n >= 2; one position of the context must remain free. The engine
-        computes them from scratch with its current weights, and with the named adapter if there is
-        one. They run before any request that is still waiting. Not available while paused. Raises
-        EngineLost.
+        Shape [n] -> [n - 1], n >= 2; one position of the context must remain free. The engine computes
+        them from scratch with its current weights, and with the named adapter if there is one. They run
+        before any request that is still waiting. Not available while paused. Raises EngineLost.
         """
         ...
 
 
 class CollectiveEngine(SwitchableEngine, Protocol):
-    """An engine that can receive weights through a collective."""
-
     async def join_collective(
         self, backend: str, rendezvous: Mapping[str, object], seconds: float
     ) -> None:
-        """Joins a collective and leaves the current one, if any. `rendezvous` is specific to the
-        backend.
+        """Leaves the current collective, if any. `rendezvous` is specific to the backend.
 
-        The engine may stop sampling in the meantime. Raises WeightRefused if the collective could
-        not be formed; the engine is then in no collective. Raises EngineLost if the engine does not
-        return within about `seconds`.
+        The engine may stop sampling in the meantime. Raises WeightRefused if the collective could not be
+        formed; the engine is then in no collective. Raises EngineLost if the engine does not return within
+        about `seconds`.
         """
         ...
 
     async def begin_collective(self) -> None:
-        """Begins an update through the collective; only while paused. The weights do not change
-        yet."""
+        """Begins an update; only while paused. The weights do not change yet."""
         ...
 
     async def receive_collective(self, update: CollectiveUpdate, seconds: float) -> None:
         """Takes part in one transfer. `update` describes it in the backend's own format.
 
-        After an error the update has ended and the engine has left the collective. Raises
-        WeightRefused if the weights are unchanged, EngineLoadFailed if they are not, and EngineLost
-        as joining does.
+        After an error the update has ended and the engine has left the collective. Raises WeightRefused if
+        the weights are unchanged, EngineLoadFailed if they are not, and EngineLost as joining does.
         """
         ...
 
     async def finish_collective(self, weight_version: int, seconds: float) -> None:
-        """Makes the received tensors the weights. Later tokens carry `weight_version`.
-
-        Raises the same errors as `receive_collective`.
-        """
+        """Later tokens carry `weight_version`. Raises the same errors as `receive_collective`."""
         ...
 
     async def abandon_collective(self, seconds: float) -> bool:
-        """Ends an update without finishing it and leaves the collective.
-
-        Returns whether the weights are unchanged. Raises EngineLost.
-        """
+        """Also leaves the collective. Returns whether the weights are unchanged. Raises EngineLost."""
         ...
 
 
 class AdapterEngine(SwitchableEngine, Protocol):
-    """An engine that can sample with adapters on its weights."""
-
     async def add_adapter(self, adapter: Adapter) -> None:
-        """Adds an adapter to those that the engine has, without a pause.
-
-        Raises EngineLost. Raises EngineLoadFailed, after which the engine is unchanged.
-        """
+        """Needs no pause. Raises EngineLost, and EngineLoadFailed, after which the engine is unchanged."""
         ...
 
     async def remove_adapter(self, weight_version: int) -> None:

@@ -27,8 +27,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LimitRules:
-    """Parameters of the limit's growth and fall."""
-
     first: int = 32
     fewest: int = 1
     most: int = 4096
@@ -62,8 +60,6 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class TurnLimit:
-    """The limit and the state of its controller."""
-
     value: int
     preemptions: int | None = None
     """Count in the last report; None before the first."""
@@ -74,7 +70,6 @@ class TurnLimit:
 
     @classmethod
     def begin(cls, rules: LimitRules) -> TurnLimit:
-        """The limit of an engine about which nothing is known."""
         return cls(rules.first)
 
     def bounded(self, turns: int, rules: LimitRules) -> TurnLimit:
@@ -83,7 +78,6 @@ class TurnLimit:
         return TurnLimit(value, self.preemptions, self.coming_down, proven=True)
 
     def after(self, report: LoadReport, rules: LimitRules) -> TurnLimit:
-        """The limit after a report."""
         value, proven = self.value, self.proven
         before = report.preemptions if self.preemptions is None else self.preemptions
         # A count that decreased comes from another engine process.

@@ -66,8 +66,6 @@ Serve = Callable[[Surface, "Scope", "Receive", Sending], Awaitable[None]]
 
 
 class Endpoints:
-    """Serves all surfaces of one server."""
-
     def __init__(
         self,
         surfaces: Mapping[str, Surface],
@@ -79,8 +77,7 @@ class Endpoints:
         stalled_seconds: float,
         counting: Counting | None = None,
     ) -> None:
-        """`surfaces` maps path suffixes to surfaces. `check_memory` raises MEMORY_BUDGET if this many
-        bytes of a request do not fit. `counting` is the surface that also counts tokens."""
+        """`surfaces` is by path suffix. `check_memory` raises MEMORY_BUDGET if the bytes do not fit."""
         self._surfaces = surfaces
         self._turns = turns
         self._renderer = renderer
@@ -215,8 +212,7 @@ class Endpoints:
 
 
 class _Endpoint:
-    """Wraps an ASGI application in a class, because Starlette would call a function with a
-    request."""
+    """Wraps an ASGI application in a class, because Starlette would call a function with a request."""
 
     def __init__(self, application: ASGIApp) -> None:
         self._application = application

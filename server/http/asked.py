@@ -29,7 +29,7 @@ class Asked:
     """A request of an agent, independent of the endpoint it used."""
 
     attempt_id: str
-    """Attempt id from the URL; empty for a request without an attempt."""
+    """From the URL; empty for a request without an attempt."""
     messages: list[Message]
     tools: list[Tool]
     sampling: dict[str, Any]
@@ -60,14 +60,12 @@ class Answer:
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """The tools that the policy was given."""
         history = self.turn.record.history
         return () if history is None else history.tools
 
 
 class RefusedRequests:
-    """Counts refused requests by digest, if they were refused before a turn began. Keeps the
-    newest."""
+    """Counts, by digest, requests that were refused before a turn began. Keeps the newest."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[bytes, int] = OrderedDict()

@@ -106,7 +106,7 @@ class ChatCompletions:
 
 
 def read(body: dict[str, Any]) -> ChatRequest:
-    """Parses a request. Raises FIELD_INVALID."""
+    """Raises FIELD_INVALID."""
     requests.check_parameters(body, READ, NEUTRAL)
     tools = requests.objects(body, "tools")
     for index, tool in enumerate(tools):
@@ -134,7 +134,6 @@ def read(body: dict[str, Any]) -> ChatRequest:
 
 
 def whole(reply: Reply) -> ChatCompletionResponse:
-    """Builds the whole answer."""
     message = reply.message
     calls = [
         ToolCall(
@@ -166,7 +165,7 @@ def whole(reply: Reply) -> ChatCompletionResponse:
 async def chunks(
     reply: Reply, deltas: AsyncIterator[ReplyPart]
 ) -> AsyncGenerator[ChatCompletionStreamResponse]:
-    """Yields the answer as it is written. The first and last chunk have the usage so far."""
+    """The first and last chunk have the usage so far."""
     created = int(time.time())
 
     def chunk(delta: DeltaMessage, finish: str | None = None) -> ChatCompletionStreamResponse:
@@ -194,7 +193,6 @@ async def chunks(
 
 
 def delta_message(delta: ReplyPart) -> DeltaMessage:
-    """Converts a delta to vLLM's type."""
     message = DeltaMessage()
     if delta.content:
         message.content = delta.content
@@ -213,14 +211,12 @@ def delta_message(delta: ReplyPart) -> DeltaMessage:
 
 
 def finish_reason(reply: Reply) -> str:
-    """OpenAI's name for why the turn ended."""
     if reply.length:
         return "length"
     return "tool_calls" if reply.message.tool_calls else "stop"
 
 
 def usage(reply: Reply) -> UsageInfo:
-    """Counts the tokens of the context and of the turn."""
     return UsageInfo(
         prompt_tokens=reply.prompt_token_count,
         completion_tokens=reply.policy_token_count,

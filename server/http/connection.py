@@ -36,8 +36,6 @@ class Gone(Exception):
 
 
 class Bodies:
-    """Reads the bodies of requests."""
-
     def __init__(
         self, callers: Callers, check_memory: Callable[[int], None], stalled_seconds: float
     ) -> None:
@@ -100,7 +98,6 @@ class Sending:
     async def json(
         self, text: str, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Sends a whole answer."""
         body = text.encode()
         length = {"content-length": str(len(body))}
         with self._unread(len(body)):
@@ -109,7 +106,6 @@ class Sending:
             await self.end()
 
     async def event(self, event: str) -> None:
-        """Sends one event of a streamed answer."""
         if not self._begun:
             await self._start(
                 200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
@@ -125,12 +121,11 @@ class Sending:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
-        """Ends a streamed answer."""
         await self._send({"type": "http.response.body", "body": b""})
         self._ended = True
 
     async def refuse(self, surface: Surface, error: DomainError) -> None:
-        """Sends an error, if the answer has not ended yet."""
+        """Does nothing once the answer has ended."""
         # The call has already ended, and its charges with it.
         self._unread = _uncounted
         with contextlib.suppress(Gone):
@@ -166,7 +161,7 @@ def _uncounted(_: int) -> contextlib.AbstractContextManager[None]:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs the work and cancels it if the client disconnects. Raises Gone."""
+    """Cancels the work and raises Gone if the client disconnects."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

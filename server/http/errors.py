@@ -53,7 +53,6 @@ _ANTHROPIC_TYPES = {
 
 
 def status_of(error: DomainError) -> HTTPStatus:
-    """Returns the HTTP status for an error."""
     if error.reason is Reason.MESSAGE_TOO_LARGE:
         return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     return STATUSES[error.code]
@@ -71,12 +70,10 @@ def headers_of(error: DomainError) -> dict[str, str]:
 
 
 def openai_body(error: DomainError) -> dict[str, object]:
-    """Body for the `openai` SDKs."""
     return {"error": _described(error, _type(error, _OPENAI_TYPES, "server_error"))}
 
 
 def anthropic_body(error: DomainError) -> dict[str, object]:
-    """Body for the `anthropic` SDKs."""
     return {
         "type": "error",
         "error": _described(error, _type(error, _ANTHROPIC_TYPES, "api_error")),

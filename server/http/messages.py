@@ -85,10 +85,7 @@ class Messages:
         return request
 
     def read_count(self, body: bytes) -> MessagesRequest:
-        """Parses a request to count tokens. Its last message may be the assistant's.
-
-        Raises DomainError.
-        """
+        """The last message may be the assistant's. Raises DomainError."""
         return self._read({"max_tokens": 1, **requests.read_object(body)})
 
     def _read(self, found: requests.JsonObject) -> MessagesRequest:
@@ -183,10 +180,7 @@ def _check_blocks(body: requests.JsonObject) -> None:
 
 
 def _read_results(request: AnthropicMessagesRequest) -> None:
-    """Checks tool results, and marks failed ones in their text. Raises FIELD_INVALID.
-
-    Templates have no other place for the failure.
-    """
+    """Marks failed results in their text, because templates have no other place. Raises FIELD_INVALID."""
     for i, message in enumerate(request.messages):
         blocks = message.content if isinstance(message.content, list) else []
         for j, block in enumerate(blocks):
@@ -210,10 +204,7 @@ def _with_extra(event: str, reply: Reply) -> str:
 
 
 def _with_signature(event: str) -> str:
-    """Adds the signature field, which vLLM omits, to the event that begins a thinking block.
-
-    It is empty there, because the signature follows at the end of the block.
-    """
+    """vLLM omits the field. It is empty here, because the signature follows at the end of the block."""
     head, data = event.split("data: ", 1)
     told = json.loads(data)
     if told["content_block"]["type"] == "thinking":

@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """A new part of an answer."""
-
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -42,8 +40,6 @@ class ReplyPart:
 
 @dataclass(slots=True)
 class Reply:
-    """An answer in the form that the surfaces write."""
-
     answer_id: str
     model: str
     prompt_token_count: int
@@ -57,9 +53,7 @@ class Reply:
     reasoning_token_count: int = 0
     """Reasoning tokens among the policy's, if the parser counts them."""
     length: bool = False
-    """Whether it ended because of its length."""
     stop_string: str | None = None
-    """The stop string that ended it."""
     tool_call_error: str = ""
     """Why text that begins like a tool call is not one."""
 
@@ -69,7 +63,6 @@ class Reply:
         return {"tool_call_error": self.tool_call_error} if self.tool_call_error else {}
 
     def finish(self, finished: rollout_service_pb2.TurnFinished, turn: Turn) -> None:
-        """Fills in how the turn ended."""
         said, stops, written = finished.message, turn.sampling.stop, turn.attempt.written
         calls = tuple(
             ToolCall(call.tool_call_id, call.name, call.arguments_json) for call in said.tool_calls
@@ -88,7 +81,7 @@ class Reply:
 
 
 async def tell_whole(turns: AgentTurns, answer: Answer, reply: Reply) -> None:
-    """Waits for the end of the turn. Raises the same errors as `AgentTurns.follow`."""
+    """Raises what `AgentTurns.follow` raises."""
     reply.finish(await turns.whole(answer), answer.turn)
     await turns.told(answer, reply.message)
 
@@ -99,8 +92,7 @@ async def tell(
     reply: Reply,
     stream: TurnStream,
 ) -> AsyncGenerator[ReplyPart]:
-    """Yields new parts as they arrive and fills in the reply at the end. Raises the same as
-    `follow`."""
+    """Yields new parts and fills in the reply at the end. Raises what `AgentTurns.follow` raises."""
     stops = answer.turn.sampling.stop
     content = _Sent(max((len(stop) - 1 for stop in stops), default=0), stops)
     reasoning = _Sent(0, ())
@@ -130,7 +122,7 @@ class _Sent:
         self._stops = stops
 
     def add(self, text: str) -> str:
-        """Adds text and returns what can be sent now."""
+        """Returns what can be sent now."""
         self._text += text
         found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
         end = min(found, default=max(len(self.sent), len(self._text) - self._held))

@@ -57,7 +57,7 @@ class Previous:
 
 
 def read_object(body: bytes) -> JsonObject:
-    """Parses a body as a JSON object. Raises MALFORMED_MESSAGE."""
+    """Raises MALFORMED_MESSAGE."""
     try:
         text = body.decode("utf-8-sig")
         found: object = json.loads(text)
@@ -72,8 +72,7 @@ def read_object(body: bytes) -> JsonObject:
 
 
 def objects(body: JsonObject, name: str) -> list[JsonObject]:
-    """Returns a parameter that is a list of objects; empty if it is absent. Raises
-    FIELD_INVALID."""
+    """Empty if the parameter is absent. Raises FIELD_INVALID."""
     found: object = body.get(name)
     if found is None:
         return []
@@ -105,7 +104,7 @@ def check_tool_choice(body: Mapping[str, object], none: object) -> None:
 
 
 def validated(model: type[Model], body: JsonObject) -> Model:
-    """Validates the body as one of vLLM's models. Raises FIELD_INVALID with the field's name."""
+    """`model` is one of vLLM's. Raises FIELD_INVALID with the field's name."""
     from pydantic import ValidationError
 
     given = {name: value for name, value in body.items() if value is not None}
@@ -123,14 +122,13 @@ def validated(model: type[Model], body: JsonObject) -> Model:
 
 
 def unfit(name: str, error: Exception) -> FieldInvalid:
-    """Builds the refusal of a field for an exception in UNFIT."""
+    """`error` is one of UNFIT."""
     # args[0] omits the parameter and value that vLLM's exceptions append to their text.
     return FieldInvalid(name, f"cannot be read: {error.args[0] if error.args else error}")
 
 
 def sampling_of(body: Mapping[str, Any], names: Mapping[str, str]) -> JsonObject:
-    """Returns the body's sampling parameters by their names in SamplingParams. Raises
-    FIELD_INVALID."""
+    """By their names in SamplingParams. Raises FIELD_INVALID."""
     found: JsonObject = {}
     for name, ours in names.items():
         value: Any = body.get(name)
@@ -154,7 +152,7 @@ def sampling_of(body: Mapping[str, Any], names: Mapping[str, str]) -> JsonObject
 
 
 def read_messages(messages: Sequence[Any], where: str = "messages") -> list[Message]:
-    """Parses messages in OpenAI's format. Raises FIELD_INVALID."""
+    """`messages` are in OpenAI's format. Raises FIELD_INVALID."""
     if not messages:
         raise FieldInvalid(where, "must hold at least one message")
     if len(messages) > MAX_MESSAGES:
@@ -163,10 +161,7 @@ def read_messages(messages: Sequence[Any], where: str = "messages") -> list[Mess
 
 
 def check_end(messages: Sequence[Message], where: str) -> None:
-    """Refuses a conversation that ends with an assistant message. Raises FIELD_INVALID.
-
-    The template would close that message and open a second one after it. `where` names the message.
-    """
+    """The template would close a final assistant message and open another. Raises FIELD_INVALID."""
     if messages[-1].role == "assistant":
         raise FieldInvalid(
             where, "must not be the last: the server does not continue an assistant message"
@@ -222,7 +217,7 @@ def _call(said: object, where: str) -> ToolCall:
 
 
 def read_text(content: object, where: str) -> str:
-    """Joins a text or a list of text parts. Raises FIELD_INVALID for other types."""
+    """Joins a list of text parts. Raises FIELD_INVALID for other types."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -243,7 +238,7 @@ def read_text(content: object, where: str) -> str:
 
 
 def read_tools(tools: Iterable[Mapping[str, Any]], where: str = "tools") -> list[Tool]:
-    """Parses functions: their names, descriptions and JSON Schemas. Raises FIELD_INVALID."""
+    """Raises FIELD_INVALID."""
     return [
         Tool(
             identifier(f"{where}[{index}].name", str(tool.get("name") or "")),

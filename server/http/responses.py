@@ -157,11 +157,7 @@ class Responses:
 
 
 def _read_input(body: requests.JsonObject) -> object:
-    """Returns the input with each assistant message's parts joined, because vLLM only reads the
-    first.
-
-    Raises FIELD_INVALID.
-    """
+    """Joins each assistant message's parts, because vLLM reads only the first. Raises FIELD_INVALID."""
     given: object = body.get("input")
     if not isinstance(given, list):
         return given
@@ -205,7 +201,7 @@ def _events(processor: SimpleStreamingEventProcessor, delta: ReplyPart) -> Itera
 def _response(
     request: ResponsesRequest, reply: Reply, created: int, *, whole: bool
 ) -> ResponsesResponse:
-    """Builds the response object. It has no output and no usage until it is whole."""
+    """It has no output and no usage until it is whole."""
     message = reply.message
     calls = [
         FunctionCall(id=call.tool_call_id, name=call.name, arguments=call.arguments_json)

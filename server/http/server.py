@@ -38,15 +38,13 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 2
 KEEP_ALIVE_SECONDS = 75
-"""How long an idle connection stays open. This is longer than in the clients' own pools, so that no
-request is sent into a connection that is being closed."""
+"""Longer than in clients' own pools, so that no request is sent into a closing connection."""
 WRITE_BUFFER_BYTES = 16 << 10
 """Unread bytes with which an answer counts as sent. The kernel holds more."""
 TICKS_PER_LOOK = 5
 """uvicorn ticks, of a tenth of a second each, between two checks of all connections."""
 MOST_PIPELINED = 256
-"""Most requests waiting on a connection behind the one being answered. They are parsed as they
-arrive."""
+"""Requests that may wait behind the one being answered. They are parsed as they arrive."""
 CLIENT_NAMES = "penstock.client_names"
 """Key in a request's scope for the common names in its client's certificate."""
 CUT_OFF = "penstock.cut_off"
@@ -58,7 +56,7 @@ class HttpAddressInUse(Exception):
 
 
 def bind(listen: str) -> socket.socket:
-    """Returns a socket bound to HOST:PORT. Raises HttpAddressInUse."""
+    """Raises HttpAddressInUse."""
     host, port = split_address(listen)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -79,10 +77,7 @@ def bind(listen: str) -> socket.socket:
 
 
 def open_http(config: ServeConfig, grpc_port: int, credentials: Credentials) -> HttpServer | None:
-    """Opens the configured HTTP port next to gRPC's. Returns None if it is off.
-
-    Raises HttpAddressInUse and ConfigError.
-    """
+    """None if the port is off. Raises HttpAddressInUse and ConfigError."""
     listen = config.http.address(config.listen, grpc_port)
     if listen is None:
         return None
@@ -94,8 +89,6 @@ def open_http(config: ServeConfig, grpc_port: int, credentials: Credentials) -> 
 
 
 class HttpServer:
-    """Serves an ASGI application on a socket."""
-
     def __init__(
         self,
         bound: socket.socket,
@@ -116,7 +109,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, application: ASGI3Application) -> None:
-        """Serves from now on. Returns when the server is up."""
+        """Returns when the server is up."""
         context = self._context
         config = uvicorn.Config(
             application,
@@ -180,12 +173,11 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Records the client certificate of a connection, and bounds the size of request heads and the
-    waiting.
+    """Records the client certificate of a connection, and bounds request heads and waiting.
 
-    The parser holds a head of any length. An incomplete head is bounded by the bytes received so
-    far. A complete one is bounded by its content, whatever else arrived in the same piece. The
-    application bounds bodies.
+    The parser holds a head of any length. An incomplete head is bounded by the bytes received so far. A
+    complete one is bounded by its content, whatever else arrived in the same piece. The application bounds
+    bodies.
     """
 
     _head_bytes = 0

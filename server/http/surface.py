@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class SurfaceRequest(Protocol):
-    """The parts of a request that every surface reads."""
-
     @property
     def messages(self) -> list[Message]: ...
     @property
@@ -32,31 +30,29 @@ class Surface(Protocol):
     """Requests, answers and errors in the format of one service."""
 
     def read(self, body: bytes) -> SurfaceRequest:
-        """Parses a request. Raises DomainError."""
+        """Raises DomainError."""
         ...
 
     def whole(self, request: Any, reply: Reply) -> str:
-        """Returns the answer as JSON."""
+        """The answer as JSON."""
         ...
 
     def events(
         self, request: Any, reply: Reply, deltas: AsyncGenerator[ReplyPart]
     ) -> AsyncIterator[str]:
-        """Yields the answer as server-sent events."""
+        """The answer as server-sent events."""
         ...
 
     def error(self, error: DomainError) -> Mapping[str, object]:
-        """Returns an error as the body of an answer."""
+        """The body of an answer."""
         ...
 
     def error_event(self, error: DomainError) -> str:
-        """Returns an error as the last event of a stream."""
+        """The last event of a stream."""
         ...
 
 
 class Counting(Surface, Protocol):
-    """A surface that also counts the tokens of a conversation."""
-
     def read_count(self, body: bytes) -> SurfaceRequest:
-        """Parses a request to count tokens. Raises DomainError."""
+        """Raises DomainError."""
         ...

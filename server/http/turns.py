@@ -106,11 +106,8 @@ class AgentTurns:
 
     @contextlib.asynccontextmanager
     async def ask(self, asked: Asked, trace: Context) -> AsyncGenerator[Answer]:
-        """Yields an answer whose turn has begun.
-
-        If the caller leaves before the answer is whole, and was the last to follow it, the turn is
-        aborted. Raises DomainError.
-        """
+        """Yields an answer whose turn has begun. If its last follower leaves before it is whole, the turn
+        is aborted. Raises DomainError."""
         if asked.attempt_id:
             # Of two concurrent requests, the second must see what the first one stored.
             async with self._lock(asked.attempt_id):
@@ -134,8 +131,7 @@ class AgentTurns:
                 self._events.forget_soon(answer.turn)
 
     def _withdrawn(self, answer: Answer) -> bool:
-        """Whether the turn failed before its first token, so that the store no longer has a trace
-        of it."""
+        """Whether the turn failed before its first token. The store then has no trace of it."""
         record = answer.turn.record
         return answer.finished is None and self._store.find(record.trajectory_id) is not record
 
@@ -169,10 +165,8 @@ class AgentTurns:
             raise
 
     def _open_records(self, attempt_id: str) -> list[TrajectoryRecord]:
-        """Returns an attempt's trajectory and its open branches, or nothing before its first turn.
-
-        Raises TRAJECTORY_CLOSED.
-        """
+        """The attempt's trajectory and its open branches; empty before its first turn. Raises
+        TRAJECTORY_CLOSED."""
         if self._store.find(attempt_id) is None and self._store.closed_mark(attempt_id) is None:
             return []
         root = self._store.get(attempt_id)
@@ -183,7 +177,6 @@ class AgentTurns:
     async def _begin_new(
         self, records: Sequence[TrajectoryRecord], asked: Asked, trace: Context
     ) -> Answer:
-        """Begins the turn of a request that is not a retry."""
         if records:
             if asked.previous is None:
                 found = match(records, asked.messages, asked.tools)
@@ -264,8 +257,7 @@ class AgentTurns:
         trace: Context,
         params: rollout_service_pb2.SamplingParams | None = None,
     ) -> Answer:
-        """Resumes an interrupted turn at the exact token. Without `params` the sampling is
-        unchanged."""
+        """Resumes at the exact token. Without `params` the sampling is unchanged."""
         self._ownership.begin_turn(record.trajectory_id)
         request = _resumption(record, asked.stream)
         if params is not None:
@@ -274,11 +266,7 @@ class AgentTurns:
         return self._answer(turn, how, asked, trace)
 
     def _cut_off(self, found: Match, record: TrajectoryRecord, asked: Asked) -> Match:
-        """Decides whether this request resumes an interrupted turn that another request may have
-        begun.
-
-        The result is a branch if the turn cannot continue with the parameters of this request.
-        """
+        """Resumes an interrupted turn; branches if it cannot continue with this request's parameters."""
         turn, note = record.turn, record.answered
         sampling = self._opening.sampling(self._sampling(asked))
         if turn is None or sampling == turn.sampling:
@@ -314,10 +302,8 @@ class AgentTurns:
     # From there to the end of the turn.
 
     async def follow(self, answer: Answer) -> AsyncGenerator[list[int]]:
-        """Yields the policy's tokens as they are sampled, and ends when the turn is whole.
-
-        Raises DomainError if the turn fails or another caller has continued the trajectory.
-        """
+        """Ends when the turn is whole. Raises DomainError if it fails or another caller continued the
+        trajectory."""
         turn, taken = answer.turn, 0
         how = replace(answer.how, detach=True)
         while answer.finished is None:
@@ -340,7 +326,7 @@ class AgentTurns:
             yield _written(turn, taken, answer.finished.policy_token_count)
 
     async def whole(self, answer: Answer) -> rollout_service_pb2.TurnFinished:
-        """Waits for the end of the turn. Raises the same errors as `follow`."""
+        """Raises the same errors as `follow`."""
         async with contextlib.aclosing(self.follow(answer)) as pieces:
             async for _ in pieces:
                 pass
@@ -348,10 +334,8 @@ class AgentTurns:
         return answer.finished
 
     async def told(self, answer: Answer, message: Message) -> None:
-        """Stores the message that the agent receives, if it differs from the parsed one.
-
-        The journal has it before the agent receives the end of it. Raises JOURNAL_FAILED.
-        """
+        """Stores the message that the agent receives, if it differs from the parsed one. The journal has
+        it before the agent receives the end of it. Raises JOURNAL_FAILED."""
         assert answer.finished is not None
         turn, read = answer.turn, answer.finished.message
         if (message.content, message.reasoning) == (read.content, read.reasoning):
@@ -362,8 +346,7 @@ class AgentTurns:
             await self._turns.record_again(turn)
 
     async def _go_on(self, answer: Answer) -> None:
-        """Resumes an aborted turn as soon as there is room for it, unless another request already
-        has."""
+        """Resumes an aborted turn once there is room for it, unless another request already has."""
         turn, record = answer.turn, answer.turn.record
         while record.turn is turn and turn.resumable:
             resumption = _resumption(record, not answer.how.final_only)

@@ -61,10 +61,7 @@ class Differing:
     async def get(
         self, specs: Sequence[weights_pb2.TensorSpec], version: memoryview
     ) -> Sendable | None:
-        """Return the difference; None if the version is to be sent whole.
-
-        `specs` and `version` are the tensors and bytes of the version's full upload.
-        """
+        """None if the version is to be sent whole. `specs` and `version` are those of its full upload."""
         if self._making is None:
             self._making = asyncio.create_task(
                 self._make(specs, version), name=f"the difference from version {self.base_version}"

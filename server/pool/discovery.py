@@ -28,15 +28,12 @@ LOOKS_WITHOUT = 3
 
 
 class Discovery:
-    """Looks up the addresses of engine servers periodically."""
-
     def __init__(self, entries: Sequence[str]) -> None:
         self._entries = entries
         self._found: dict[str, list[str]] = {}
         self._problems: dict[str, str] = {}
         self._without: dict[str, dict[str, int]] = {}
-        """For each name, the addresses missing in its last answer, and for how many answers in a
-        row."""
+        """For each name: addresses missing in its last answer, and for how many answers in a row."""
 
     @property
     def is_fixed(self) -> bool:
@@ -44,7 +41,7 @@ class Discovery:
         return not any(entry.startswith(("dns:", "file:")) for entry in self._entries)
 
     async def look(self) -> list[str]:
-        """Returns all current addresses, without duplicates."""
+        """All current addresses, without duplicates."""
         for entry in self._entries:
             try:
                 found = await _look(entry)
@@ -70,8 +67,7 @@ class Discovery:
         return [*found, *kept]
 
     async def run(self, seconds: float, tell: Callable[[Sequence[str]], None]) -> None:
-        """Calls `tell` with the addresses every `seconds`. Returns at once if they cannot
-        change."""
+        """Calls `tell` every `seconds`. Returns at once if the addresses cannot change."""
         while not self.is_fixed:
             await asyncio.sleep(seconds)
             tell(await self.look())

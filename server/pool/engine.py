@@ -50,7 +50,7 @@ class PoolEngine:
     def make_weights(
         self, state: WeightSwitch, turns: TurnsInFlight, open_version: OpenVersion
     ) -> PoolWeights:
-        """Make the pool's switcher. A hub can have weights only once the pool has a description."""
+        """A hub can have weights only once the pool has a description."""
         assert self._weights is None, "a pool has one switcher"
         self._weights = PoolWeights(
             self._roster, self._rules, self.turns, state, turns, open_version
@@ -72,12 +72,11 @@ class PoolEngine:
 
     @property
     def members(self) -> list[Member]:
-        """All listed engines, in rotation or not."""
+        """In rotation or not."""
         return self._roster.members
 
     @property
     def serving_count(self) -> int:
-        """Number of engines in rotation."""
         return len(self._roster.rotation)
 
     @property
@@ -86,10 +85,7 @@ class PoolEngine:
         return self.turns.lost_count
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Replace the list of engines. Raises CredentialsUnusable.
-
-        An engine that is no longer listed gets no new turns; those it has run to their ends.
-        """
+        """Unlisted engines get no new turns but end those they have. Raises CredentialsUnusable."""
         self._roster.set_addresses(addresses)
 
     async def described(self) -> EngineDescription:
@@ -101,7 +97,6 @@ class PoolEngine:
         return self._roster.description
 
     def replicas(self) -> list[rollout_service_pb2.ReplicaInfo]:
-        """Return the engines' entries in GetServerInfo."""
         return [member.message() for member in self.members]
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:

@@ -55,7 +55,6 @@ PEERS_TRIED = 2
 
 
 def not_taken(version: int, error: EngineRefused) -> str:
-    """Describe why an engine server did not take a version."""
     fenced = error.failure.reason == Reason.STALE_EPOCH
     why = "takes weights from a newer hub: it " if fenced else ""
     return f"{why}did not take version {version}: {error}"
@@ -71,14 +70,10 @@ class Shared:
 
 
 Source = Shared | weights_pb2.PeerSource | Sendable | None
-"""Where an engine server takes a version from. A Sendable streams the difference, None the
-whole."""
+"""A Sendable streams the difference, None the whole."""
 
 Leading = asyncio.Future[Shared | None]
-"""The memory in which a host's leader has all of a version, or None if others cannot read it.
-
-Cancelled if the leader failed.
-"""
+"""Memory where a host's leader has the version; None if not readable by others. Cancelled on failure."""
 
 BUSY_SECONDS = 1.0
 """Default delay before an upload is retried on an engine server that is busy with another one."""
@@ -98,8 +93,7 @@ class Branches:
     """The hosts that can hand one version on, in the order in which they got it."""
 
     most: int
-    """Number of hosts that each host, and the hub, hands it on to; with 0, the hub sends it to
-    each."""
+    """Hosts that each host, and the hub, hands it on to; with 0, the hub sends it to each."""
     spare_hub: bool = False
     """Whether the hub sends only if no other host can."""
     _hub_given: int = 0
@@ -110,14 +104,10 @@ class Branches:
         self._hosts += [_Host(member) for member in members if member.hands_on]
 
     def drop(self, member: Member) -> None:
-        """Remove a host that will not have the version."""
         self._hosts = [host for host in self._hosts if host.member is not member]
 
     def take(self, tried: Collection[Member]) -> Member | None:
-        """Choose the source for the next host: a member, or None for the hub.
-
-        `tried` holds members that already failed to give it the version.
-        """
+        """The next host's source, None for the hub. `tried` already failed to give it the version."""
         if self._hub_given < self.most and not self.spare_hub:
             self._hub_given += 1
             return None
@@ -143,11 +133,8 @@ class Fanout:
         holders: Iterable[Member] = (),
         differing: Differing | None = None,
     ) -> None:
-        """`epoch` is the hub's; engine servers then refuse uploads of hubs with a lower one.
-
-        `holders` already sample the version, and are asked for it before the hub sends it.
-        `differing` is the difference from the previous version, if it may be sent.
-        """
+        """Engine servers refuse uploads below `epoch`, the hub's. `holders` already sample the version,
+        and are asked before the hub sends it. `differing` is set if the difference may be sent."""
         self._payload = payload
         self._epoch = epoch
         self._differing = differing
@@ -170,10 +157,8 @@ class Fanout:
         self.is_adapter = payload.adapter is not None
 
     def begin(self, member: Member) -> asyncio.Task[StagedThere]:
-        """Stage the version at an engine; returns the task, which raises Unanswered and EngineRefused.
-
-        Returns the existing task if it is for the same process and has not failed.
-        """
+        """Returns the existing task of the same process, unless it failed. The task raises Unanswered and
+        EngineRefused."""
         if self._processes.get(member) != member.server_id:
             self._begin_anew(member)
         task = self._sending.get(member)
@@ -184,15 +169,14 @@ class Fanout:
         return task
 
     def _begin_anew(self, member: Member) -> None:
-        """Start over for a new process at this address, because the previous one's weights are
-        gone."""
+        """The weights of the previous process at this address are gone."""
         self.end(member)
         if member in self._processes:
             self._branches.drop(member)
         self._processes[member] = member.server_id
 
     def settle(self, member: Member, *, accepted: bool) -> None:
-        """Record whether the engine took the version. Idempotent: only the first call counts."""
+        """Record whether the engine took the version. Only the first call counts."""
         number = self._numbers.get((member, member.server_id))
         if number is not None and number in member.reserved:
             member.settle(number, accepted=accepted)
@@ -266,8 +250,7 @@ class Fanout:
             return (await self._send(member, None))[0]
 
     async def _lead(self, member: Member) -> tuple[StagedThere, Shared | None]:
-        """Send a host's leader the difference, or the whole version from another host or the
-        hub."""
+        """Send the difference to a host's leader, or the whole from another host or the hub."""
         if (difference := await self._difference_for(member)) is not None:
             try:
                 sent = await self._send(member, difference)
@@ -297,10 +280,7 @@ class Fanout:
         return await differing.get(self._payload.tensors, self._payload.view)
 
     async def _grow(self, member: Member, peer: Member | None) -> tuple[StagedThere, Shared | None]:
-        """Add a host to the tree and send it the version; on failure, remove the host.
-
-        The version comes from `peer`, or from the hub if the peer does not have it.
-        """
+        """From `peer`, or from the hub if the peer lacks it. On failure the host leaves the tree."""
         accepted = self._accepted[member] = asyncio.get_running_loop().create_future()
         self._branches.add([member])
         try:
@@ -314,10 +294,7 @@ class Fanout:
                 accepted.set_result(False)
 
     async def _source_at(self, peer: Member) -> weights_pb2.PeerSource | None:
-        """Return the version's source at another host once that has begun to receive it.
-
-        None if it does not begin soon.
-        """
+        """Wait until the other host has begun to receive the version; None if it does not begin soon."""
         if (accepted := self._accepted.get(peer)) is not None:
             await asyncio.wait([accepted], timeout=self._ready_seconds)
             if not (accepted.done() and accepted.result()):
@@ -327,8 +304,7 @@ class Fanout:
         return weights_pb2.PeerSource(address=peer.address, weight_version=number)
 
     async def _send(self, member: Member, source: Source) -> tuple[StagedThere, Shared | None]:
-        """Upload the version; also returns its shared memory there, for other engines on that
-        host."""
+        """Also returns the version's shared memory there, for other engines on that host."""
         while True:
             try:
                 return await self._send_now(member, source)

@@ -68,8 +68,7 @@ class Pace:
         return now >= self.measured_at + alone
 
     def after(self, seconds: float, tokens: int, now: float, usual: float) -> Pace:
-        """Adds a turn of `tokens` >= 1 tokens that has ended. `usual` is the pool's
-        `usual_pace`."""
+        """Add a turn that has ended, of `tokens` >= 1. `usual` is the pool's `usual_pace`."""
         if not self.tokens:
             return Pace(seconds, tokens, now)
         if self.is_due(now):
@@ -81,10 +80,8 @@ class Pace:
         )
 
     def slowness(self, usual: float, turns: int, now: float) -> float:
-        """Ratio of its pace to the usual one, for an engine with `turns` in flight.
-
-        It is at least 1, and exactly 1 if an idle engine is due for a trial.
-        """
+        """Its pace over the usual one, at least 1; exactly 1 for an idle engine that is due for a
+        trial."""
         if not usual or (not turns and self.is_due(now)):
             return 1.0
         return max(1.0, self.seconds_per_token / usual)
@@ -118,5 +115,4 @@ class Silence:
         return Silence(0.0, None if self.since is None else now)
 
     def seconds(self, now: float) -> float:
-        """Duration of the silence so far."""
         return self.before + (0.0 if self.since is None else now - self.since)

@@ -39,20 +39,14 @@ ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
 ServerLoad = twin(rollout_service_pb2.ServerLoad)
 KNOWN_VERSIONS = 64
 MOST_MISSES = 2
-"""Consecutive looks that may time out before the turns continue elsewhere.
-
-A single timeout may only mean that the hub itself stood still, with the answer or tokens still
-unread.
-"""
+"""Consecutive looks that may time out before the turns continue elsewhere. A single timeout may mean that
+the hub itself stood still, with the answer or tokens still unread."""
 LONGEST_OFFER_SECONDS = 60.0
-"""Longest delay between two offers of a refused version; each offer may transfer all of its
-bytes."""
+"""Longest delay between two offers of a refused version. Each offer may transfer all of its bytes."""
 UNKNOWN_VERSION = "the version it samples is not known"
 
 
 class State(Enum):
-    """State of an engine of the pool."""
-
     JOINING = rollout_service_pb2.REPLICA_STATE_JOINING
     SERVING = rollout_service_pb2.REPLICA_STATE_SERVING
     SWITCHING = rollout_service_pb2.REPLICA_STATE_PAUSED
@@ -69,8 +63,6 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """A version that an engine server did not take."""
-
     version: int
     times: int
     until: float
@@ -119,11 +111,9 @@ class Member:
     """Number of its trajectories between two turns; maintained by `Placing`."""
     given: int = 0
     failures: int = 0
-    """Consecutive failures."""
     refusals: int = 0
     """Consecutive turns that it refused although another engine may take them, or lost."""
     declined: Declined | None = None
-    """The last version that it did not take."""
     closed_until: float = 0.0
     """Clock time before which it gets no turns, because it was full or failed."""
     limit: TurnLimit = field(init=False)
@@ -131,9 +121,7 @@ class Member:
     pace: Pace = field(default_factory=Pace)
     silence: Silence = field(default_factory=Silence)
     silent: bool = False
-    """Whether it lost its turns because it sampled nothing for too long.
-
-    It is then LOST until it samples a token again."""
+    """Whether it sampled nothing for too long and lost its turns; LOST until it samples a token again."""
     misses: int = 0
     """Consecutive looks that timed out, with no token sampled in between."""
     missed_switching: bool = False
@@ -146,7 +134,6 @@ class Member:
 
     @property
     def address(self) -> str:
-        """Its address, which is also its name."""
         return self.server.address
 
     @property
@@ -155,8 +142,7 @@ class Member:
         return self.state not in (State.LOST, State.REFUSED)
 
     def takes_turns(self, version: int = 0) -> bool:
-        """Whether it is in rotation and not closed for now; with `version`, whether it samples that
-        too."""
+        """Whether it is in rotation and not closed for now; with `version`, also samples that."""
         if self.state is not State.SERVING or self.clock() < self.closed_until:
             return False
         return not version or self.version == version
@@ -167,7 +153,6 @@ class Member:
         return self.state in (State.SERVING, State.SWITCHING)
 
     def as_load(self) -> EngineLoad:
-        """Return its load in the form that `routing` needs."""
         turns = len(self.turns)
         slowness = self.pace.slowness(self.usual_pace, turns, self.clock())
         limit = self.limit
@@ -219,22 +204,18 @@ class Member:
         return other
 
     def pool_version(self, wire_version: int) -> int | None:
-        """Return the pool's number for an engine server's version number; None if not known."""
+        """None if not known."""
         if wire_version == 0:
             return 0
         return self.wire_versions.get(wire_version)
 
     def wire_version(self, pool_version: int) -> int | None:
-        """Return the newest number under which it was given a version of the pool; None if
-        never."""
+        """The newest number under which it was given the version; None if never."""
         found = [wire for wire, pool in self.wire_versions.items() if pool == pool_version]
         return max(found, default=None)
 
     def reserve(self, pool_version: int) -> int:
-        """Reserve a number for a version's upload.
-
-        It is larger than any that the engine server has accepted or is being given.
-        """
+        """The number is larger than any that the engine server has accepted or is being given."""
         number = max(pool_version, self.newest_wire_version + 1, *(n + 1 for n in self.reserved))
         self.reserved.add(number)
         self.wire_versions[number] = pool_version
@@ -274,26 +255,23 @@ class Member:
 
     @property
     def adapter_versions(self) -> list[int]:
-        """Adapters of the pool that it still samples with, as the pool's numbers."""
+        """As the pool's numbers."""
         known = (self.pool_version(wire) for wire in self.wire_adapters)
         return [version for version in known if version is not None] if self.answers else []
 
     # Its turns
 
     def took(self, request_id: str) -> None:
-        """Record that it was given a request."""
         self.turns.add(request_id)
         self.given += 1
         self.silence = self.silence.given(self.clock())
 
     def left(self, request_id: str) -> None:
-        """Record that it no longer has a request."""
         self.turns.discard(request_id)
         if not self.turns:
             self.silence = self.silence.left(self.clock())
 
     def sampled(self) -> None:
-        """Record that it sampled tokens of a turn."""
         self.misses = 0
         self.silence = self.silence.broken(self.clock())
 
@@ -308,65 +286,52 @@ class Member:
         self.misses = 0
 
     def miss(self) -> None:
-        """Record a look that timed out."""
         if not self.misses:
             self.missed_switching = self.state is State.SWITCHING
         self.misses += 1
 
     @property
     def stands_still(self) -> bool:
-        """Whether its process seems to hang, so that its turns continue elsewhere.
-
-        Excludes an engine that was switching when the timeouts began: it may stand still while it
-        loads weights, and only its silence limits for how long.
-        """
+        """Whether its process seems to hang. An engine that was switching when the timeouts began may
+        stand still while it loads; only its silence limits for how long."""
         return self.misses >= MOST_MISSES and not self.missed_switching
 
     def paced(self, seconds: float, token_count: int) -> None:
-        """Record how long a turn of `token_count` tokens took."""
         if token_count:
             self.pace = self.pace.after(seconds, token_count, self.clock(), self.usual_pace)
 
     def worked(self) -> None:
-        """Record that a turn completed there."""
         if self.refusals:
             self.refusals = 0
             if self.state is State.SERVING:
                 self.problem = ""
 
     def refused_at_limit(self) -> bool:
-        """Record that it refused a turn because it has as many as it allows.
-
-        Returns whether it has other turns, and so can take the next one as soon as one of them
-        ends.
-        """
+        """Returns whether it has other turns, and so can take the next one as soon as one of them ends."""
         others = len(self.turns) - 1
         if others:
             self.limit = self.limit.bounded(others, self.rules)
         return others > 0
 
     def refuse(self, problem: str) -> float:
-        """Record a refused turn that another engine may take; returns the seconds to leave it
-        alone."""
+        """Another engine may take the turn. Returns the seconds to leave this one alone."""
         self.refusals += 1
         if self.state is State.SERVING:
             self.problem = problem
         return retry_seconds(self.refusals)
 
     def decline(self, version: int) -> None:
-        """Record that it did not take a version."""
         last = self.declined
         times = last.times + 1 if last is not None and last.version == version else 1
         seconds = retry_seconds(times, longest=LONGEST_OFFER_SECONDS)
         self.declined = Declined(version, times, self.clock() + seconds)
 
     def may_be_offered(self, version: int) -> bool:
-        """Whether a version may be uploaded, considering the back-off after it was not taken."""
+        """Considers the back-off after it did not take the version."""
         last = self.declined
         return last is None or last.version != version or self.clock() >= last.until
 
     def close_for(self, seconds: float) -> None:
-        """Give it no new turns for this many seconds."""
         self.closed_until = max(self.closed_until, self.clock() + seconds)
 
     def fail(self, problem: str) -> None:
@@ -391,15 +356,11 @@ class Member:
 
     @property
     def retry_seconds(self) -> float:
-        """Back-off in seconds after its consecutive failures."""
         return retry_seconds(self.failures)
 
     def message(self) -> rollout_service_pb2.ReplicaInfo:
-        """Return its entry in GetServerInfo.
-
-        Both an unknown version and the base model are reported as 0. In rotation, 0 is always the
-        base model; otherwise `problem` states whether the version is unknown.
-        """
+        """Both an unknown version and the base model are reported as 0. In rotation, 0 is always the base
+        model; otherwise `problem` states whether the version is unknown."""
         problem = self.problem
         if self.version is None and self.answers:
             problem = "; ".join(filter(None, (problem, UNKNOWN_VERSION)))

@@ -21,10 +21,7 @@ class VersionPayload:
     """The mapped bytes of a staged version, and the fields of its upload header."""
 
     def __init__(self, weights: StagedWeights, adapter: AdapterShape | None = None) -> None:
-        """`adapter` is the shape of an adapter; None for full weights.
-
-        Blocks while it reads every byte once, for the checksums. Raises OSError.
-        """
+        """None for full weights. Blocks while it reads every byte for the checksums. Raises OSError."""
         self.weight_version = weights.weight_version
         self.adapter = None if adapter is None else adapter.message()
         self._descriptor = os.open(weights.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -60,8 +57,7 @@ class VersionPayload:
 
     @property
     def dense(self) -> Tensors:
-        """The tensors as laid out by an engine server that assembled the version from a
-        difference."""
+        """As laid out by an engine server that assembled the version from a difference."""
         tensors = self.tensors
         places, _ = lay_out((t.name, tuple(t.shape), t.dtype, t.length_bytes) for t in tensors)
         dense: list[weights_pb2.TensorSpec] = []
@@ -72,5 +68,5 @@ class VersionPayload:
         return dense
 
     def close(self) -> None:
-        """Close the file; processes that have it open can still read it."""
+        """Processes that have the file open can still read it."""
         os.close(self._descriptor)

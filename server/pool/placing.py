@@ -33,8 +33,7 @@ HOMES = 200_000
 BETWEEN_SECONDS = 1.0
 """An agent that stays away for longer, for example in a tool, no longer counts as a turn."""
 LOOKED_AT = 32
-"""Number of engines compared for a request. In a large pool, more cost time and hardly improve the
-choice."""
+"""Engines compared for a request. In a large pool, more cost time and hardly improve the choice."""
 
 
 @dataclass(order=True, slots=True)
@@ -49,8 +48,6 @@ class _Waiting:
 
 
 class Placing:
-    """Places requests on the engines in rotation."""
-
     def __init__(
         self,
         serving: Callable[[], Sequence[Member]],
@@ -65,8 +62,7 @@ class Placing:
         self._homes: OrderedDict[str, Member] = OrderedDict()
         self._order = itertools.count()
         self._queues: dict[int, list[_Waiting]] = {}
-        """Queues by required version, zero for any; requests that are done stay in them for a
-        while."""
+        """By required version, zero for any. Requests that are done stay in them for a while."""
         self._left: Counter[int] = Counter()
         """Number of requests per queue that were placed or left since the queue was cleared."""
         self._futures: dict[str, asyncio.Future[Member | None]] = {}
@@ -79,12 +75,10 @@ class Placing:
 
     @property
     def waiting_count(self) -> int:
-        """Number of waiting requests."""
         return len(self._futures)
 
     async def place(self, request: EngineRequest) -> Member | None:
-        """Wait for the engine that takes the request, and count it there; None if `leave` ended the
-        wait."""
+        """Wait for an engine and count the request there; None if `leave` ended the wait."""
         queue = self._first_that_wait(request.required_weight_version)
         if not queue and (member := self._find(request)) is not None:
             return member
@@ -105,7 +99,7 @@ class Placing:
             self._clear(request.required_weight_version)
 
     def leave(self, request_id: str) -> bool:
-        """End the wait of a request that is no longer wanted; returns whether it was waiting."""
+        """Returns whether the request was waiting."""
         future = self._futures.get(request_id)
         if future is None or future.done():
             return False
@@ -113,7 +107,7 @@ class Placing:
         return True
 
     def ended(self, member: Member, request: EngineRequest) -> None:
-        """Record that an engine no longer has a request. The caller then calls `wake`."""
+        """The caller then calls `wake`."""
         member.left(request.request_id)
         if request.trajectory_id and member.stays:
             self.closed(request.trajectory_id)
@@ -148,10 +142,7 @@ class Placing:
                 heapq.heappush(first, queue[0])
 
     def _first_that_wait(self, version: int) -> list[_Waiting]:
-        """Return a version's queue, starting with a request that waits.
-
-        If none waits, the list is empty and no longer registered as a queue.
-        """
+        """The queue from its first request that still waits; empty and unregistered without one."""
         queue = self._queues.get(version, [])
         while queue and queue[0].future.done():
             heapq.heappop(queue)
@@ -160,8 +151,7 @@ class Placing:
         return queue
 
     def _clear(self, version: int) -> None:
-        """Remove finished requests once they are most of a queue, because each keeps its tokens in
-        memory."""
+        """Drop finished requests once they are most of a queue: each keeps its tokens in memory."""
         queue = self._queues.get(version, [])
         self._left[version] += 1
         if 2 * self._left[version] <= len(queue):

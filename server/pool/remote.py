@@ -53,8 +53,6 @@ class OutOfTime(Unanswered):
 
 
 class EngineRefused(Exception):
-    """The engine server refused the call."""
-
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.reason or failure.code.name}: {failure.message}")
         self.failure = failure
@@ -66,7 +64,7 @@ class EngineRefused(Exception):
 
 
 class EngineServer:
-    """Calls to one address. The first call makes the channels, on its own event loop."""
+    """The first call makes the channels, on its own event loop."""
 
     def __init__(self, address: str, security: Security) -> None:
         """Raises CredentialsUnusable if `security` cannot be used for the address."""
@@ -85,7 +83,7 @@ class EngineServer:
         return open_channel(self.address, self._security, own_connection=True)
 
     async def close(self) -> None:
-        """Closes the connections, which ends every call."""
+        """Ends every call."""
         for name in ("_channel", "_bulk"):
             if name in self.__dict__:
                 await self.__dict__[name].close()
@@ -93,8 +91,7 @@ class EngineServer:
     async def info(
         self, *, with_tensors: bool = False, wait: bool = False
     ) -> rollout_service_pb2.GetServerInfoResponse:
-        """Returns the engine server's description and load. With `wait`, waits a while for a
-        connection."""
+        """With `wait`, waits a while for a connection."""
         call = self._channel.unary_unary(
             f"{_SERVICE}/GetServerInfo",
             request_serializer=codec.encode,
@@ -108,7 +105,7 @@ class EngineServer:
             )
 
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
-        """Aborts trajectories. Returns when the engine server no longer works on any of them."""
+        """Returns when the engine server no longer works on any of them."""
         call = self._channel.unary_unary(
             f"{_SERVICE}/Abort",
             request_serializer=codec.encode,
@@ -121,7 +118,7 @@ class EngineServer:
     async def generate(
         self, request: rollout_service_pb2.GenerateRequest, metadata: Sequence[tuple[str, str]]
     ) -> AsyncGenerator[rollout_service_pb2.GenerateResponse]:
-        """Yields the events of one turn. Closing the generator early ends the turn."""
+        """Closing the generator early ends the turn."""
         method = self._channel.unary_stream(
             f"{_SERVICE}/Generate",
             request_serializer=codec.encode,
@@ -138,17 +135,14 @@ class EngineServer:
                 call.cancel()
 
     def end_turns(self, trajectory_ids: Iterable[str] | None = None) -> None:
-        """Ends these turns, or all, as if the connection was lost. Each `generate` raises
-        Unanswered."""
+        """As if the connection was lost: each `generate` raises Unanswered. None ends all turns."""
         for name in list(self._turns) if trajectory_ids is None else trajectory_ids:
             if (call := self._turns.get(name)) is not None:
                 call.cancel()
 
     async def sample(self, seconds: float) -> None:
-        """Samples one token as a test, in a turn that belongs to no caller.
-
-        Raises EngineRefused, and Unanswered if there is no token within `seconds`.
-        """
+        """Samples one token in a turn of no caller. Raises EngineRefused, and Unanswered after
+        `seconds`."""
         request = GenerateRequest(
             trajectory_id=uuid.uuid4().hex,
             tokens=TokenSequence(token_ids=codec.array_bytes(np.zeros(1, np.int32))),
@@ -179,8 +173,7 @@ class StagedThere:
         self._staging = staging
 
     async def ready(self) -> bool:
-        """Whether the engine server wants the data. False if it already has the version or refuses
-        it."""
+        """False if the engine server already has the version or refuses it."""
         return await self._staging.ready()
 
     async def staged(self) -> weights_pb2.UpdateWeightsResponse:
@@ -191,12 +184,12 @@ class StagedThere:
     async def activate(
         self, in_flight: weights_pb2.InFlightPolicy.ValueType
     ) -> weights_pb2.UpdateWeightsResponse:
-        """Activates the version and waits until it is sampled."""
+        """Returns once the version is sampled."""
         with _answers():
             return await self._staging.activate(in_flight)
 
     def cancel(self) -> None:
-        """Ends the upload. Safe to repeat."""
+        """Safe to repeat."""
         self._staging.cancel()
 
 

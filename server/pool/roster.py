@@ -53,8 +53,8 @@ class Roster:
         placing: Placing,
         bring_up: Callable[[Member, bool], Awaitable[None]],
     ) -> None:
-        """`bring_up` gives an engine the pool's weights, then puts it into rotation. Its flag states
-        whether the version that the engine reports can be trusted."""
+        """`bring_up` gives an engine the pool's weights and puts it into rotation. Its flag states whether
+        the version that the engine reports can be trusted."""
         self._security = security
         self._rules = rules
         self._clock = clock
@@ -72,23 +72,17 @@ class Roster:
         self.rotation: list[Member] = []
         """Engines that take turns; a new list whenever that changes."""
         self.active_version = 0
-        """Version that the pool samples."""
         self.rotated = Broadcast()
-        """Notified when the rotation or the state of any engine changed.
-
-        A switch also waits for engines that are switching, which are not in rotation.
-        """
+        """Notified of a new rotation or engine state. A switch waits for engines outside the rotation
+        too."""
 
     @property
     def members(self) -> list[Member]:
-        """All listed engines, in rotation or not."""
+        """In rotation or not."""
         return list(self._members.values())
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Replace the list of engines.
-
-        An engine that is no longer listed gets no new turns; those it has run to their ends.
-        """
+        """Unlisted engines get no new turns but end those they have."""
         for address in addresses:
             if address not in self._members:
                 member = Member(
@@ -148,7 +142,6 @@ class Roster:
             member.usual_pace = usual
 
     async def _keep(self, member: Member) -> None:
-        """Watch one engine for as long as it is listed."""
         poke = self._pokes[member.address]
         while True:
             poke.clear()
@@ -239,7 +232,6 @@ class Roster:
         return next((other for other in same if other.answers), None)
 
     def lose(self, member: Member, problem: str) -> None:
-        """Mark a member LOST: it does not answer or cannot serve."""
         member.fail(problem)
         self.rotate()
 
@@ -249,7 +241,6 @@ class Roster:
             poke.set()
 
     async def close(self) -> None:
-        """Stop watching all engines and close their connections."""
         for keeper in self._keepers.values():
             keeper.cancel()
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
@@ -258,8 +249,7 @@ class Roster:
 
 
 def describe(info: rollout_service_pb2.GetServerInfoResponse) -> EngineDescription:
-    """Return the constant properties of an engine server, from an answer that includes its
-    tensors."""
+    """`info` includes the engine server's tensors."""
     return EngineDescription(
         model=info.model,
         vocab_size=info.vocab_size,
@@ -274,11 +264,8 @@ def describe(info: rollout_service_pb2.GetServerInfoResponse) -> EngineDescripti
 
 
 def difference(pool: EngineDescription, engine: EngineDescription) -> str:
-    """Describe why an engine cannot join the pool; empty if it can.
-
-    Models are compared by their shapes, because a host may have the same model under another path.
-    An engine may offer a longer context and higher limits for adapters than the pool.
-    """
+    """Why an engine cannot join; empty if it can. Shapes identify a model, because its path may differ
+    between hosts. An engine may have a longer context and higher adapter limits."""
     for name in ("vocab_size", "max_context_length", "eos_token_ids", "weight_dtype"):
         ours, theirs = getattr(pool, name), getattr(engine, name)
         if ours != theirs and not (name == "max_context_length" and theirs > ours):
@@ -294,7 +281,7 @@ def difference(pool: EngineDescription, engine: EngineDescription) -> str:
 
 
 def _lacks(pool: AdapterLimits, engine: AdapterLimits | None) -> str:
-    """Describe how an engine's limits for adapters are below the pool's; empty if they are not."""
+    """Empty if none of the engine's limits is below the pool's."""
     if engine is None:
         return "it takes no LoRA adapters, but the pool does: start it with --enable-lora"
     for name in ("max_rank", "max_adapters"):
@@ -305,6 +292,6 @@ def _lacks(pool: AdapterLimits, engine: AdapterLimits | None) -> str:
 
 
 def _folder(model: str) -> Path | None:
-    """Return the folder of a model if this host has it too."""
+    """None if this host does not have the model."""
     folder = Path(model)
     return folder if folder.is_absolute() and folder.is_dir() else None

@@ -33,16 +33,13 @@ from penstock.server.config.pool import RoutingPolicy
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The load of one engine in rotation."""
-
     name: str
     turns: int
     """Number of turns that it has from this hub."""
     limit: int
     """Maximum number of turns that it is given; at least 1."""
     slowness: float = 1.0
-    """Seconds per token relative to the pool's usual; at least 1, and 1 if it is to be tried
-    again."""
+    """Seconds per token relative to the pool's usual, at least 1; 1 if it is to be tried again."""
     given: int = 0
     """Number of turns it was ever given."""
     between: int = 0
@@ -51,18 +48,13 @@ class EngineLoad:
     """Whether its limit was ever found too high."""
 
     def busy(self, widest: int) -> float:
-        """Return how full it would be with one more turn: 1 at its limit, more if it is slow.
-
-        If its limit is unproven, `widest` takes its place: the highest unproven limit of the pool.
-        """
+        """With one more turn: 1 at its limit, more if slow. `widest` replaces an unproven limit."""
         limit = self.limit if self.proven else widest
         return (self.turns + self.between + 1) / limit * self.slowness
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRules:
-    """Settings of the routing."""
-
     margin: float = 0.25
     """How much busier home may be than the least busy engine, as a fraction of its limit."""
     policy: RoutingPolicy = "sticky"
@@ -71,8 +63,7 @@ class RoutingRules:
 def place(
     engines: Sequence[EngineLoad], homes: Sequence[str], rules: RoutingRules
 ) -> EngineLoad | None:
-    """Return the engine that takes a turn; None if all are at their limits. `homes` lists the best
-    first."""
+    """None if all are at their limits. `homes` lists the best first."""
     free = [engine for engine in engines if engine.turns < engine.limit]
     if not free:
         return None
@@ -96,5 +87,5 @@ def widest_limit(engines: Iterable[EngineLoad]) -> int:
 
 
 def retry_seconds(failures: int, first: float = 0.2, longest: float = 2.0) -> float:
-    """Return the back-off in seconds after consecutive failures; 0 for none."""
+    """0 for no failures."""
     return min(longest, first * 2.0 ** (min(failures, 64) - 1)) if failures else 0.0

@@ -11,8 +11,6 @@ from penstock.server.pool.routing import RoutingRules
 
 @dataclass(frozen=True, slots=True)
 class PoolRules:
-    """Settings of a pool."""
-
     routing: RoutingRules = field(default_factory=RoutingRules)
     limits: LimitRules = field(default_factory=LimitRules)
     switches_at_once: bool = False
@@ -20,47 +18,32 @@ class PoolRules:
     switch_part: float = 0.5
     """Otherwise, the fraction of engines that switch at the same time; at least one does."""
     branches: int = 2
-    """Number of hosts that each host hands a version on to; with 0, the hub sends it to each
-    host."""
+    """Hosts that each host hands a version on to; with 0, the hub sends it to each host."""
     differences: bool = True
-    """Whether hosts that hold the previous version are sent only what changed, if that is
-    smaller."""
+    """Whether hosts that hold the previous version get only what changed, if that is smaller."""
     look_seconds: float = 1.0
     """Interval between two looks at an engine."""
     flush_seconds: float = 0.2
-    """Longest time that tokens of a streamed turn wait on an engine server.
-
-    Below the engine server's own interval, each token would be sent separately."""
+    """Longest time that tokens of a streamed turn wait on an engine server. Below the engine server's own
+    interval, each token would be sent separately."""
     whole_flush_seconds: float = 1.0
-    """The same for a turn that is not read before it ends.
-
-    When an engine is lost, up to this much of each turn is sampled again."""
+    """The same for a turn not read before its end. A lost engine's turns sample up to this much again."""
     segments_per_second: float = 2_000.0
     """Limit for all turns that are not streamed together; with more turns, each waits longer."""
     stage_seconds: float = 600.0
-    """Longest time for an engine to receive all of a version before it is given up.
-
-    It runs from the request to switch, or from when the engine's bring-up begins. An engine waits
-    half of it for the leader of its host, and a tenth of it for a peer host to become ready."""
+    """Longest time for an engine to receive a version, from the request to switch or the beginning of its
+    bring-up. It waits half of it for its host's leader, and a tenth for a peer host to become ready."""
     switch_seconds: float = 600.0
-    """Longest time for an engine to switch, including its turns in flight, before it is given
-    up."""
+    """Longest time for an engine to switch, with its turns in flight, before it is given up."""
     silent_seconds: float = 600.0
-    """Longest time that an engine may have turns without sampling any token before they continue
-    elsewhere.
-
-    Switches do not count. Must exceed the time to the first token of the longest prompt, alone in
-    the engine."""
+    """Longest time that an engine with turns may sample nothing before they continue elsewhere. Switches
+    do not count. Must exceed the time to the first token of the longest prompt, alone in the engine."""
     bring_ups: int = 8
-    """Number of joining engines that are given the pool's version at the same time.
-
-    Engines that took too long before share a separate quarter of that number."""
+    """Joining engines that are given the pool's version at the same time. Engines that took too long
+    before share a separate quarter of that number."""
 
     def flush_for(self, stream_interval: int, turns: int) -> float:
-        """Return how many seconds the tokens of a request may wait on the engine server.
-
-        `stream_interval` is the request's; `turns` is the number of turns in flight.
-        """
+        """Seconds that a request's tokens may wait on the engine server; `turns` are those in flight."""
         if stream_interval == 1:
             return 0.0
         if stream_interval < WHOLE:

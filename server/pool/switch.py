@@ -58,8 +58,7 @@ from penstock.wire.reasons import Reason
 logger = logging.getLogger(__name__)
 
 NOT_THERE = (Reason.WEIGHT_VERSION_NOT_STAGED, Reason.WEIGHT_VERSION_STALE)
-"""Reasons of a refused switch after which the version must be staged again, under another
-number."""
+"""Refusals after which the version must be staged again, under another number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +74,6 @@ class PoolSwitch:
     answers: list[weights_pb2.UpdateWeightsResponse] = field(
         default_factory=list[weights_pb2.UpdateWeightsResponse]
     )
-    """Answers of the engines that switched."""
     given_up: dict[Member, str] = field(default_factory=dict[Member, str])
     """Engines that this switch no longer gives the version, and why."""
     declined: dict[Member, Failure | None] = field(default_factory=dict[Member, "Failure | None"])
@@ -103,11 +101,7 @@ class PoolSwitch:
         return bool(self.declined)
 
     async def run(self, begin: Callable[[], Awaitable[None]]) -> None:
-        """Run the switch to its end.
-
-        It returns without an `await` after its last look, at which all engines in rotation had the
-        version.
-        """
+        """Returns without an `await` after its last look, when all engines in rotation had the version."""
         now = asyncio.get_running_loop().time
         deadline = now() + self.rules.stage_seconds
         begun = False
@@ -137,13 +131,11 @@ class PoolSwitch:
             await self._break_off()
 
     async def _wait(self, deadline: float | None) -> None:
-        """Wait for the next event, or until the deadline."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self.roster.rotated.wait()
 
     def _look(self) -> None:
-        """Update the phases of all engines since the last look."""
         for member, task in list(self._switching.items()):
             if task.done():
                 del self._switching[member]
@@ -269,8 +261,7 @@ class PoolSwitch:
         member.leave_rotation(problem)
 
     async def _break_off(self) -> None:
-        """Cancel switches still under way after an early end; what those engines sample is
-        unknown."""
+        """Engines whose switch is cancelled then sample an unknown version."""
         left, self._switching = self._switching, {}
         for task in left.values():
             task.cancel()

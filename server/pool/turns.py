@@ -63,15 +63,12 @@ NOT_THE_TURN = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
 )
-"""Status codes of refusals that may be the engine's fault, so that another engine may take the
-turn."""
+"""Refusals that may be the engine's fault, so that another engine may take the turn."""
 MOST_REFUSALS = 3
 """Number of engines that may refuse a turn like that before the caller gets the error."""
 
 
 class PoolTurns:
-    """The requests under way on all engines."""
-
     def __init__(
         self,
         roster: Roster,
@@ -90,8 +87,7 @@ class PoolTurns:
         """Requests whose deltas may still be read."""
         self._aborting: set[str] = set()
         self._not_aborted: set[str] = set()
-        """Requests being aborted that this hub ended itself, because the engine did not confirm
-        it."""
+        """Requests that this hub ended itself, because the engine did not confirm their abort."""
         self._watched: set[Member] = set()
         """Engines with turns, which are checked for silence."""
         self.lost_count = 0
@@ -99,7 +95,6 @@ class PoolTurns:
 
     @property
     def placed_count(self) -> int:
-        """Number of requests that are on an engine."""
         return len(self._placed)
 
     @property
@@ -112,7 +107,6 @@ class PoolTurns:
         self._aborting |= member.turns
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
-        """Place a request and yield what is sampled for it."""
         name = request.request_id
         self._requests.add(name)
         deltas = self._deltas(request)
@@ -155,7 +149,7 @@ class PoolTurns:
             self._requests.discard(name)
 
     async def _place(self, request: EngineRequest) -> Member | None:
-        """Return the engine that takes the request; None if the request is to end."""
+        """None if the request is to end."""
         return None if request.request_id in self._aborting else await self._placing.place(request)
 
     def _lost_at(self, member: Member, error: Unanswered) -> None:
@@ -168,8 +162,7 @@ class PoolTurns:
         self._roster.poke(member)
 
     def _watch(self, member: Member, *, again: bool = False) -> None:
-        """End the turns of an engine that was silent for too long; `again` marks the second
-        check."""
+        """End the turns of an engine that was silent for too long; `again` marks the second check."""
         if not member.turns:
             self._watched.discard(member)
             return
@@ -185,10 +178,7 @@ class PoolTurns:
         asyncio.get_running_loop().call_later(max(left, self._rules.look_seconds), look)
 
     def _refused_at(self, member: Member, error: EngineRefused, refused_by: set[Member]) -> None:
-        """Handle a refused turn: return if another engine may take it, else raise the refusal.
-
-        `refused_by` collects the engines that refused this turn with a code of `NOT_THE_TURN`.
-        """
+        """Return if another engine may take the turn, else raise. `NOT_THE_TURN` adds to `refused_by`."""
         if error.is_full:
             limited = error.failure.metadata.get("limit") == "turns_in_flight"
             if not (limited and member.refused_at_limit()):
@@ -216,7 +206,7 @@ class PoolTurns:
         raise RequestLost(str(error)) from error
 
     async def _sample(self, member: Member, request: EngineRequest) -> AsyncGenerator[Delta]:
-        """Run a turn on an engine server. Raises Unanswered, EngineRefused and RequestLost."""
+        """Raises Unanswered, EngineRefused and RequestLost."""
         self._count += 1
         there = f"{self._prefix}.{self._count}"
         name = request.request_id
@@ -299,7 +289,7 @@ class PoolTurns:
         )
 
     async def _abort_there(self, member: Member, turns: Mapping[str, str]) -> None:
-        """Abort requests on one engine; `turns` maps each to the engine server's name for it."""
+        """`turns` maps each request to the engine server's name for it."""
         try:
             await member.server.abort(list(turns.values()))
         except (Unanswered, EngineRefused) as error:

@@ -73,10 +73,8 @@ Opening = AbstractAsyncContextManager[Fanout | None]
 
 
 class Sharing:
-    """Open versions by key, shared by engines of one host that join at the same time.
-
-    The engine that opened one may finish before the others.
-    """
+    """Open versions by key, shared by engines of one host that join at the same time. The engine that
+    opened one may finish before the others."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, _Shared] = {}
@@ -85,8 +83,7 @@ class Sharing:
     async def use(
         self, key: Hashable, make: Callable[[], Opening]
     ) -> AsyncGenerator[Fanout | None]:
-        """Use the fanout that is open under `key`, else open one with `make`; raises what opening
-        raises."""
+        """Join the fanout open under `key`, else open one with `make`. Raises what opening raises."""
         shared = self._open.get(key)
         if shared is None:
             shared = self._open[key] = _Shared(make())
@@ -102,7 +99,7 @@ class Sharing:
                 await asyncio.shield(shared.holding)
 
     def forget(self) -> None:
-        """Stop sharing the fanouts that are open now; their current users keep them."""
+        """Current users keep the fanouts that are open now."""
         self._open.clear()
 
 
@@ -170,7 +167,6 @@ class PoolWeights:
 
     @property
     def active(self) -> int:
-        """The pool's active version."""
         return self._roster.active_version
 
     @property
@@ -205,11 +201,8 @@ class PoolWeights:
             self._roster.poke(member)
 
     def _is_kept_out(self, member: Member) -> bool:
-        """Whether to leave it out until the end of the switch whose version it did not take.
-
-        It is not kept out if no other engine takes turns, because its version is then still the
-        pool's.
-        """
+        """Whether to leave it out until the end of the switch whose version it did not take. If no other
+        engine takes turns, its version is still the pool's."""
         switch = self._running
         if switch is None or member not in switch.given_up or member.version == switch.version:
             return False
@@ -272,7 +265,7 @@ class PoolWeights:
     async def _open_fanout(
         self, host: str, version: int, probe: Probe | None, adapter: AdapterShape | None
     ) -> AsyncGenerator[Fanout | None]:
-        """Open a version for engines that join on this host; None if the hub does not hold it."""
+        """None if the hub does not hold the version."""
         async with self._open_version(version) as weights:
             if weights is None:
                 yield None
@@ -293,8 +286,7 @@ class PoolWeights:
         member.problem = f"{doing} (it {member.setback})" if member.setback else doing
 
     def stage(self, update: Update) -> None:
-        """Begin to stage a version on all engines; a version staged before and not activated is
-        dropped."""
+        """Drops a version staged before and not activated."""
         staged = update.staged.retain()
         self._staging = self._tasks.start(
             self._stage(update), f"staging version {staged.weight_version}", staged.release
@@ -321,7 +313,7 @@ class PoolWeights:
                 self._fanout.begin(member).add_done_callback(_heard)
 
     def _differing(self, payload: VersionPayload) -> Differing | None:
-        """Return the difference from the active version, if engine servers could apply it."""
+        """The difference from the active version; None if engine servers could not apply it."""
         opens, active, here = self._open_version, self.active, host_id()
         hosts = len({member.host_id for member in self._roster.rotation} - {here})
         adapters = payload.adapter is not None or self._adapter is not None
@@ -333,10 +325,8 @@ class PoolWeights:
         return Differing(active, lambda: opens(active), payload.length_bytes * from_hub // hosts)
 
     async def switch(self, update: Update, policy: InFlight, before: VersionBefore) -> Switched:
-        """Switch, until every engine in rotation has the version; each goes back by itself.
-
-        Raises WEIGHT_LOAD_FAILED or PROBE_MISMATCH if engines could have taken the version but none did.
-        """
+        """Returns when every engine in rotation has the version; each goes back by itself. Raises
+        WEIGHT_LOAD_FAILED or PROBE_MISMATCH if engines could have taken the version but none did."""
         version, adapter = update.weight_version, update.adapter is not None
         async with self._state.change():
             with tracer.start_as_current_span("penstock.switch_weights") as span:
@@ -419,7 +409,6 @@ class PoolWeights:
         logger.error("version %s is not held: %s", weight_version, problem)
 
     async def close(self) -> None:
-        """Cancel staging and close the fanout."""
         await self._tasks.cancel()
         if self._fanout is not None:
             await self._fanout.close()

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def describe(llm: AsyncLLM) -> EngineDescription:
-    """Read the vocabulary, the limits and the tensors of an upload."""
     model = llm.model_config
     config = cast(object, model.hf_text_config)
     tied = bool(getattr(config, "tie_word_embeddings", False))

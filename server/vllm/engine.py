@@ -91,10 +91,7 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, arguments: AsyncEngineArgs) -> VllmEngine:
-        """Start the engine process, load the model and sample a first token.
-
-        Does not block the event loop. Raises what vLLM raises on arguments it cannot serve.
-        """
+        """Does not block the event loop. Raises what vLLM raises on arguments it cannot serve."""
         load = VllmLoad()
         owner = EngineOwner(arguments, load)
         llm = await owner.build()
@@ -329,10 +326,8 @@ class VllmEngine:
         self._weight_version = version
 
     async def _ask(self, answer: Awaitable[T]) -> T:
-        """The engine process's answer. Raises EngineLost once there can be none.
-
-        If the caller is cancelled, the command still runs to its end: half an update must not remain.
-        """
+        """Raises EngineLost once there can be no answer. If the caller is cancelled, the command still
+        runs to its end: half an update must not remain."""
         asked = asyncio.ensure_future(answer)
         await asyncio.wait({asked, self._death}, return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
@@ -345,7 +340,7 @@ class VllmEngine:
 
     @property
     def _output_handler(self) -> asyncio.Task[None] | None:
-        """The task that passes outputs on; it ends only with the engine process."""
+        """Ends only with the engine process."""
         return cast("asyncio.Task[None] | None", self._llm.output_handler)  # pyright: ignore[reportUnknownMemberType]
 
     def _note_death(self, _: asyncio.Task[None]) -> None:
@@ -360,7 +355,6 @@ class VllmEngine:
             self._death.set_result(self._reason())
 
     def _give_up(self, reason: str) -> None:
-        """Kill an engine process that no longer answers."""
         self._given_up = reason
         for process in self._manager.processes:
             process.kill()

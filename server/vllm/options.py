@@ -53,10 +53,7 @@ class _Parser(FlexibleArgumentParser):
 
 
 def engine_arguments(options: Sequence[str]) -> AsyncEngineArgs:
-    """Build vLLM's engine arguments from its own command line options; a later option wins.
-
-    Raises ValueError with the parser's message.
-    """
+    """A later option wins. Raises ValueError with the parser's message."""
     on_cpu = bool(current_platform.is_cpu())
     parser = AsyncEngineArgs.add_cli_args(_Parser(prog="penstock serve", add_help=False))
     defaults = [*DEFAULTS, *(CPU_DEFAULTS if on_cpu else ())]

@@ -34,8 +34,7 @@ _GENERATED_ID = "chatcmpl-tool-"
 MAX_DEPTH = 100
 """Maximum depth of arguments. JSON readers have their own bounds; that of vLLM's models is 255."""
 PROMPT_END = 16
-"""Tokens at the end of a prompt that are searched for the start of the reasoning, if the template
-writes it."""
+"""Tokens at the end of a prompt searched for the start of the reasoning, if the template writes it."""
 
 _failures: ContextVar[list[BaseException] | None] = ContextVar("_failures", default=None)
 
@@ -130,7 +129,6 @@ class VllmParsers:
         return reasoning or "", content or "", found
 
     def _count(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int]) -> int:
-        """Number of reasoning tokens in a turn that has reasoning."""
         parser = self._parser_class(self._tokenizer)
         count = int(parser.count_reasoning_tokens(list(token_ids)))
         if count:
@@ -175,8 +173,7 @@ class VllmParsers:
 
 
 def _wrong(call: ParsedCall) -> str:
-    """Why a call cannot be passed on; empty if it can. Python's JSON reader, and parsers, accept
-    and produce values that are not JSON and that other readers refuse."""
+    """Empty if the call is fit. Python's JSON reader and the parsers accept what other readers refuse."""
     try:
         arguments: Any = json.loads(call.arguments_json)
         # NaN is not JSON. A lone surrogate, which JSON can spell, is not text.
@@ -205,7 +202,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _request(tools: Sequence[Tool]) -> Any:
-    """A request with these tools, as the parsers expect one. Its other fields do not matter."""
+    """As the parsers expect one. Its other fields do not matter."""
     described = [
         {
             "type": "function",
@@ -225,7 +222,7 @@ def _request(tools: Sequence[Tool]) -> Any:
 
 
 def _own_id(call_id: str | None) -> str:
-    """The id of a call if the model wrote it; empty if the parser generated it."""
+    """Empty if the parser generated it, not the model."""
     return "" if call_id is None or call_id.startswith(_GENERATED_ID) else call_id
 
 

@@ -111,14 +111,12 @@ class VllmLoad(StatLoggerBase):
 
 class _Engine(AsyncLLM):
     def __del__(self) -> None:
-        """Do nothing. AsyncLLM shuts down here, when the interpreter may be half gone already.
-
-        `VllmEngine.close` shuts down. Without it the engine process dies with this one.
-        """
+        """AsyncLLM would shut down here, when the interpreter may be half gone already. `VllmEngine.close`
+        shuts down. Without it the engine process dies with this one."""
 
 
 def shut_down(llm: AsyncLLM) -> None:
-    """Shut the engine down. Returns when its processes are gone."""
+    """Returns when its processes are gone."""
     manager = cast("object", llm.engine_core.resources.engine_manager)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
     processes = list(manager.processes) if isinstance(manager, CoreEngineProcManager) else []
     llm.shutdown(SHUTDOWN_SECONDS)

@@ -28,7 +28,7 @@ FINISHES = {
 
 
 def sampling_params(request: EngineRequest) -> SamplingParams:
-    """The parameters of a turn's request. Raises ValueError for a temperature that vLLM would change."""
+    """Raises ValueError for a temperature that vLLM would change."""
     sampling = request.sampling
     if 0.0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise ValueError(
@@ -62,11 +62,8 @@ def cut(
     starts: Sequence[tuple[str, int]],
     weight_version: int,
 ) -> Iterator[Delta]:
-    """Cut an output at the tokens at which the weight version changes; see `version_pieces`.
-
-    The output begins with token `position` of the request. An end without tokens has `weight_version` if no
-    token came before it.
-    """
+    """Cut where the weight version changes. The output begins with token `position` of the request. An end
+    without tokens has `weight_version` if no token came before it."""
     token_ids = np.asarray(completion.token_ids, np.int32)
     flat = cast(FlatLogprobs, completion.logprobs)
     logprobs = np.asarray(flat.logprobs, np.float32)
@@ -87,10 +84,7 @@ def cut(
 def version_pieces(
     starts: Sequence[tuple[str, int]], begin: int, end: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Cut the tokens [begin, end) where the weight version changes. Yields (begin, end, version) pieces.
-
-    `starts` has, in order, the label and first token of each version of the request.
-    """
+    """Yields (begin, end, version). `starts` has, in order, the label and first token of each version."""
     for index, (label, start) in enumerate(starts):
         stop = starts[index + 1][1] if index + 1 < len(starts) else end
         first, last = max(start, begin), min(stop, end)

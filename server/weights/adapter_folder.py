@@ -28,8 +28,6 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class AdapterFolders:
-    """The adapter folders of one server."""
-
     def __init__(self, parent: Path, model: str) -> None:
         """`parent` holds the folders. `model` is the base model of the adapters."""
         self._parent = parent
@@ -38,7 +36,7 @@ class AdapterFolders:
         self._lock = -1
 
     def write(self, staged: StagedWeights, shape: AdapterShape) -> Adapter:
-        """Writes the bytes of a verified version to a folder. Blocks; raises WeightRefused."""
+        """Blocks. Raises WeightRefused."""
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -74,7 +72,6 @@ class AdapterFolders:
         shutil.rmtree(adapter.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Removes all adapter folders of this server."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
@@ -88,8 +85,7 @@ class AdapterFolders:
 
 
 def safetensors_file(staged: StagedWeights) -> bytes:
-    """Encodes a version as a safetensors file: a length, a table, and the tensors one after
-    another."""
+    """A length, a table, and the tensors one after another."""
     data = staged.path.read_bytes()
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     parts: list[bytes] = []

@@ -31,10 +31,9 @@ class AdapterShape:
     target_modules: tuple[str, ...]
     rank_stabilized: bool
     tensors: Mapping[str, TensorMeta]
-    """All of its tensors, by PEFT's names."""
+    """By PEFT's names."""
 
     def message(self) -> weights_pb2.LoraAdapter:
-        """The adapter as a field of an upload's header."""
         return weights_pb2.LoraAdapter(
             rank=self.rank,
             alpha=self.alpha,
@@ -44,7 +43,7 @@ class AdapterShape:
 
 
 def read_adapter(header: weights_pb2.WeightHeader, description: EngineDescription) -> AdapterShape:
-    """Reads the adapter of a header. Raises FIELD_INVALID if this engine does not support it."""
+    """Raises FIELD_INVALID if this engine does not support the adapter."""
     limits = description.adapters
     if limits is None:
         raise FieldInvalid(
@@ -85,7 +84,7 @@ def read_adapter(header: weights_pb2.WeightHeader, description: EngineDescriptio
 def adapter_tensors(
     targets: tuple[str, ...], rank: int, model: Mapping[str, TensorMeta]
 ) -> dict[str, TensorMeta]:
-    """Lists all tensors of an adapter. Raises FIELD_INVALID for a target the model lacks."""
+    """Raises FIELD_INVALID for a target the model lacks."""
     tensors: dict[str, TensorMeta] = {}
     found: set[str] = set()
     for name, meta in model.items():

@@ -75,8 +75,6 @@ class _Activation:
 
 
 class AdapterVersions:
-    """The adapters on the engine and the active one among them."""
-
     def __init__(
         self,
         engine: AdapterEngine,
@@ -111,11 +109,8 @@ class AdapterVersions:
         policy: InFlight,
         probe: Probe | None = None,
     ) -> Switched:
-        """Makes a verified adapter the active version, without a pause.
-
-        Raises WEIGHT_LOAD_FAILED, PROBE_MISMATCH or DISK_FULL if the previous version remains
-        active, WEIGHTS_INCONSISTENT if no version does, and ENGINE_LOST if the engine died.
-        """
+        """Needs no pause. Raises WEIGHT_LOAD_FAILED, PROBE_MISMATCH or DISK_FULL if the previous version
+        remains active, WEIGHTS_INCONSISTENT if no version does, and ENGINE_LOST if the engine died."""
         try:
             # Memory that its uploader cannot write to, verified again if needed.
             copy = await self._stage.hold(staged.retain())
@@ -212,7 +207,7 @@ class AdapterVersions:
         return result
 
     async def _prove(self, change: _Activation) -> ProbeResult | None:
-        """Scores the probe, if there is one. Raises PROBE_MISMATCH."""
+        """Raises PROBE_MISMATCH."""
         probe, version = change.probe, change.adapter.weight_version
         if probe is None:
             return None
@@ -223,8 +218,7 @@ class AdapterVersions:
         return result
 
     def _sampling(self) -> set[int]:
-        """Adapters that turns in flight use, and the active one, which new turns may use at any
-        time."""
+        """Adapters of turns in flight, and the active one, which new turns may use at any time."""
         versions = {turn.adapter_version for turn in self._staying()}
         return {v for v in (*versions, self._state.active_adapter) if v is not None}
 

@@ -59,16 +59,12 @@ logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("penstock.server")
 
 Load = Callable[[], Awaitable[None]]
-"""Loads other weights into a paused engine.
-
-Raises DomainError or WeightRefused if the engine still holds what it held before, and EngineLoadFailed if
-its weights can no longer be trusted."""
+"""Loads other weights into a paused engine. Raises DomainError or WeightRefused if the engine still holds
+what it held before, and EngineLoadFailed if its weights can no longer be trusted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """One switch: the target version, how to load it, and what to go back to."""
-
     weight_version: int
     load: Load
     before: VersionBefore
@@ -125,10 +121,8 @@ class EngineSwitch:
         probe: Probe | None = None,
         prepare: Load | None = None,
     ) -> Switched:
-        """Make the version that `load` gives the engine the active one; `prepare` runs first.
-
-        Raises what `Switcher.switch` raises, and what `load` raises if that changed nothing.
-        """
+        """`prepare` runs first. Raises what `Switcher.switch` raises, and what `load` raises if that
+        changed nothing."""
         async with self._state.change():
             with tracer.start_as_current_span("penstock.switch_weights") as span:
                 span.set_attribute("penstock.weight_version", weight_version)
@@ -224,10 +218,7 @@ class EngineSwitch:
         raise ProbeMismatch(version, self._state.active_version, result, probe)
 
     async def _go_back(self, change: _Change, problem: str) -> None:
-        """Load the previous version into the paused engine and resume.
-
-        Raises WEIGHTS_INCONSISTENT if that fails.
-        """
+        """Load the previous version and resume the engine. Raises WEIGHTS_INCONSISTENT if that fails."""
         way = "there is no version to go back to"
         if self._state.trusted:
             async with change.before() as weights:
@@ -269,6 +260,6 @@ class EngineSwitch:
         )
 
     async def _pause(self, *, drop_cache: bool) -> None:
-        """Pause the engine, which after an unrecoverable load is paused already. Untrusted weights also
-        lose their cache: it carries a version number that may be uploaded again."""
+        """The engine is paused already after an unrecoverable load. Untrusted weights also lose their
+        cache: it carries a version number that may be uploaded again."""
         await self.engine.pause(drop_cache=drop_cache or not self._state.trusted)

@@ -52,8 +52,7 @@ class SharedSource:
     name: str
     host_namespace: str
     progress_offset_bytes: int | None = None
-    """Offset of the progress word of a file that the uploader is still filling, or zero if it has
-    none. None if the file is complete."""
+    """None if the file is complete; zero if it is still being filled without a progress word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,6 @@ Source = InlineSource | SharedSource | CheckpointSource | CollectiveSource | Pee
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """One upload as its header announces it."""
-
     weight_version: int
     base_version: int
     """Zero for a full upload."""
@@ -105,15 +102,13 @@ class Announced:
 
     @property
     def filling(self) -> bool:
-        """Whether the payload is still being filled and its checksums come with the commit."""
+        """The checksums then come with the commit."""
         source = self.source
         return isinstance(source, SharedSource) and source.progress_offset_bytes is not None
 
     def read_commit(self, commit: weights_pb2.WeightCommit) -> tuple[int, ...]:
-        """Check that the commit names this header. Returns XXH3-64 of each tensor, in the manifest's order.
-
-        Raises CHECKSUM_MISMATCH or FIELD_INVALID.
-        """
+        """Returns XXH3-64 of each tensor, in the manifest's order. Raises CHECKSUM_MISMATCH or
+        FIELD_INVALID."""
         if commit.header_sha256 != self.digest:
             raise DomainError(
                 Reason.CHECKSUM_MISMATCH,
@@ -131,7 +126,7 @@ class Announced:
 
 
 def read_header(received: Header, description: EngineDescription) -> Announced:
-    """Read a header. Raises FIELD_INVALID for anything unset, unknown or out of range."""
+    """Raises FIELD_INVALID for anything unset, unknown or out of range."""
     header = received.message
     adapter = read_adapter(header, description) if header.HasField("adapter") else None
     source = _read_source(header)
@@ -167,7 +162,7 @@ def read_header(received: Header, description: EngineDescription) -> Announced:
 
 
 def read_in_flight(policy: int) -> InFlight | None:
-    """The policy of a message; None means the server's default. Raises FIELD_INVALID."""
+    """None means the server's default. Raises FIELD_INVALID."""
     if policy == weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED:
         return None
     known = {int(number): value for number, value in IN_FLIGHT_POLICIES.items()}

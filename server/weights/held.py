@@ -27,8 +27,7 @@ BASE_VERSION = 0
 
 
 class HeldWeights:
-    """At most one full version and one adapter on it, complete and verified, in this server's
-    memory."""
+    """At most one full version and one adapter on it, complete and verified, in this server's memory."""
 
     def __init__(self, stage: WeightStage, base_model: Path | None, *, enabled: bool) -> None:
         """`base_model` is the folder of version 0. If not `enabled`, nothing is ever held."""
@@ -40,7 +39,7 @@ class HeldWeights:
 
     @property
     def weight_version(self) -> int:
-        """The full version held; zero if there is none."""
+        """Zero if no full version is held."""
         return self._full.weight_version if self._full is not None else 0
 
     def get(self, weight_version: int) -> Staged | None:
@@ -48,16 +47,13 @@ class HeldWeights:
         return self._full if self.weight_version == weight_version else None
 
     async def replace(self, staged: Staged) -> None:
-        """Takes over this full version and holds it instead of the current one, if there is room.
-
-        Raises WeightRefused if its uploader has written to it since it was verified.
-        """
+        """Takes `staged` over, if there is room. Raises WeightRefused if its uploader wrote to it after
+        verification."""
         self.let_go()
         self._full = await self._take_over(staged)
 
     async def replace_adapter(self, staged: Staged) -> None:
-        """Takes over this adapter and holds it instead of the previous one. Raises as `replace`
-        does."""
+        """Takes `staged` over. Raises as `replace` does."""
         self._let_go_of_adapter()
         self._adapter = await self._take_over(staged)
 
@@ -76,7 +72,6 @@ class HeldWeights:
             staged.release()
 
     def let_go(self) -> None:
-        """Releases everything that is held."""
         self._let_go_of_adapter()
         if self._full is not None:
             self._full.release()
@@ -89,10 +84,7 @@ class HeldWeights:
 
     @contextlib.asynccontextmanager
     async def open(self, weight_version: int) -> AsyncGenerator[StagedWeights | None]:
-        """Yields a version that the engine can load again, either held or the base model.
-
-        Yields None if there is no such version.
-        """
+        """Yields what the engine can load again, held or the base model; None if there is nothing."""
         adapter = self._adapter
         found = adapter is not None and adapter.weight_version == weight_version
         before = adapter if found else self.get(weight_version)

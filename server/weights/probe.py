@@ -34,7 +34,6 @@ class Probe:
     """Maximum mean of the absolute differences, in nats."""
 
     def message(self) -> weights_pb2.WeightProbe:
-        """The probe as a protobuf message."""
         return weights_pb2.WeightProbe(
             token_ids=self.token_ids.tolist(),
             logprobs=self.logprobs.tolist(),
@@ -50,20 +49,18 @@ class ProbeResult:
     max_difference: float
 
     def message(self) -> weights_pb2.WeightProbeResult:
-        """The result as a protobuf message."""
         return WeightProbeResult(
             mean_difference=self.mean_difference, max_difference=self.max_difference
         )
 
 
 def compare(probe: Probe, scored: NDArray[np.float32]) -> ProbeResult:
-    """Compute the mean and the largest absolute difference."""
     differences = np.abs(scored.astype(np.float64) - probe.logprobs)
     return ProbeResult(float(differences.mean()), float(differences.max()))
 
 
 def read_probe(message: weights_pb2.WeightProbe, description: EngineDescription) -> Probe:
-    """Read the probe of a header. Raises FIELD_INVALID if the engine could not score it."""
+    """Raises FIELD_INVALID if the engine could not score the probe."""
     try:
         token_ids, logprobs = codec.token_ids(message), codec.logprobs(message)
     except codec.MalformedMessage as error:

@@ -51,8 +51,6 @@ class InFlight(Enum):
 
 
 class TurnsInFlight(Protocol):
-    """What a switch needs of the turns."""
-
     @property
     def in_flight(self) -> Sequence[Turn]: ...
 
@@ -93,12 +91,9 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """Result of a switch."""
-
     weight_version: int
     pause_seconds: float
-    """Seconds in which the engine sampled nothing, from the step boundary it paused at until it resumed.
-    Scoring the probe is not included."""
+    """From the step boundary at which the engine paused until it resumed, without scoring the probe."""
     probe: ProbeResult | None = None
 
 
@@ -139,18 +134,14 @@ class Switcher(Protocol):
         ...
 
     async def switch(self, update: Update, policy: InFlight, before: VersionBefore) -> Switched:
-        """Return when the version is active. Nothing else may release its memory meanwhile.
-
-        Raises WEIGHT_LOAD_FAILED, PROBE_MISMATCH or DISK_FULL if the previous version is active again,
-        WEIGHTS_INCONSISTENT if no version can be served, and ENGINE_LOST if the engine died.
-        """
+        """Return when the version is active. Nothing else may release its memory meanwhile. Raises
+        WEIGHT_LOAD_FAILED, PROBE_MISMATCH or DISK_FULL if the previous version is active again,
+        WEIGHTS_INCONSISTENT if no version can be served, and ENGINE_LOST if the engine died."""
         ...
 
     async def spoiled(self, weight_version: int, problem: str) -> None:
-        """Handle that an uploader wrote to the active version's memory after it was verified.
-
-        Raises WEIGHTS_INCONSISTENT if it is therefore unknown what the engine holds.
-        """
+        """Called if an uploader wrote to the active version's memory after it was verified. Raises
+        WEIGHTS_INCONSISTENT if it is therefore unknown what the engine holds."""
         ...
 
 
@@ -200,13 +191,11 @@ class WeightSwitch:
         self._refusal: DomainError | None = None
         self._unconfirmed: _Unconfirmed | None = None
         self.full_version = active_version
-        """Version of the full weights in the engine."""
         self.active_adapter: int | None = None
         """The active version if it is an adapter on the full weights, else None."""
 
     @property
     def active_version(self) -> int:
-        """The version that samples now."""
         return self.full_version if self.active_adapter is None else self.active_adapter
 
     @property
@@ -248,12 +237,9 @@ class WeightSwitch:
 
     @asynccontextmanager
     async def admission(self, *, pinned: bool = False) -> AsyncGenerator[int]:
-        """Wait while weights switch; inside, the yielded version stays the active one.
-
-        A `pinned` turn requires one version, so it also waits while a pool switches one engine at a time.
-
-        Raises WEIGHTS_INCONSISTENT or ENGINE_LOST if no version can be served.
-        """
+        """Wait while weights switch; inside, the yielded version stays the active one. A `pinned` turn
+        requires one version, so it also waits while a pool switches one engine at a time. Raises
+        WEIGHTS_INCONSISTENT or ENGINE_LOST if no version can be served."""
         while self._refusal is None and (self.changing if pinned else self.switching):
             await self._changed.wait()
         if self._refusal is not None:
@@ -274,7 +260,7 @@ class WeightSwitch:
             await self._tell_health()
 
     async def refuse(self, refusal: DomainError | None) -> None:
-        """Refuse every admission with this error. None admits turns again."""
+        """None admits turns again."""
         self._refusal = refusal
         self._changed.notify()
         await self._tell_health()
@@ -297,7 +283,6 @@ class WeightSwitch:
                     self.move(SwitchPhase.IDLE)
 
     def move(self, phase: SwitchPhase) -> None:
-        """Enter the next state of the change under way."""
         if phase not in _TRANSITIONS[self._phase]:
             raise RuntimeError(f"a change of weights cannot go from {self._phase} to {phase}")
         self._phase = phase
@@ -311,10 +296,8 @@ class WeightSwitch:
 
     @asynccontextmanager
     async def gate_closed(self) -> AsyncGenerator[None]:
-        """Hold new turns back and let admissions under way finish; turns in flight continue.
-
-        Raises WEIGHTS_INCONSISTENT or ENGINE_LOST if no version can be served.
-        """
+        """New turns wait and admissions under way finish; turns in flight continue. Raises
+        WEIGHTS_INCONSISTENT or ENGINE_LOST if no version can be served."""
         async with self.change():
             if self._refusal is not None:
                 raise self._refusal
@@ -336,7 +319,6 @@ class WeightSwitch:
             self.move(SwitchPhase.CLOSED)
 
     def adopt(self, weight_version: int, *, adapter: bool = False) -> None:
-        """Make a version that the engine has the active one."""
         if adapter:
             self.active_adapter = weight_version
         else:

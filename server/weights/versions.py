@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A verified version and its announcement."""
-
     announced: Announced
     hashes: Mapping[str, int]
     changed_tensor_count: int
@@ -50,8 +48,6 @@ class Version:
 
 
 class WeightVersions:
-    """Keeps verified versions and switches between them."""
-
     def __init__(
         self,
         stage: WeightStage,
@@ -64,8 +60,7 @@ class WeightVersions:
         in_flight: InFlight,
         max_staged: int,
     ) -> None:
-        """`on_staged` is called with an upload's bytes and its changed tensors, for metrics, and
-        `on_switched` after every switch, once the new version is active."""
+        """`on_staged` gets an upload's bytes and changed tensors; `on_switched` runs once it is active."""
         self._stage = stage
         self._held = held
         self._state = state
@@ -78,19 +73,17 @@ class WeightVersions:
         self._active: Version | None = None
         self._activating = asyncio.Lock()
         self._taking: int | None = None
-        """The version being switched to, until nothing of it is read from its uploader's memory any
-        more."""
+        """The version switched to, until its uploader's memory is no longer read."""
         self._taken = Broadcast()
         self._switches = OwnTasks()
 
     @property
     def active_version(self) -> int:
-        """The version that samples now."""
         return self._state.active_version
 
     @property
     def trusted_version(self) -> int | None:
-        """The active version; None if the weights in use cannot be trusted."""
+        """None if the weights in use cannot be trusted."""
         return self.active_version if self._state.trusted else None
 
     @property
@@ -100,20 +93,19 @@ class WeightVersions:
 
     @property
     def delta_base_version(self) -> int:
-        """The version a delta can apply to; zero if there is none."""
+        """Zero if there is none."""
         return self._held.weight_version if self.delta_base() is not None else 0
 
     @property
     def held_version(self) -> int:
-        """The version whose bytes are held; zero if there is none."""
+        """Zero if there is none."""
         return self._held.weight_version
 
     def delta_base(self) -> Staged | None:
-        """The version that a delta can apply to, with its bytes."""
         return self._held.get(self.active_version) if self._state.trusted else None
 
     def base_of(self, announced: Announced) -> Staged | None:
-        """The version a delta applies to; None for a full upload. Raises BASE_VERSION_MISMATCH."""
+        """None for a full upload. Raises BASE_VERSION_MISMATCH."""
         if not announced.base_version:
             return None
         base = self.delta_base()
@@ -171,10 +163,7 @@ class WeightVersions:
             )
 
     def check_kind(self, announced: Announced) -> None:
-        """Check that full weights and adapters are only mixed as allowed.
-
-        Raises ADAPTER_ACTIVE or WEIGHTS_INCONSISTENT.
-        """
+        """Full weights and adapters mix only as allowed. Raises ADAPTER_ACTIVE or WEIGHTS_INCONSISTENT."""
         version, active = announced.weight_version, self.active_version
         if announced.adapter is None and self._state.active_adapter is not None:
             raise DomainError(
@@ -192,7 +181,7 @@ class WeightVersions:
             )
 
     def accept(self, announced: Announced, staged: Staged, length_bytes: int) -> Version:
-        """Keep a verified payload of `length_bytes` as a staged version. May release the oldest one."""
+        """May release the oldest staged version."""
         newest = self._staged[max(self._staged)][0] if self._staged else self._active
         changed = sum(
             newest is None or newest.hashes.get(name) != value
@@ -215,11 +204,8 @@ class WeightVersions:
         self._on_staged(length_bytes, version.changed_tensor_count)
 
     async def activate(self, weight_version: int, in_flight: InFlight | None) -> Switched:
-        """Switch to a staged version. Does nothing if it is active already.
-
-        Raises WEIGHT_VERSION_NOT_STAGED, WEIGHT_LOAD_FAILED, PROBE_MISMATCH, WEIGHTS_INCONSISTENT or
-        ENGINE_LOST.
-        """
+        """Does nothing if the version is active already. Raises WEIGHT_VERSION_NOT_STAGED,
+        WEIGHT_LOAD_FAILED, PROBE_MISMATCH, WEIGHTS_INCONSISTENT or ENGINE_LOST."""
         # If the caller leaves, the engine must not stay paused or hold half a version.
         return await asyncio.shield(
             self._switches.start(
@@ -229,8 +215,8 @@ class WeightVersions:
         )
 
     async def settled(self) -> None:
-        """Wait while the active version is still read from its uploader's memory. The uploader may write to
-        that memory as soon as it learns that the version is active."""
+        """Wait while the active version is read from its uploader's memory. The uploader may write there
+        as soon as it learns that the version is active."""
         while self._taking == self.active_version:
             await self._taken.wait()
 
@@ -268,11 +254,8 @@ class WeightVersions:
             return switched
 
     async def _hold(self, announced: Announced, staged: Staged) -> None:
-        """Keep the parts of the new version that may be needed again.
-
-        Raises WEIGHTS_INCONSISTENT if the engine read it from its uploader's memory and the uploader has
-        written there since, because it is then unknown what the engine holds.
-        """
+        """Keep what may be needed again. Raises WEIGHTS_INCONSISTENT if the uploader wrote to memory that
+        the engine read, because it is then unknown what the engine holds."""
         try:
             if announced.adapter is None:
                 await self._held.replace(staged)
@@ -291,11 +274,9 @@ class WeightVersions:
         switch: Callable[[InFlight, VersionBefore], Awaitable[Switched]],
         check: Callable[[], None],
     ) -> tuple[Version, Switched]:
-        """Change to a version that was never staged, which `switch` gives the engine.
-
-        `check` raises if the change is no longer allowed; the state may have changed while this waited for
-        another switch. Raises what `switch` and `check` raise, and what `activate` raises.
-        """
+        """Change to a version that was never staged, which `switch` gives the engine. `check` raises if
+        that is no longer allowed after a wait for another switch. Raises what both raise, and what
+        `activate` raises."""
         async with self._activating:
             self.check_kind(announced)
             check()
@@ -346,7 +327,7 @@ class WeightVersions:
             self._staged.pop(version)[1].release()
 
     async def close(self) -> None:
-        """Release everything. Requires that no call is open any more and the engine is closed."""
+        """Requires that no call is open any more and the engine is closed."""
         await self._switches.cancel()
         self._staged.clear()
         self._held.let_go()

@@ -33,8 +33,6 @@ TIMEOUT_SECONDS = 300.0
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):
-    """How the workers join the trainer's group."""
-
     master_address: str
     master_port: int
     rank_offset: int
@@ -54,8 +52,6 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """Announcement of one round of tensors."""
-
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
@@ -83,8 +79,6 @@ class _Incoming:
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """The workers' side of the transfer."""
-
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     supports_draft_weight_update = False
@@ -112,12 +106,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._received = {}
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Receives one whole round and checks it. It always reads everything, so the group stays in
-        step.
-
-        Raises GroupBroken, or WeightRefused for the first tensor that differs from its
-        announcement.
-        """
+        """Always reads the whole round, so the group stays in step. Raises GroupBroken, or WeightRefused
+        for the first tensor that differs from its announcement."""
         if self._group is None:
             raise RuntimeError("no group was joined")
         expected, memory = _expect(update_info)
@@ -142,7 +132,6 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         reload_model(self.model, self.model_config, tensors.items())
 
     def shutdown(self) -> None:
-        """Leaves the group and drops the received tensors."""
         self._group = None
         self._received = {}
 

@@ -168,7 +168,6 @@ class _Twin:
         module._non_persistent_buffers_set = set(live._non_persistent_buffers_set)
 
     def join(self, twins: Mapping[torch.nn.Module, _Twin]) -> None:
-        """Attach the twins of the module's children."""
         children = self._live._modules.items()
         self.module._modules = {
             name: None if child is None else twins[child].module for name, child in children
@@ -218,7 +217,7 @@ class _Twin:
         return any(parameter is not None for parameter in self._live._parameters.values())
 
     def finish(self) -> bool:
-        """Complete the layer if possible. Returns whether it is loaded."""
+        """Returns whether the layer is loaded."""
         came = {name for name, _ in self._info.loaded_weights}
         whole = {name for name, p in self.module._parameters.items() if p is not None}
         if isinstance(self.module, VocabParallelEmbedding) and came == whole:

@@ -21,8 +21,6 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 
 
 class LoadsWeights(Protocol):
-    """The loading method of every vLLM model."""
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
 
 
@@ -35,7 +33,7 @@ class ProcessesWeights(Protocol):
 def reload_model(
     model: torch.nn.Module, config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Load one complete version. If this fails, the model is a mixture that a complete reload heals."""
+    """If this fails, the model is a mixture that a complete reload heals."""
     layerwise.initialize_layerwise_reload(model)
     try:
         cast(LoadsWeights, model).load_weights(tensors)

@@ -74,8 +74,6 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 @dataclass
 class StagedFile(WeightTransferUpdateInfo):
-    """Location of one complete version."""
-
     path: str
     names: list[str]
     dtypes: list[str]
@@ -86,8 +84,6 @@ class StagedFile(WeightTransferUpdateInfo):
 
 
 class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile]):
-    """Loads complete versions from a file in memory."""
-
     init_info_cls = WeightTransferInitInfo
     update_info_cls = StagedFile
     supports_draft_weight_update = False
@@ -103,10 +99,8 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
     _portion_ended = 0.0
 
     def prepare(self, staged: StagedFile) -> bool:
-        """Begin to prepare a version, in place of any other. Returns whether `go_on` has work to do.
-
-        If not, `receive_weights` does everything, as it does after `go_on` raised.
-        """
+        """Begin to prepare a version, in place of any other. Returns whether `go_on` has work to do. If
+        not, or after `go_on` raised, `receive_weights` does everything."""
         self.leave_preparation()
         mapped = self._open(staged)
         reason = why_not(self.model, self.vllm_config)
@@ -120,10 +114,8 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
         return True
 
     def go_on(self) -> bool:
-        """Continue for as long as the previous step took, but at least `PORTION_SECONDS`.
-
-        Returns whether there is more to do. Raises what loading raises, and then gives the preparation up.
-        """
+        """Continue for as long as the previous step took, but at least `PORTION_SECONDS`. Returns whether
+        there is more to do. Raises what loading raises, and then gives the preparation up."""
         if self._preparation is None:
             return False
         began = time.monotonic()
@@ -140,7 +132,6 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
         return more
 
     def leave_preparation(self) -> None:
-        """Discard what was prepared and not put in place."""
         if self._preparation is not None:
             self._preparation.end()
             self._preparation = None
@@ -164,7 +155,6 @@ class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile])
         """Do nothing: `receive_weights` does the whole update."""
 
     def shutdown(self) -> None:
-        """Discard the preparation and close the files."""
         self.leave_preparation()
         self._mappings = None
 
@@ -187,7 +177,6 @@ class Mappings:
         self._kept: OrderedDict[tuple[int, int, int], mmap.mmap] = OrderedDict()
 
     def open(self, path: Path) -> mmap.mmap:
-        """Map the whole file."""
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             key = (status.st_dev, status.st_ino, status.st_size)
@@ -203,7 +192,7 @@ class Mappings:
 
 
 def tensors_of(staged: StagedFile, mapped: mmap.mmap) -> Iterator[tuple[str, torch.Tensor]]:
-    """The staged tensors, without a copy: they share the memory of the file."""
+    """Without a copy: they share the memory of the file."""
     for name, dtype_name, shape, offset in zip(
         staged.names, staged.dtypes, staged.shapes, staged.offsets_bytes, strict=True
     ):
@@ -218,8 +207,6 @@ OtherEngine = WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateI
 
 @dataclass(kw_only=True)
 class JoinInfo(WeightTransferInitInfo):
-    """A collective to join."""
-
     backend: str
     rendezvous: dict[str, object]
     """Fields that the backend defines."""
@@ -240,7 +227,7 @@ class WeightEngine(StagedFileEngine):
     _problem: BaseException | None = None
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Join a collective, and leave the previous one."""
+        """Leaves the previous collective."""
         assert isinstance(init_info, JoinInfo)
         self.shutdown()
         if init_info.backend == BACKEND:
@@ -278,7 +265,6 @@ class WeightEngine(StagedFileEngine):
             other.update_weights(cast("dict[str, object]", update_info[ROUND]))
 
     def finish_weight_update(self) -> None:
-        """Make what a collective brought the model's weights."""
         if self._begun:
             with self._noting_problems() as other:
                 self._changed = True
@@ -287,7 +273,7 @@ class WeightEngine(StagedFileEngine):
             self._begun = False
 
     def abandon(self) -> dict[str, object]:
-        """End an update that will not be finished, and leave the collective. Returns the outcome."""
+        """End an unfinished update and leave the collective."""
         if self._begun and self._changed:
             forget_reload(self.model)
         outcome: dict[str, object] = {"changed": self._begun and self._changed}
@@ -329,21 +315,15 @@ def _within_seconds(engine: OtherEngine, join: JoinInfo) -> dict[str, object]:
 
 
 class _Worker(Protocol):
-    """The parts of vLLM's worker that a failed update needs."""
-
     weight_transfer_engine: WeightEngine
     vllm_config: VllmConfig
     _weight_update_active: bool
 
 
 class WorkerExtension:
-    """Methods mixed into vLLM's worker."""
-
     def prepare_weights(self, update: dict[str, object] | None) -> bool:
-        """Prepare one portion of a version: the first one of the given file, or the next one for None.
-
-        Returns whether there is more to do. Raises what `StagedFileEngine.go_on` raises.
-        """
+        """Prepare one portion: the first one of the given file, or the next one for None. Returns whether
+        there is more to do. Raises what `StagedFileEngine.go_on` raises."""
         worker = cast(_Worker, self)
         engine = worker.weight_transfer_engine
         with set_current_vllm_config(worker.vllm_config):
@@ -355,7 +335,7 @@ class WorkerExtension:
             return engine.go_on()
 
     def abandon_collective(self) -> Mapping[str, object]:
-        """Call `WeightEngine.abandon`. vLLM itself has no way to end a session without finishing it."""
+        """vLLM itself has no way to end a session without finishing it."""
         worker = cast(_Worker, self)
         worker._weight_update_active = False  # pyright: ignore[reportPrivateUsage]
         return worker.weight_transfer_engine.abandon()

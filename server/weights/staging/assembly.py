@@ -32,8 +32,6 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Source and destination of one tensor."""
-
     tensor: StagedTensor
     """Its position in the assembled version."""
     source: Buffer
@@ -47,7 +45,7 @@ class Part:
 def lay_out(
     tensors: Iterable[tuple[str, tuple[int, ...], str, int]],
 ) -> tuple[tuple[StagedTensor, ...], int]:
-    """Place tensors (name, shape, dtype, length) one after another. Returns them and the total length."""
+    """Place tensors (name, shape, dtype, length) one after another. Also returns the total length."""
     placed: list[StagedTensor] = []
     offset = 0
     for name, shape, dtype, length in tensors:
@@ -59,10 +57,7 @@ def lay_out(
 
 
 def assemble(target: Buffer, parts: Sequence[Part]) -> None:
-    """Write every part into `target`, memory that the server owns, and verify it there. Blocks.
-
-    Raises WeightRefused with the tensor's name.
-    """
+    """Write and verify each part in `target`, the server's own memory. Blocks. Raises WeightRefused."""
     if target.view is None:
         raise RuntimeError("only memory owned by the server can be written to")
     for part in parts:

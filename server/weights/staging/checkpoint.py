@@ -31,12 +31,9 @@ COMPUTED = ("rotary_emb.inv_freq",)
 
 
 def upload_tensors(folder: Path | None, config: object, *, tied: bool) -> dict[str, TensorMeta]:
-    """Returns every tensor of a full upload, from the safetensors files of `folder`.
-
-    If there are no such files, the model is built from `config`, its Hugging Face configuration. It
-    is built on the meta device, which needs no memory. If the input and output embeddings are tied,
-    the output embedding is optional.
-    """
+    """Reads the safetensors files of `folder`. Without any, the model is built from its Hugging Face
+    `config` on the meta device, which needs no memory. If the embeddings are tied, the output embedding is
+    optional."""
     shapes = dict(_stored_shapes(folder)) if folder else {}
     if not shapes:
         shapes = _built_shapes(config)
@@ -75,14 +72,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open checkpoint: its files and the tensors in them."""
-
     descriptors: tuple[int, ...]
     tensors: Mapping[str, tuple[int, StoredTensor]]
     """Name -> (descriptor of the file, position in it)."""
 
     def find(self, wanted: ManifestTensor) -> tuple[int, StoredTensor]:
-        """Find an announced tensor. Raises WeightRefused unless name, shape and dtype match."""
+        """Raises WeightRefused unless name, shape and dtype match."""
         found = self.tensors.get(wanted.name)
         if found is None:
             raise WeightRefused(
@@ -100,7 +95,7 @@ class Checkpoint:
     def find_all(
         self, manifest: Sequence[ManifestTensor]
     ) -> list[tuple[ManifestTensor, int, StoredTensor]]:
-        """Find every announced tensor. Raises WeightRefused."""
+        """Raises WeightRefused."""
         return [(wanted, *self.find(wanted)) for wanted in manifest]
 
     def close(self) -> None:
@@ -109,10 +104,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open every file of a checkpoint and read its list of tensors. Blocks.
-
-    Raises WeightRefused if the folder is missing or broken.
-    """
+    """Blocks. Raises WeightRefused if the folder is missing or broken."""
     descriptors: list[int] = []
     tensors: dict[str, tuple[int, StoredTensor]] = {}
     try:
@@ -143,10 +135,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of the model. A folder may also hold the same weights in another format.
-
-    Raises CheckpointUnreadable if the index is broken.
-    """
+    """The folder may also hold another format of them. Raises CheckpointUnreadable for a broken index."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -161,8 +150,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_regular(path: Path) -> int:
-    """Opens a regular file and returns its descriptor. Raises CheckpointUnreadable for anything
-    else."""
+    """Returns a descriptor. Raises CheckpointUnreadable for anything but a regular file."""
     try:
         # Opening a pipe would otherwise block until a process writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -175,10 +163,7 @@ def open_regular(path: Path) -> int:
 
 
 def stored_tensors(descriptor: int) -> list[StoredTensor]:
-    """Lists the tensors of a safetensors file and checks that the file contains them.
-
-    Raises CheckpointUnreadable.
-    """
+    """Checks that the file contains the tensors it lists. Raises CheckpointUnreadable."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):

@@ -64,10 +64,8 @@ class Filling:
         self._following = asyncio.get_running_loop().run_in_executor(None, self._follow)
 
     async def finish(self, xxh3: Sequence[int]) -> None:
-        """Verify that every tensor has its checksum and is finite; the uploader has filled everything.
-
-        Raises WeightRefused.
-        """
+        """The uploader has filled everything. Raises WeightRefused unless each tensor is finite and has
+        its checksum."""
         self._committed = True
         self._wake.set()
         await asyncio.shield(self._following)
@@ -113,7 +111,7 @@ class Filling:
         return read_word(self._source, self._progress_offset_bytes)
 
     def _look_at(self, looked: _Looked, filled: int) -> bool:
-        """Verify the new bytes of a tensor. Returns whether the tensor is finished."""
+        """Returns whether the tensor is finished."""
         stop = whole_elements(looked.tensor, filled)
         with contextlib.closing(
             self._reader.read(looked.position, stop, looked.tensor.name)

@@ -86,7 +86,6 @@ class IncomingUpload:
     ) -> None:
         """`target` is filled from `parts`, which read `sources`; without parts it is the payload itself."""
         self.manifest = manifest
-        """The tensors as announced."""
         self._payload = payload
         self._target = target
         self._parts = parts
@@ -132,10 +131,7 @@ class IncomingUpload:
         return self._phase in (UploadPhase.STAGED, UploadPhase.ENDED)
 
     def write_chunk(self, offset_bytes: int, data: bytes | memoryview, xxh3: int) -> None:
-        """Take one slice of an inline payload, in any order but each byte once.
-
-        Raises WeightRefused.
-        """
+        """In any order, but each byte once. Raises WeightRefused."""
         try:
             self._take_chunk(offset_bytes, data, xxh3)
         except WeightRefused:
@@ -156,11 +152,8 @@ class IncomingUpload:
         return self._in_order_bytes >= length_bytes
 
     async def verify(self, xxh3: Sequence[int] = ()) -> Staged:
-        """Verify that the version is complete and finite, and that each tensor has its checksum.
-
-        `xxh3` has the checksums if the manifest does not. Does not block the event loop. Raises
-        WeightRefused.
-        """
+        """`xxh3`: checksums if the manifest has none. Does not block the event loop. Raises
+        WeightRefused."""
         hashes = dict(
             zip(
                 (tensor.name for tensor in self.manifest),
@@ -224,11 +217,8 @@ class IncomingUpload:
             )
 
     def _take_chunk(self, offset: int, data: bytes | memoryview, xxh3: int) -> None:
-        """Copy a chunk and update its checksum and its tensors' checks.
-
-        This goes by pieces, so that each is read from memory once and then from the cache. A refused
-        chunk may be partly written, but its upload is released.
-        """
+        """By pieces, so that each is read from memory once and then from the cache. A refused chunk may be
+        partly written, but its upload is released."""
         room = self._room_for(offset, len(data))
         in_order = offset == self._in_order_bytes and self._parts is None
         digest = xxhash.xxh3_64()
@@ -276,7 +266,6 @@ class IncomingUpload:
 
 
 def release_all(buffers: Sequence[Buffer]) -> None:
-    """Release one reference to each buffer."""
     for buffer in buffers:
         buffer.release()
 
@@ -289,7 +278,7 @@ class _Intervals:
         self._ends: list[int] = []
 
     def add(self, begin: int, end: int) -> bool:
-        """Add [begin, end) unless it overlaps an existing range; returns whether it was added."""
+        """Returns False if [begin, end) overlaps an existing range."""
         at = bisect.bisect_right(self._begins, begin)
         if at and self._ends[at - 1] > begin:
             return False
@@ -310,6 +299,6 @@ class _Intervals:
         return True
 
     def first_gap(self, length: int) -> tuple[int, int] | None:
-        """Return the first missing range of [0, length), or None."""
+        """Of [0, length). None if nothing is missing."""
         edges = [(0, 0), *zip(self._begins, self._ends, strict=True), (length, length)]
         return next(((a[1], b[0]) for a, b in pairwise(edges) if a[1] < b[0]), None)

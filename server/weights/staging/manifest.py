@@ -62,8 +62,6 @@ class WeightRefused(Exception):
 
 
 class Encoding(Enum):
-    """How a payload encodes a tensor."""
-
     RAW = "raw"
     SAME = "same"
     SPARSE = "sparse"
@@ -87,7 +85,6 @@ class ManifestTensor:
 
     @property
     def element_count(self) -> int:
-        """Product of its dimensions."""
         return math.prod(self.shape)
 
     @property
@@ -101,10 +98,8 @@ def check_full(
     weight_dtype: str,
     length_bytes: int,
 ) -> None:
-    """Check that a full upload of this model is announced, within a payload of `length_bytes`.
-
-    Raises WeightRefused.
-    """
+    """Raises WeightRefused unless all of the model's tensors are there, within `length_bytes` of
+    payload."""
     _check_listed(manifest, expected, weight_dtype)
     for tensor in manifest:
         if tensor.encoding is not Encoding.RAW:
@@ -124,10 +119,7 @@ def check_delta(
     length_bytes: int,
     base: Mapping[str, int],
 ) -> None:
-    """Check that every tensor of this model is announced, in full or as a difference from the base.
-
-    `base` has the XXH3-64 of each tensor of the base. Raises WeightRefused.
-    """
+    """Each tensor is whole or a difference. `base` has the XXH3-64 of the base's. Raises WeightRefused."""
     _check_listed(manifest, expected, weight_dtype)
     for tensor in manifest:
         if tensor.encoding is Encoding.RAW:
@@ -158,10 +150,7 @@ def check_length(manifest: Sequence[ManifestTensor], length_bytes: int) -> None:
 def check_progress(
     manifest: Sequence[ManifestTensor], progress_offset_bytes: int, length_bytes: int
 ) -> None:
-    """Check that the progress word of a payload, if it has one, does not overlap a tensor.
-
-    Raises WeightRefused.
-    """
+    """Raises WeightRefused if the payload's progress word overlaps a tensor."""
     end = max((tensor.offset_bytes + tensor.length_bytes for tensor in manifest), default=0)
     inside = end <= progress_offset_bytes <= length_bytes - PROGRESS_BYTES
     if progress_offset_bytes and not (inside and progress_offset_bytes % PROGRESS_BYTES == 0):
@@ -177,10 +166,7 @@ def check_progress(
 def check_checkpoint(
     manifest: Sequence[ManifestTensor], expected: Mapping[str, TensorMeta], weight_dtype: str
 ) -> None:
-    """Check that a full version of this model is announced, without offsets into a payload.
-
-    Raises WeightRefused.
-    """
+    """As `check_full`, without offsets into a payload. Raises WeightRefused."""
     _check_listed(manifest, expected, weight_dtype)
     _check_unplaced(manifest, "in a checkpoint")
 
@@ -192,10 +178,7 @@ def check_collective(
     *,
     whole: bool,
 ) -> None:
-    """Check that only tensors of this model are announced, and for a `whole` version all of them.
-
-    Raises WeightRefused.
-    """
+    """Only the model's tensors, and all of them for a `whole` version. Raises WeightRefused."""
     _check_listed(manifest, expected, weight_dtype, whole=whole)
     _check_unplaced(manifest, "by a collective")
 
@@ -281,7 +264,6 @@ def _check_apart(manifest: Sequence[ManifestTensor]) -> None:
 
 
 def invalid(tensor: ManifestTensor, field: str, problem: str, got: object) -> WeightRefused:
-    """Error for an invalid field of one tensor."""
     return WeightRefused(
         Reason.FIELD_INVALID,
         f"{tensor.name}: {field} {problem}, got {got}",
@@ -292,7 +274,6 @@ def invalid(tensor: ManifestTensor, field: str, problem: str, got: object) -> We
 
 
 def shape_mismatch(name: str, expected: Sequence[int], got: Sequence[int]) -> WeightRefused:
-    """Error for a tensor whose shape differs from the model's."""
     return WeightRefused(
         Reason.SHAPE_MISMATCH,
         f"{name} has shape {list(expected)}, got {list(got)}",
@@ -303,7 +284,6 @@ def shape_mismatch(name: str, expected: Sequence[int], got: Sequence[int]) -> We
 
 
 def dtype_mismatch(name: str, expected: str, got: str) -> WeightRefused:
-    """Error for a tensor whose dtype differs from that of uploads."""
     return WeightRefused(
         Reason.DTYPE_MISMATCH,
         f"{name} must be {expected}, got {got!r}",
@@ -314,7 +294,6 @@ def dtype_mismatch(name: str, expected: str, got: str) -> WeightRefused:
 
 
 def checksum_mismatch(name: str, announced: int, got: int) -> WeightRefused:
-    """Error for a tensor whose bytes differ from the announced ones."""
     return WeightRefused(
         Reason.CHECKSUM_MISMATCH,
         f"{name}: XXH3 is {got:016x}, announced {announced:016x}",

@@ -40,10 +40,7 @@ class SharedFiles:
         self._mapped: dict[tuple[int, int, int], memoryview] = {}
 
     def open(self, name: str, host_namespace: str) -> tuple[int, int, memoryview | None]:
-        """Open a file. Returns a new descriptor, its length, and its bytes if it can be mapped.
-
-        Raises WeightRefused.
-        """
+        """Returns a new descriptor, its length, and its bytes if mappable. Raises WeightRefused."""
         descriptor, length = open_shared(name, host_namespace)
         try:
             return descriptor, length, self._view(descriptor, length)
@@ -70,11 +67,9 @@ class SharedFiles:
 
 
 def open_shared(name: str, host_namespace: str) -> tuple[int, int]:
-    """Open a file that an uploader shares. Returns a new descriptor and the file's length.
-
-    The file must be in memory of this host. It is named by its path, as a POSIX segment (without a slash),
-    or as another process's descriptor. Links are not followed. Raises WeightRefused.
-    """
+    """Returns a new descriptor and the file's length. The file must be in memory of this host. It is named
+    by its path, as a POSIX segment (without a slash), or as another process's descriptor. Links are not
+    followed. Raises WeightRefused."""
     if name and "/" not in name:
         name = str(SEGMENTS / name)
     if not name.startswith("/"):

@@ -37,8 +37,6 @@ from penstock.wire.reasons import Reason
 
 
 class WeightStage:
-    """Receives uploads for one model."""
-
     def __init__(
         self, folder: Path | None, expected: Mapping[str, TensorMeta], weight_dtype: str
     ) -> None:
@@ -63,10 +61,7 @@ class WeightStage:
         base: Staged | None = None,
         expected: Mapping[str, TensorMeta] | None = None,
     ) -> IncomingUpload:
-        """Begin an upload whose payload of `length_bytes` arrives in chunks. Raises WeightRefused.
-
-        `expected` lists its tensors if they are not those of the model itself.
-        """
+        """`expected` lists its tensors if they are not those of the model itself. Raises WeightRefused."""
         self._check(manifest, length_bytes, base, expected)
         check_length(manifest, length_bytes)
         # Before the first await, because a switch may release the base meanwhile.
@@ -90,11 +85,8 @@ class WeightStage:
         *,
         progress_offset_bytes: int | None = None,
     ) -> IncomingUpload:
-        """Begin an upload whose payload is a file in memory of this host; see `begin_inline`.
-
-        With `progress_offset_bytes` the file is still being filled, and the upload must be full. The value
-        is the offset of its progress word; zero means that it has none.
-        """
+        """The payload is a file in memory of this host; see `begin_inline`. With `progress_offset_bytes`
+        it is still being filled, and the upload must be full; zero means that it has no progress word."""
         descriptor, length, view = self._shared.open(name, host_namespace)
         payload = self._memory.adopt(descriptor, length, view)
         try:
@@ -112,7 +104,7 @@ class WeightStage:
     async def begin_checkpoint(
         self, weight_version: int, manifest: Sequence[ManifestTensor], folder: str
     ) -> IncomingUpload:
-        """Begin an upload whose bytes are in a folder of safetensors files. Raises WeightRefused."""
+        """The bytes are in a folder of safetensors files. Raises WeightRefused."""
         if not folder.startswith("/"):
             raise WeightRefused(
                 Reason.FIELD_INVALID,
@@ -138,11 +130,8 @@ class WeightStage:
         return IncomingUpload(weight_version, manifest, None, target, parts, sources, inline=False)
 
     async def hold(self, staged: Staged) -> Staged:
-        """Return the same version in this server's own memory. Takes over the reference to `staged`.
-
-        Memory that an uploader shares is copied and verified again, because the uploader may write to it.
-        Raises WeightRefused.
-        """
+        """The same version in own memory. Takes over the reference to `staged`. What an uploader shares is
+        copied and verified again, because the uploader may write to it. Raises WeightRefused."""
         if staged.buffer.owned:
             return staged
         source = staged.weights.tensors
@@ -160,17 +149,14 @@ class WeightStage:
         return Staged(weights, staged.hashes, target)
 
     async def check_again(self, staged: Staged) -> None:
-        """Verify that a version was not written to since it was verified. Raises WeightRefused."""
+        """Raises WeightRefused if the version was written to since it was verified."""
         if not staged.buffer.owned:
             await run_to_its_end(
                 lambda: verify_again(staged.buffer, staged.weights.tensors, staged.hashes)
             )
 
     async def read_base_model(self, weight_version: int, folder: Path) -> Staged:
-        """Read the model that the engine started with from its folder, in the dtypes stored there.
-
-        Raises WeightRefused.
-        """
+        """In the dtypes stored in `folder`. Raises WeightRefused."""
         checkpoint = await run_to_its_end(lambda: open_checkpoint(folder), Checkpoint.close)
         sources = [self._memory.adopt(descriptor, 0) for descriptor in checkpoint.descriptors]
         try:
@@ -261,7 +247,7 @@ def _delta_parts(
 
 
 async def _assembled(target: Buffer, parts: Sequence[Part]) -> None:
-    """Fill a buffer, or release it on failure."""
+    """Releases the buffer on failure."""
     try:
         await run_to_its_end(lambda: assemble(target, parts))
     except BaseException:

@@ -84,7 +84,7 @@ class _File:
             raise
 
     def resize(self, length_bytes: int) -> bool:
-        """Resize the file. Returns False, with the file closed, if that fails."""
+        """Returns False, with the file closed, if that fails."""
         if length_bytes == self.length_bytes:
             return True
         self._unmap()
@@ -118,8 +118,6 @@ class _File:
 
 
 class StageMemory:
-    """Allocates buffers and takes them back."""
-
     def __init__(self, folder: Path | None) -> None:
         """`folder` is where buffers live. None means shared memory, or the folder for temporary files if
         shared memory has no room."""
@@ -136,7 +134,7 @@ class StageMemory:
         return sum(buffer.length_bytes for buffer in self._live if buffer.owned)
 
     async def allocate(self, length_bytes: int) -> Buffer:
-        """Allocate a buffer of this length in full. Raises WeightRefused if there is no room."""
+        """In full. Raises WeightRefused if there is no room."""
         spare = self._take_spare(length_bytes)
 
         def find() -> _File:
@@ -150,7 +148,7 @@ class StageMemory:
         return buffer
 
     def adopt(self, descriptor: int, length_bytes: int, view: memoryview | None = None) -> Buffer:
-        """Wrap another process's file in a buffer. The buffer closes `descriptor`."""
+        """The buffer closes `descriptor`, another process's file."""
         buffer = Buffer(descriptor, length_bytes, view, owned=False, ended=self._take_back)
         self._live[buffer] = None
         return buffer

@@ -20,13 +20,10 @@ from penstock.server.weights.staging.stage_memory import Buffer
 from penstock.wire.reasons import Reason
 
 PIECE_BYTES = 512 << 10
-"""Bytes per piece. Few enough to stay in a core's cache from one pass to the next, and a multiple of every
-itemsize."""
+"""Few enough to stay in a core's cache from one pass to the next, and a multiple of every itemsize."""
 
 
 class Check:
-    """Running verification of one tensor's bytes."""
-
     def __init__(self, name: str, dtype: str) -> None:
         self._name = name
         self._layout = FLOATS[dtype]
@@ -35,7 +32,7 @@ class Check:
         self._finite = True
 
     def update(self, piece: memoryview) -> None:
-        """Add the next bytes: a whole number of elements, at least one."""
+        """A whole number of elements, at least one."""
         self._digest.update(piece)
         self._finite = self._finite and self._is_finite(piece)
 
@@ -51,8 +48,7 @@ class Check:
             )
 
     def _is_finite(self, piece: memoryview) -> bool:
-        """Check both signs without a copy: read as signed numbers the positive values are the largest,
-        read as unsigned numbers the negative ones are."""
+        """Without a copy: positive values are the largest as signed, negative ones as unsigned numbers."""
         infinity, negative = self._layout.infinity, self._layout.magnitude + 1
         patterns = np.frombuffer(piece, self._layout.bits)
         return bool(
@@ -70,7 +66,7 @@ class RunningCheck:
         """For each tensor's name: its check, and how far in the payload that has come."""
 
     def follow(self, payload: memoryview, end: int) -> None:
-        """Verify the new bytes; all bytes before `end` have arrived."""
+        """All bytes before `end` have arrived."""
         while self._index < len(self._manifest):
             tensor = self._manifest[self._index]
             if end < tensor.offset_bytes:
@@ -86,13 +82,12 @@ class RunningCheck:
 
 
 def begin_check(tensor: ManifestTensor) -> tuple[Check, int]:
-    """Create the check of a tensor. Returns it and the tensor's offset in the payload."""
+    """Also returns the tensor's offset in the payload."""
     return Check(tensor.name, tensor.dtype), tensor.offset_bytes
 
 
 def whole_elements(tensor: ManifestTensor, end: int) -> int:
-    """Offset up to which a tensor can be verified if bytes up to `end` have arrived. A partial element is
-    left for later."""
+    """Offset up to which a tensor can be verified. A partial element is left for later."""
     stop = min(end, tensor.offset_bytes + tensor.length_bytes)
     return stop - (stop - tensor.offset_bytes) % FLOATS[tensor.dtype].bits.itemsize
 
@@ -102,10 +97,7 @@ def verify_tensors(
     manifest: Iterable[ManifestTensor],
     begun: Mapping[str, tuple[Check, int]],
 ) -> None:
-    """Verify that the bytes have the announced checksums and are finite. Raises WeightRefused.
-
-    `begun` has the checks that a `RunningCheck` started.
-    """
+    """`begun` has the checks that a `RunningCheck` started. Raises WeightRefused."""
     reader = Reader(source)
     for tensor in manifest:
         check, offset = begun.get(tensor.name) or begin_check(tensor)
@@ -117,7 +109,7 @@ def verify_tensors(
 def verify_again(
     source: Buffer, tensors: Iterable[StagedTensor], hashes: Mapping[str, int]
 ) -> None:
-    """Verify that the bytes have not changed since they were verified. Raises WeightRefused."""
+    """Raises WeightRefused if the bytes have changed since they were verified."""
     reader = Reader(source)
     for tensor in tensors:
         check, offset = Check(tensor.name, tensor.dtype), tensor.offset_bytes
@@ -134,10 +126,7 @@ class Reader:
         self._room = None if source.view is not None else memoryview(bytearray(PIECE_BYTES))
 
     def read(self, begin: int, end: int, name: str) -> Generator[memoryview]:
-        """Yield the bytes from `begin` to `end` of the tensor `name`. A piece is valid until the next.
-
-        Raises WeightRefused if the file ends before that.
-        """
+        """A piece is valid until the next. Raises WeightRefused, with `name`, if the file is too short."""
         if self._room is None:
             if self._source.view is not None:
                 yield from pieces(self._source.view[begin:end])
@@ -160,8 +149,7 @@ def read_word(source: Buffer, offset: int) -> int:
 
 
 def read_into(target: memoryview, source: Buffer, offset: int, name: str) -> None:
-    """Fill `target` from `offset`. Raises WeightRefused, with the tensor's name, if the file is too
-    short."""
+    """Raises WeightRefused, with the tensor's name, if the file is too short."""
     if source.view is not None and target:
         # Unlike an assignment, this lets other threads run.
         found = np.frombuffer(source.view, np.uint8, len(target), offset)

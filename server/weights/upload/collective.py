@@ -49,8 +49,6 @@ left out with arbitrary memory."""
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A trainer's request to join a collective."""
-
     backend: str
     rendezvous: Mapping[str, object]
     """Fields that the backend defines."""
@@ -58,18 +56,15 @@ class Join:
 
 
 class Collective:
-    """The collective that the engine is in, if any."""
-
     def __init__(self, switch: EngineSwitch | None, seconds: float) -> None:
-        """`switch` is None on a hub. `seconds` is the maximum duration of joining, and of each step of an
-        upload."""
+        """`switch` is None on a hub. `seconds` is the limit of joining and of each step of an upload."""
         self._switch = switch
         self.seconds = seconds
         self.backend: str | None = None
 
     @property
     def switch(self) -> EngineSwitch:
-        """The switch of the engine that can join. Raises WeightRefused on a hub."""
+        """Raises WeightRefused on a hub."""
         if self._switch is None:
             raise WeightRefused(
                 Reason.SOURCE_UNAVAILABLE,
@@ -78,7 +73,7 @@ class Collective:
         return self._switch
 
     async def join(self, join: Join) -> None:
-        """Join a collective in place of the previous one. Raises WeightRefused and EngineLost."""
+        """Replaces the previous collective. Raises WeightRefused and EngineLost."""
         self.backend = None
         engine = self.switch.engine
         await engine.join_collective(join.backend, join.rendezvous, self.seconds)
@@ -98,7 +93,7 @@ class Collective:
 
 
 def read_join(join: weights_pb2.CollectiveJoin) -> Join:
-    """Read a join request. Raises FIELD_INVALID."""
+    """Raises FIELD_INVALID."""
     if not join.backend:
         raise FieldInvalid("join.backend", "must be set")
     rendezvous = _read_json("join.rendezvous_json", join.rendezvous_json)
@@ -113,10 +108,7 @@ def check_announced(
     description: EngineDescription,
     active_version: int | None,
 ) -> None:
-    """Check that an upload can be taken; `active_version` is None if the weights cannot be trusted.
-
-    Raises DomainError and WeightRefused.
-    """
+    """`active_version` is None if the weights cannot be trusted. Raises DomainError and WeightRefused."""
     assert isinstance(announced.source, CollectiveSource)
     backend, base = announced.source.backend, announced.base_version
     if announced.adapter is not None:
@@ -171,7 +163,6 @@ class Rounds:
         self._lost.set()
 
     async def switch(self, policy: InFlight, before: VersionBefore) -> Switched:
-        """Switch the engine to what the rounds bring."""
         announced = self._announced
         return await self._switch.change(
             announced.weight_version, self._load, policy, before, announced.probe
@@ -203,7 +194,7 @@ class Rounds:
             raise
 
     async def _next_update(self) -> CollectiveUpdate | None:
-        """The update of the next round; None at the commit. Raises DomainError and WeightRefused."""
+        """None at the commit. Raises DomainError and WeightRefused."""
         request = await self._read()
         if isinstance(request, Header | Chunk):
             got = "header" if isinstance(request, Header) else "chunk"
@@ -219,7 +210,7 @@ class Rounds:
         return None
 
     async def _read(self) -> UploadMessage:
-        """The trainer's next message. Raises WeightRefused if it does not arrive."""
+        """Raises WeightRefused if the message does not arrive."""
         reading = asyncio.ensure_future(_next_of(self._requests))
         lost = asyncio.ensure_future(self._lost.wait())
         try:
@@ -284,7 +275,7 @@ class _Described:
 
 
 def read_update(message: weights_pb2.CollectiveRound) -> CollectiveUpdate:
-    """Read a JSON object, or one for each worker. Raises FIELD_INVALID."""
+    """A JSON object, or one for each worker. Raises FIELD_INVALID."""
     field = "round.update_json"
     update = _read_json(field, message.update_json)
     if isinstance(update, dict):

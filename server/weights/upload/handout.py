@@ -61,10 +61,8 @@ class WeightHandout:
     async def fetch_weights(
         self, request: weights_pb2.FetchWeightsRequest
     ) -> AsyncGenerator[bytes]:
-        """Yield serialized FetchWeightsResponse messages.
-
-        Raises WEIGHT_VERSION_NOT_STAGED, TENSOR_UNKNOWN, CHECKSUM_MISMATCH or FIELD_INVALID.
-        """
+        """Yields serialized FetchWeightsResponse messages. Raises WEIGHT_VERSION_NOT_STAGED,
+        TENSOR_UNKNOWN, CHECKSUM_MISMATCH or FIELD_INVALID."""
         if request.weight_version < 1:
             problem = "must be a version that was uploaded"
             raise FieldInvalid("weight_version", problem, request.weight_version)

@@ -26,8 +26,6 @@ FETCH_WEIGHTS = "/penstock.v1.RolloutService/FetchWeights"
 
 
 class PeerFetcher:
-    """Client for fetching weights from other servers."""
-
     def __init__(self, security: Security, silent_seconds: float) -> None:
         """`silent_seconds` is how long a peer may send nothing, including the time to connect."""
         self._security = security
@@ -36,7 +34,7 @@ class PeerFetcher:
     async def fetch(
         self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: IncomingUpload
     ) -> None:
-        """Write the whole payload into `upload`. Raises WeightRefused: SOURCE_UNAVAILABLE."""
+        """Raises WeightRefused: SOURCE_UNAVAILABLE."""
         try:
             await self._fetch(source, manifest, upload)
         except grpc.aio.AioRpcError as error:

@@ -85,7 +85,6 @@ class UploadService:
         self._slot = UploadSlot(stage.forget_shared)
         self._tasks = OwnTasks()
         self.arriving: IncomingUpload | None = None
-        """The upload being received now."""
 
     def fence(self, trainer_epoch: int) -> None:
         """Refuse uploads of trainers with a lower epoch from now on, and end one under way."""
@@ -238,7 +237,7 @@ class UploadService:
     async def _receive(
         self, announced: Announced, requests: Requests, respond: Respond
     ) -> Version | None:
-        """Stage and verify one payload. Returns None if the stream ended without a commit."""
+        """None if the stream ended without a commit."""
         version = announced.weight_version
         upload = self.arriving = await self._begin(announced)
         try:
@@ -300,10 +299,7 @@ class UploadService:
     async def _payload(
         self, announced: Announced, upload: IncomingUpload | None, requests: Requests
     ) -> tuple[int, ...] | None:
-        """Read messages up to the commit, and write chunks to `upload` if there is one.
-
-        Returns the checksums of the tensors, or None if the stream ends before the commit.
-        """
+        """Returns the checksums of the tensors, or None if the stream ends before the commit."""
         expected = "must be a chunk or the commit here"
         async for request in requests:
             if isinstance(request, Chunk):
@@ -323,7 +319,7 @@ class UploadService:
     # By a collective
 
     async def _join(self, join: Join, respond: Respond) -> None:
-        """Make the engine join a collective. The trainer gets READY at once, so that it can join too."""
+        """The trainer gets READY at once, so that it can join too."""
         epoch = join.trainer_epoch
         self._slot.check_epoch(epoch)
         doing = f"the collective {join.backend!r} is being joined"

@@ -12,8 +12,6 @@ from penstock.wire.reasons import Reason
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A request to hold the slot."""
-
     trainer_epoch: int
     doing: str
     """Error message for another upload that arrives meanwhile."""
@@ -50,7 +48,6 @@ class UploadSlot:
             raise self.stale(trainer_epoch)
 
     def stale(self, trainer_epoch: int) -> DomainError:
-        """The error for an older trainer."""
         return DomainError(
             Reason.STALE_EPOCH,
             f"trainer epoch {trainer_epoch} is older than {self.epoch}",
@@ -58,10 +55,8 @@ class UploadSlot:
         )
 
     async def take(self, claim: Claim, check: Callable[[], None]) -> None:
-        """Hold the slot until `free`; waits for an outdated holder to leave.
-
-        After such a wait, `check` may refuse the claim. Raises UPLOAD_IN_PROGRESS if the slot is taken.
-        """
+        """Hold the slot until `free`. Waits for an outdated holder to leave; `check` may then refuse the
+        claim. Raises UPLOAD_IN_PROGRESS if the slot is taken."""
         if claim.trainer_epoch > self.epoch:
             self.fence(claim.trainer_epoch)
         if self.outdated:
@@ -78,15 +73,13 @@ class UploadSlot:
         self._idle.clear()
 
     def end_by(self, end: Callable[[], object]) -> None:
-        """Set the function that ends the holder. Without one, a newer trainer waits for the holder."""
+        """Without one, a newer trainer waits for the holder."""
         self._end = end
 
     def free(self) -> None:
-        """Release the slot to the claims that wait."""
         self._holder = self._end = None
         self.outdated = False
         self._idle.set()
 
     async def wait_free(self) -> None:
-        """Return when the slot is free."""
         await self._idle.wait()
