@@ -463,7 +463,8 @@ async def test_a_server_whose_memory_is_full_for_a_while_ends_no_run(
                 raise DomainError(Reason.MEMORY_BUDGET, "full", retry_after_seconds=0.05)
 
         tasks: Any = server.serving.tasks
-        budget, tasks._budget = tasks._budget, Full(0)
+        full = Full(0, (), server.serving.buffer.kept, server.serving.own)
+        budget, tasks._budget = tasks._budget, full
         await trainer.says("SubmitTasks: MEMORY_BUDGET: full; submitting again")
         tasks._budget = budget
         code, _, err = await trainer.end()

@@ -1,4 +1,4 @@
 """TrainerService: a trainer's session, the groups it gets, its receipts and its switches.
 
-May use groups, journal, turns, weights and below. Begin with `servicer`.
+Uses `groups`, `journal`, `turns`, `weights` and the rooms below them. Begin with `servicer.py`.
 """
