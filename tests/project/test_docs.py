@@ -80,3 +80,17 @@ def test_every_message_of_the_clients_page_is_one() -> None:
     for name, body in blocks:
         message = GetMessageClass(Default().FindMessageTypeByName(name))()
         assert Parse(body, message).ByteSize() > 0
+
+
+def test_the_architecture_names_files_and_functions_that_exist() -> None:
+    """A walk that leads to a file that has moved is worse than none."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`((?:server|trainer|tests)/[\w/]+\.py)`(?:, `([\w.]+)`)?", page)
+    assert len(named) > 50
+    for path, name in named:
+        assert (ROOT / path).exists(), path
+        assert name.rpartition(".")[2] in (ROOT / path).read_text(), (path, name)
+    for walk in page.split("\n## ")[2:5]:
+        stations = re.findall(r"^\| \d+ \| `([^`]+)`", walk, re.MULTILINE)
+        assert 5 < len(stations) <= 12
+        assert len(set(stations)) == len(stations)
