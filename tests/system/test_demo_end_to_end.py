@@ -61,7 +61,7 @@ class Demo:
 
     def pid_of(self, command: str) -> int:
         """The one process of a penstock command."""
-        pattern = re.compile(rf"-m penstock\.client {command}\b")
+        pattern = re.compile(rf"-m penstock\.cli {command}\b")
         (pid,) = [pid for pid, line in self.pids().items() if pattern.search(line)]
         return pid
 
