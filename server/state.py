@@ -1,5 +1,4 @@
-"""The journaled components of a server: restored from the journal at start, read for its
-snapshots."""
+"""The journaled components of a server: restored from the journal at start, read for its snapshots."""
 
 from __future__ import annotations
 

@@ -50,19 +50,17 @@ def train(
 ) -> int:
     """Runs a training to its end; returns the process's exit code.
 
-    0: done. 1: stopped by a TrainerError, which stderr names. 2: the configuration cannot be used.
-    3: stopped on request, before it was done. `dry_run` only prints the whole configuration as
-    TOML. `ranks` is the number of processes on this host, unless torchrun started this one and sets
-    the number.
+    0: done. 1: stopped by a TrainerError, which stderr names. 2: the configuration cannot be used. 3:
+    stopped on request, before it was done. `dry_run` only prints the whole configuration as TOML. `ranks`
+    is the number of processes on this host, unless torchrun started this one and sets the number.
     """
     try:
         config = load_config(config_path, overrides)
         if dry_run:
             sys.stdout.write(render_config(config))
             return EXIT_OK
-        # Set before torch is loaded, which reads it. Threads that spin while waiting starve a
-        # sampler on the same cores. If one of them is not scheduled, the spinning also delays all
-        # the others.
+        # Set before torch is loaded, which reads it. Threads that spin while waiting starve a sampler on
+        # the same cores. If one of them is not scheduled, the spinning also delays all the others.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         place, local = _take_place(config, config_path, overrides, ranks)
         if not place.leads:
@@ -91,8 +89,7 @@ def train(
 def _take_place(
     config: TrainerConfig, config_path: Path, overrides: list[str], ranks: int
 ) -> tuple[Place, LocalRanks | None]:
-    """Returns the place of this process among the ranks, and the local ranks that it started, if
-    any."""
+    """Returns the place of this process among the ranks, and the local ranks that it started, if any."""
     from penstock.trainer.policy.process_group import LocalRanks, find_place
 
     place = find_place(os.environ)
@@ -295,8 +292,7 @@ def _log_to_console() -> Console:
 
 
 def _stop_on_signal() -> asyncio.Event:
-    """Returns an event that the first SIGTERM or SIGINT sets; a second signal ends the process at
-    once."""
+    """Returns an event that the first SIGTERM or SIGINT sets; a second signal ends the process at once."""
     stopping = asyncio.Event()
     running = asyncio.get_running_loop()
 

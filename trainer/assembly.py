@@ -289,8 +289,7 @@ def _make_transports(config: TrainerConfig, link: Link, folders: VersionFolders)
 
 
 def security_of(server: ServerConfig, given: Security | None = None) -> Security:
-    """Return how to authenticate to the servers. Options `given` on a command line override the
-    file.
+    """Return how to authenticate to the servers. Options `given` on a command line override the file.
 
     Raises ConfigInvalid if the credentials are unusable.
     """

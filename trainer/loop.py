@@ -43,12 +43,11 @@ The next version is not published until this is settled.
     server full         as for a lost server, if it has no room for the weights or the tasks of
                         the current step
 
-In all cases the checkpoint holds the last step that the policy contains, if checkpoints are kept
-and that step is not saved yet. The checkpoint is written after the step's receipts and before the
-notice of it. If a group was receipted but is in no checkpoint, the server delivers it again to a
-trainer that resumes before that step. If a group is in a checkpoint but was not receipted, the
-server delivers it again as well. The ledger knows that group, so it is refused rather than trained
-twice.
+In all cases the checkpoint holds the last step that the policy contains, if checkpoints are kept and that
+step is not saved yet. The checkpoint is written after the step's receipts and before the notice of it. If
+a group was receipted but is in no checkpoint, the server delivers it again to a trainer that resumes
+before that step. If a group is in a checkpoint but was not receipted, the server delivers it again as
+well. The ledger knows that group, so it is refused rather than trained twice.
 
 A resumed run repeats the steps that the previous trainer did beyond the checkpoint: see
 `weights.catching_up`.
@@ -116,8 +115,7 @@ class TrainingLoop:
         if self.step and self._config.checkpoint.every_steps:
             # The previous trainer may have died before reporting it.
             self._exchanges.checkpoint(self.step)
-        # Other late policies than `wait` deliver everything buffered, whatever version the trainer
-        # holds.
+        # Other late policies than `wait` deliver everything buffered, whatever version the trainer holds.
         may_repeat = self._config.staleness.applied_policy != "wait"
         repeatable = self._learner.repeatable_versions if may_repeat else ()
         repeats = await self._publisher.begin(infos, self._learner.weights, repeatable)

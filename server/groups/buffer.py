@@ -209,12 +209,10 @@ class GroupBuffer:
 
     @property
     def held_count(self) -> int:
-        """In all states."""
         return len(self._buffered) + len(self._delivered) + len(self._receipted)
 
     @property
     def groups(self) -> Iterator[BufferedGroup]:
-        """In all states."""
         return chain(self._buffered.values(), self._delivered.values(), self._receipted.values())
 
     def restore(self, groups: Iterable[BufferedGroup], last_delivery_id: int) -> None:

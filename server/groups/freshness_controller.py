@@ -141,8 +141,7 @@ class FreshnessController:
         if excess > 0.0 and not step.filled:
             return  # A higher bound would start no more groups: there are no agents to take them.
         busy = step.seconds - step.starved_seconds
-        # At most one batch: a step that starved for ten steps' time only shows that one batch was
-        # missing.
+        # At most one batch: a step that starved for ten steps' time only shows that one batch was missing.
         move = (excess / busy if excess < busy else 1.0) * self._groups_per_step
         self._starving = self._starving + 1 if move > 0.0 else 0
         if move > 0.0:

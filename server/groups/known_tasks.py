@@ -6,12 +6,11 @@ States of a task id:
                    ^               |
                    +-----hold------+   its group was dropped, and it waits again
 
-A task is *held* while it waits, while its group is under way, and while the trainer may still
-request its completed group. The queue and the staleness gate bound their number. A task is *past* if
-a durable checkpoint contains its group, or if the group counts as dropped. A trainer does not
-submit such a task again, because its checkpoint records how far its data is consumed. Only a
-repeated call that was sent earlier may still arrive. So the newest past ids are remembered, like
-the outcomes of trajectories.
+A task is *held* while it waits, while its group is under way, and while the trainer may still request its
+completed group. The queue and the staleness gate bound their number. A task is *past* if a durable
+checkpoint contains its group, or if the group counts as dropped. A trainer does not submit such a task
+again, because its checkpoint records how far its data is consumed. Only a repeated call that was sent
+earlier may still arrive. So the newest past ids are remembered, like the outcomes of trajectories.
 """
 
 from __future__ import annotations

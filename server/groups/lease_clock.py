@@ -3,12 +3,10 @@
 - Every call on a trajectory renews its lease; while a call is open the lease does not run.
 - When the worker's LeaseTasks stream is lost, its leases expire after a short grace period, unless
   renewed.
-- If the server itself stood still, every lease gets at least the grace period. Calls that renew it
-  may be in a socket, unread.
-- A group opened by a caller has no leases but one deadline: a call on any sibling keeps all of them
-  alive.
-- The ids of expired leases and of their branches are remembered, so that late callers get
-  LEASE_EXPIRED.
+- If the server itself stood still, every lease gets at least the grace period. Calls that renew it may be
+  in a socket, unread.
+- A group opened by a caller has no leases but one deadline: a call on any sibling keeps all of them alive.
+- The ids of expired leases and of their branches are remembered, so that late callers get LEASE_EXPIRED.
 
 Pure apart from the injected clock; nothing here awaits.
 """

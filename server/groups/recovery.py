@@ -1,5 +1,4 @@
-"""Rebuilds a server's state from its journal, and turns a server's state into records for a
-snapshot.
+"""Rebuilds a server's state from its journal, and turns a server's state into records for a snapshot.
 
 Every record describes the new state of one thing. So after all records have been read, the state is
 that of the last server: everything it had acknowledged, and at most a little more. Compaction may
@@ -291,8 +290,7 @@ class Recovered:
             members = [r for r in self.trajectories.values() if self._root(r) == root]
             for trajectory_id in (root, *(member.trajectory_id for member in members)):
                 mark = self.closed.get(trajectory_id)
-                # Reopen only the branches that were closed together with the root: they share its
-                # outcome.
+                # Reopen only the branches that were closed together with the root: they share its outcome.
                 if mark is not None and mark.outcome_digest == digest:
                     del self.closed[trajectory_id]
                     self.expired.pop(trajectory_id, None)

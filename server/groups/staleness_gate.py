@@ -56,20 +56,19 @@ A batch that is delivered in pieces is therefore complete no later than a whole 
 `max_lag = 0` is the synchronous loop under any policy: `target` is then B, so B groups are admitted
 per version, and none before the weights are switched.
 
-Failures
---------
+Failures --------
 - A group fails or expires: `release` frees its slot at once.
 - The trainer refuses a delivered group: `release` frees its slot in the batch, so that the trainer can
-  demand another at the same version. Under WAIT and at `max_lag = 0`, a trainer that filters its
-  batch must refuse what it filtered. Otherwise it waits for a slot that is never freed.
-- The trainer restarts from an older checkpoint: `advance` to the lower version, then `restore` each
-  group that must be delivered again. Running groups may continue under the older weights, so their
-  deadlines become earlier. More groups may then be due than fit; the same happens if a trainer steps
-  on less than a batch. WAIT still drops nothing: overdue groups are delivered first, and the trainer
-  masks the tokens in them that are too old.
+  demand another at the same version. Under WAIT and at `max_lag = 0`, a trainer that filters its batch
+  must refuse what it filtered. Otherwise it waits for a slot that is never freed.
+- The trainer restarts from an older checkpoint: `advance` to the lower version, then `restore` each group
+  that must be delivered again. Running groups may continue under the older weights, so their deadlines
+  become earlier. More groups may then be due than fit; the same happens if a trainer steps on less than a
+  batch. WAIT still drops nothing: overdue groups are delivered first, and the trainer masks the tokens in
+  them that are too old.
 - The server restarts, or a trainer connects with another contract: a new gate. `restore` each completed
-  group that was not trained, and `adopt` each group that still runs. These may break the invariant
-  too, with the same consequence.
+  group that was not trained, and `adopt` each group that still runs. These may break the invariant too,
+  with the same consequence.
 """
 
 from __future__ import annotations

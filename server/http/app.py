@@ -1,5 +1,4 @@
-"""Endpoints compatible with other services' SDKs: routes to surfaces, behind the same gate as gRPC
-calls.
+"""Endpoints compatible with other services' SDKs: routes to surfaces, behind the same gate as gRPC calls.
 
     POST /v1/chat/completions    POST /v1/attempts/ID/chat/completions    OpenAI chat completions
     POST /v1/responses           POST /v1/attempts/ID/responses           OpenAI responses

@@ -99,8 +99,7 @@ def named(records: Sequence[TrajectoryRecord], previous: Previous, asked: Asked)
             break
         if asked.messages[0].role == "assistant":
             raise FieldInvalid("input", "must answer what the policy wrote")
-        # The server only has digests of earlier messages. Changing them needs the whole
-        # conversation.
+        # The server only has digests of earlier messages. Changing them needs the whole conversation.
         if asked.tools and tools_digest(asked.tools) != record.history.digest:
             raise FieldInvalid("tools", f"{_DIFFER} {previous.parameter}")
         if previous.instructions is not None:

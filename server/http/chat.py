@@ -1,5 +1,4 @@
-"""OpenAI's chat completions, `POST .../chat/completions`, with vLLM's models of requests and
-answers."""
+"""OpenAI's chat completions, `POST .../chat/completions`, with vLLM's models of requests and answers."""
 
 from __future__ import annotations
 

@@ -53,8 +53,7 @@ class Bodies:
         now = asyncio.get_running_loop().time
         with self._callers.arriving(self._check_memory) as keep:
             try:
-                # The timeout covers a whole piece. A byte at a time could hold the body in memory
-                # forever.
+                # The timeout covers a whole piece. A byte at a time could hold the body in memory forever.
                 async with asyncio.timeout(self._stalled_seconds) as limit:
                     while more and size <= most:
                         message = await receive()

@@ -1,5 +1,4 @@
-"""Maps domain errors to an HTTP status and to the body that each SDK reads. The reasons are in
-`errors`.
+"""Maps domain errors to an HTTP status and to the body that each SDK reads. The reasons are in `errors`.
 
 A gRPC code becomes the HTTP status that Google's APIs use for it (google/rpc/code.proto). There is one
 exception: a message that is too large gets 413, because SDKs would retry a 429. The reason is the
@@ -8,8 +7,7 @@ error's `code`, unless SDKs know the case by another name. The metadata is in a 
     OpenAI      {"error": {"message", "type", "param", "code", "metadata"}}
     Anthropic   {"type": "error", "error": {"type", "message", "param", "code", "metadata"}}
 
-SDKs retry 408, 409, 429 and 5xx on their own. The mapping gives these only to errors that a retry
-may fix.
+SDKs retry 408, 409, 429 and 5xx on their own. The mapping gives these only to errors that a retry may fix.
 """
 
 from __future__ import annotations

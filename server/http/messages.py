@@ -43,8 +43,7 @@ NEUTRAL: requests.Neutral = {
 }
 # Fields of a tool that vLLM's model drops, although the policy would have to know them.
 _LEFT_OUT = ("defer_loading", "input_examples")
-# The blocks that a message of each role may have. vLLM's converter drops others or makes text of
-# them.
+# The blocks that a message of each role may have. vLLM's converter drops others or makes text of them.
 _BLOCKS = {
     "system": ("text",),
     "user": ("text", "tool_result"),

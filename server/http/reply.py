@@ -132,8 +132,7 @@ class _Sent:
         """Returns the unsent rest of the text, given the final parse of the whole turn."""
         sent, start = self.sent, len(self.sent)
         if not whole.startswith(sent):
-            # Between a stream and a whole turn, parsers differ in the white space they keep around
-            # a text.
+            # Between a stream and a whole turn, parsers differ in the white space they keep around a text.
             sent, space = sent.lstrip(), len(whole) - len(whole.lstrip())
             start = space + len(sent)
             if whole.strip().startswith(sent.rstrip()):

@@ -1,8 +1,7 @@
 """OpenAI's responses, `POST .../responses`, with vLLM's models, item parsing and streaming events.
 
-An agent sends all its items with each request, as it sends messages to the other endpoints. Or it
-sends only the new ones with `previous_response_id`, which names an answer of its attempt while that
-is open.
+An agent sends all its items with each request, as it sends messages to the other endpoints. Or it sends
+only the new ones with `previous_response_id`, which names an answer of its attempt while that is open.
 """
 
 from __future__ import annotations
@@ -233,6 +232,5 @@ def _response(
         status=("incomplete" if reply.length else "completed") if whole else "in_progress",
         usage=usage if whole else None,
     )
-    # vLLM's model lacks OpenAI's `error` field. It is always null: failures are reported as error
-    # answers.
+    # vLLM's model lacks OpenAI's `error` field. It is always null: failures are reported as error answers.
     return answer.model_copy(update={"error": None, **reply.extra})

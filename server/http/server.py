@@ -1,9 +1,8 @@
 """The HTTP port next to gRPC's: its socket, TLS, and its lifetime in the server's event loop.
 
-Exposure, authentication and encryption are the same as for gRPC. The same rule applies to
-non-loopback addresses (`config.check_exposure`), and the same certificate, client authority and
-tokens are used. They are read again for each connection. The port is bound before the engine
-starts, as gRPC's is.
+Exposure, authentication and encryption are the same as for gRPC. The same rule applies to non-loopback
+addresses (`config.check_exposure`), and the same certificate, client authority and tokens are used. They
+are read again for each connection. The port is bound before the engine starts, as gRPC's is.
 
 The server closes a connection that keeps it waiting for `limits.stalled_seconds`. It waits for the
 whole head of a request, the first or one that has begun, or for the rest of a request that is

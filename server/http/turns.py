@@ -1,5 +1,4 @@
-"""Turns requests that carry a whole conversation into turns of the trajectories that hold its
-tokens.
+"""Turns requests that carry a whole conversation into turns of the trajectories that hold its tokens.
 
 An SDK does not know about trajectories: it sends all its messages with each request. The server
 compares them with the messages that the attempt's trajectories hold (`history`). The resulting turn
@@ -213,8 +212,7 @@ class AgentTurns:
             after = None if asked.previous is None else found.message_count
             return await self._open(asked, branch, trace, record or root, after)
         if not found.new_messages:
-            # The request is worded differently, or the server restarted: sample as this request
-            # asks.
+            # The request is worded differently, or the server restarted: sample as this request asks.
             return await self._resume(record, asked, trace, self._sampling(asked))
         self._ownership.begin_turn(record.trajectory_id)
         turn, how = await self._opening.extend(

@@ -51,8 +51,6 @@ E = TypeVar("E", bound=Framed)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Append(Generic[E]):
-    """One queued append."""
-
     entries: list[E]
     hold_last: bool
     done: asyncio.Future[list[Stored]]

@@ -3,10 +3,9 @@
     refused ──► pressed ──► compacted, if anything was appended or released since the last time
     failed ──► left alone for a while ──► tried again
 
-The journal does not know all of its garbage. Some only shows when the state is written again. So a
-caller that is refused for lack of room triggers a compaction. After each compaction the next one
-waits for several times its duration. Otherwise a journal full of live data would be rewritten again
-and again.
+The journal does not know all of its garbage. Some only shows when the state is written again. So a caller
+that is refused for lack of room triggers a compaction. After each compaction the next one waits for
+several times its duration. Otherwise a journal full of live data would be rewritten again and again.
 """
 
 from __future__ import annotations

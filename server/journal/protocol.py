@@ -134,8 +134,7 @@ class Journal(Protocol):
 
     @property
     def refers_from(self) -> int | None:
-        """Smallest trajectory segment, in bytes, that a group's record may refer to instead of
-        copying it.
+        """Smallest trajectory segment, in bytes, that a group's record may refer to instead of copying it.
 
         None if groups are always written whole.
         """
@@ -147,8 +146,7 @@ class Journal(Protocol):
         ...
 
     def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Yield every record that the previous server left, oldest first. Raises
-        JournalUnreadable."""
+        """Yield every record that the previous server left, oldest first. Raises JournalUnreadable."""
         ...
 
     async def start(self, snapshot: Snapshot, on_full: OnFull = free_nothing) -> None:
@@ -170,8 +168,7 @@ class Journal(Protocol):
     def begin_append(
         self, records: Sequence[Appended], *, hold_last: bool = False
     ) -> asyncio.Future[list[Stored]]:
-        """Like `append`, but takes its place in the order before returning. Raises
-        JOURNAL_FAILED."""
+        """Like `append`, but takes its place in the order before returning. Raises JOURNAL_FAILED."""
         ...
 
     async def read(self, stored: Stored) -> bytes:
@@ -179,8 +176,7 @@ class Journal(Protocol):
         ...
 
     def place(self, stored: Stored) -> FilePlace | None:
-        """Return where another process can read a record for the next seconds; None if it
-        cannot."""
+        """Return where another process can read a record for the next seconds; None if it cannot."""
         ...
 
     def hold(self, stored: Stored) -> None:

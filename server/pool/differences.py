@@ -1,5 +1,4 @@
-"""Computes what changed from the active version to the next one, for engine servers that hold the
-former.
+"""Computes what changed from the active version to the next one, for engine servers that hold the former.
 
 A hub has both whole: the trainer's last upload, and the previous version, which it holds for
 joining engines. So it compares them itself, however the new one was uploaded. It does so once for

@@ -6,19 +6,17 @@ host all read the hub's memory. An engine server that cannot read the offered me
 bytes, so a wrong guess about hosts costs only time. If a leader fails, or takes longer than half of
 `stage_seconds`, the next engine on its host leads.
 
-A leader that reports holding the previous version is sent only what changed, if that is fewer bytes
-than the tree would carry (`differences`). Its host then has the whole version, and hands it on
-to other hosts.
+A leader that reports holding the previous version is sent only what changed, if that is fewer bytes than
+the tree would carry (`differences`). Its host then has the whole version, and hands it on to other hosts.
 
 An adapter is only a few megabytes, so each engine server gets it from the hub. Engine servers hand
 no adapters on.
 
 Every engine server verifies every byte itself, against the hub's checksums.
 
-The hosts form a tree. The hub hands the version to `most` hosts, each of those to as many more, and
-so on; with one each, it is a chain. A host passes on what it has while it still receives. So the
-last host has all of it about as soon as the first, and no connection carries it more often than
-there are branches.
+The hosts form a tree. The hub hands the version to `most` hosts, each of those to as many more, and so on;
+with one each, it is a chain. A host passes on what it has while it still receives. So the last host has
+all of it about as soon as the first, and no connection carries it more often than there are branches.
 
 What a failure does. A failed host leaves the tree. The hosts that took the version from it start
 over with another one, and after a second failure with the hub.
@@ -223,8 +221,7 @@ class Fanout:
                 if (shared := leading.result()) is not None:
                     return await self._offer(member, shared)
                 return (await self._lead(member))[0]
-            # The leader failed or is slow. The first engine to notice leads; the others wait for
-            # it.
+            # The leader failed or is slow. The first engine to notice leads; the others wait for it.
             self._follow_no_more(member.host_id, leading)
         leading = self._leaders[member.host_id] = asyncio.get_running_loop().create_future()
         try:
@@ -311,8 +308,7 @@ class Fanout:
             except EngineRefused as error:
                 if error.failure.reason != Reason.UPLOAD_IN_PROGRESS:
                     raise
-                # The engine still verifies an upload that was cancelled. The caller limits the
-                # time.
+                # The engine still verifies an upload that was cancelled. The caller limits the time.
                 await asyncio.sleep(error.failure.retry_after_seconds or BUSY_SECONDS)
 
     async def _send_now(self, member: Member, source: Source) -> tuple[StagedThere, Shared | None]:

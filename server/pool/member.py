@@ -1,5 +1,4 @@
-"""One engine of a pool: whether it is in rotation, which weights it has, how many turns it may
-have.
+"""One engine of a pool: whether it is in rotation, which weights it has, how many turns it may have.
 
 States and transitions (docs/pool.md has a diagram):
 
@@ -16,10 +15,9 @@ This module holds only state and arithmetic. `roster` contacts the engine server
 Version numbers: `wire_versions` maps the engine server's version numbers to the pool's. An engine
 server that was never given weights samples the model as loaded, which is version 0 on both sides.
 
-Weights: an engine samples full weights, or an adapter on top of full weights. An engine server
-takes any number of adapters in a row, but no full weights while it has an adapter. So the full
-weights below must be the pool's before it is given the pool's adapter; `full_version` tells whether
-they are.
+Weights: an engine samples full weights, or an adapter on top of full weights. An engine server takes any
+number of adapters in a row, but no full weights while it has an adapter. So the full weights below must be
+the pool's before it is given the pool's adapter; `full_version` tells whether they are.
 """
 
 from __future__ import annotations
@@ -178,8 +176,7 @@ class Member:
             self.declined = None
             self.state, self.problem = State.JOINING, ""
         elif self.state is State.LOST and not self.silent:
-            # It was unreachable. It samples the same version as before, unless it reports
-            # otherwise.
+            # It was unreachable. It samples the same version as before, unless it reports otherwise.
             self.state, self.problem = State.JOINING, ""
         self.host_id = info.host_id
         self.hands_on = weights_pb2.WEIGHT_SOURCE_KIND_PEER in info.weight_sources

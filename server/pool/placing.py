@@ -6,10 +6,9 @@
     ended   an engine no longer has a request. Its trajectory is then *between turns* there. It counts as a
             turn until it is placed again, `closed`, or has stayed away for BETWEEN_SECONDS
 
-Requests that only one version may sample wait in a separate queue, so that they block no others
-while no engine has that version. If the first request of a queue finds no place, the rest of the
-queue is not tried. So a `wake` costs one attempt per request it places, plus one per queue, however
-many requests wait.
+Requests that only one version may sample wait in a separate queue, so that they block no others while no
+engine has that version. If the first request of a queue finds no place, the rest of the queue is not
+tried. So a `wake` costs one attempt per request it places, plus one per queue, however many requests wait.
 
 `routing` decides which engines may take a request, and which of them does.
 """

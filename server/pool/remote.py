@@ -1,5 +1,4 @@
-"""One engine server from the view of a hub: the calls and the meaning of their answers. Holds no
-state.
+"""One engine server from the view of a hub: the calls and the meaning of their answers. Holds no state.
 
 Every call ends in one of three ways: with its answer, with `Unanswered`, or with `EngineRefused`.
 `Unanswered` means that the process is gone, stops or cannot serve any caller, so the hub should try
@@ -83,7 +82,6 @@ class EngineServer:
         return open_channel(self.address, self._security, own_connection=True)
 
     async def close(self) -> None:
-        """Ends every call."""
         for name in ("_channel", "_bulk"):
             if name in self.__dict__:
                 await self.__dict__[name].close()

@@ -4,11 +4,10 @@ A task per address looks at the engine server (`GetServerInfo`), at intervals an
 a failure, and updates the member's state (docs/pool.md has a diagram). An engine without the pool's
 weights is brought up to date before it takes turns; `weights` does that.
 
-What a failure does. If an engine does not answer or refuses the hub, the member is LOST, and is
-retried with increasing delays. An engine that was silent with its turns (`turns`) still
-answers. It is asked for a token of a test request, which may take as long as its turns had, until
-one arrives; meanwhile it stays LOST. An engine with another model than the pool's is REFUSED until
-another process answers at its address.
+What a failure does. If an engine does not answer or refuses the hub, the member is LOST, and is retried
+with increasing delays. An engine that was silent with its turns (`turns`) still answers. It is asked for a
+token of a test request, which may take as long as its turns had, until one arrives; meanwhile it stays
+LOST. An engine with another model than the pool's is REFUSED until another process answers at its address.
 
 The turns of a dead process end with its connection. If only the event loop of a process hangs, its
 kernel and gRPC's threads keep the connection open, and nothing would end the turns. So the hub ends
@@ -188,8 +187,7 @@ class Roster:
         # Waiting for the connection notices a lost engine as soon as it listens again.
         info = await member.server.info(wait=member.state is State.LOST)
         if (twin := self._twin(member, info.server_id)) is not None:
-            # It has only one set of weights. Two members would overwrite each other's versions
-            # forever.
+            # It has only one set of weights. Two members would overwrite each other's versions forever.
             member.server_id = ""
             member.state, member.problem = State.REFUSED, f"is also the engine at {twin.address}"
             return
@@ -201,8 +199,7 @@ class Roster:
                 self._described.set()
             if member.heard(info):
                 self._placing.forget(member)
-                # Take it out now, because it lacks the pool's weights and what follows may take a
-                # while.
+                # Take it out now, because it lacks the pool's weights and what follows may take a while.
                 self.rotate()
             member.refusal = difference(self.description, found)
         elif member.changes == changes:

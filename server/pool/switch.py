@@ -20,21 +20,19 @@ older version. Every wait below is bounded, so it ends.
 
 What a failure does:
 
-- The engine refuses the version, when staging or switching: it went back to the previous version,
-  and is given up.
-- It does not answer: LOST. The switch stops waiting for an engine that is lost, draining or no
-  longer listed, whatever its phase. An engine that comes back before the end is given the version
-  again.
-- It does not have all of the version `stage_seconds` after the switch was requested, or does not
-  switch within `switch_seconds`: its call is cancelled, and it is given up.
-- It no longer has the version when told to switch, because another version was staged there since:
-  the version is staged once more.
-- It comes into rotation meanwhile, with the previous version: it stages like the others, within
-  what is left of the same time. If all switch at once and have begun to, it is given up.
-- Some engines refuse the version or are late, and none is known to have it: the version is refused,
-  and all continue with the previous one. An engine that did not answer may have the version; it is
-  given the previous one. If no engine is left to refuse it, because all are lost, the version
-  becomes the pool's.
+- The engine refuses the version, when staging or switching: it went back to the previous version, and is
+  given up.
+- It does not answer: LOST. The switch stops waiting for an engine that is lost, draining or no longer
+  listed, whatever its phase. An engine that comes back before the end is given the version again.
+- It does not have all of the version `stage_seconds` after the switch was requested, or does not switch
+  within `switch_seconds`: its call is cancelled, and it is given up.
+- It no longer has the version when told to switch, because another version was staged there since: the
+  version is staged once more.
+- It comes into rotation meanwhile, with the previous version: it stages like the others, within what is
+  left of the same time. If all switch at once and have begun to, it is given up.
+- Some engines refuse the version or are late, and none is known to have it: the version is refused, and
+  all continue with the previous one. An engine that did not answer may have the version; it is given the
+  previous one. If no engine is left to refuse it, because all are lost, the version becomes the pool's.
 """
 
 from __future__ import annotations
@@ -208,8 +206,7 @@ class PoolSwitch:
             self._lose(member, str(error))
             return
         except asyncio.CancelledError:
-            # It was lost or is no longer listed. If it comes back, it is given all of the version
-            # again.
+            # It was lost or is no longer listed. If it comes back, it is given all of the version again.
             self.fanout.end(member)
             raise
         except TimeoutError:

@@ -5,11 +5,10 @@ placed (`placing`) -> streamed -> ended. If the engine is lost, drains or is ful
 `RequestLost` makes `turns` repeat the turn from the exact token. If an engine server refuses the
 request itself, the caller gets that error.
 
-Broken engines. An engine server that refuses turns although they are valid (`NOT_THE_TURN`)
-would be idle, and so attract most new turns. It is therefore left alone like a failing engine, for
-longer each time until a turn completes there, and the turn goes elsewhere. A turn that breaks
-engines looks the same, so the error of the third engine, or of the last one there is, goes to the
-caller.
+Broken engines. An engine server that refuses turns although they are valid (`NOT_THE_TURN`) would be idle,
+and so attract most new turns. It is therefore left alone like a failing engine, for longer each time until
+a turn completes there, and the turn goes elsewhere. A turn that breaks engines looks the same, so the
+error of the third engine, or of the last one there is, goes to the caller.
 
 Hanging engines. `roster` ends the turns of an engine that no longer answers looks. An engine
 may also answer looks but sample nothing. If it has turns and samples no token for `silent_seconds`

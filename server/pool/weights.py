@@ -7,11 +7,10 @@
 Every engine in rotation samples the active version or a newer one. `switch` and `bring_up` both
 decide that without an `await` between the check and the action.
 
-An adapter is a version like any other. A joining engine gets it second: first the full weights
-below it, unless it is known to have them. An engine that was never given weights has those of
-version 0. An engine with a foreign adapter on the right full weights needs only the pool's adapter.
-On other full weights it can be given neither (ADAPTER_ACTIVE), and stays out until another process
-replaces it.
+An adapter is a version like any other. A joining engine gets it second: first the full weights below it,
+unless it is known to have them. An engine that was never given weights has those of version 0. An engine
+with a foreign adapter on the right full weights needs only the pool's adapter. On other full weights it
+can be given neither (ADAPTER_ACTIVE), and stays out until another process replaces it.
 
 A joining engine must receive the version within the limits of a switch, `stage_seconds` and
 `switch_seconds`; otherwise it is retried later. Its `problem` states what it waits for. Joining
@@ -308,8 +307,7 @@ class PoolWeights:
             await before.close()
         for member in self._roster.members:
             if member.state in (State.SERVING, State.SWITCHING):
-                # Refusals are handled at the switch. Joining engines are brought up to date after
-                # it.
+                # Refusals are handled at the switch. Joining engines are brought up to date after it.
                 self._fanout.begin(member).add_done_callback(_heard)
 
     def _differing(self, payload: VersionPayload) -> Differing | None:
@@ -319,8 +317,7 @@ class PoolWeights:
         adapters = payload.adapter is not None or self._adapter is not None
         if adapters or not hosts or not self._rules.differences:
             return None
-        # The hub sends the difference to each host, but the whole version only to `from_hub` of
-        # them.
+        # The hub sends the difference to each host, but the whole version only to `from_hub` of them.
         from_hub = min(self._rules.branches or hosts, hosts)
         return Differing(active, lambda: opens(active), payload.length_bytes * from_hub // hosts)
 

@@ -41,8 +41,7 @@ from penstock.wire.channel import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
-# A delivery consists of the group, two integers, and the tags and lengths of the two messages
-# around them.
+# A delivery consists of the group, two integers, and the tags and lengths of the two messages around them.
 MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 64
 GROUP_TOO_LARGE = "GROUP_TOO_LARGE"
 

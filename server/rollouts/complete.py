@@ -1,5 +1,4 @@
-"""Closes trajectories: records outcomes, requeues retries, and completes groups with the last
-sibling.
+"""Closes trajectories: records outcomes, requeues retries, and completes groups with the last sibling.
 
 Order of events of a close: checked -> closed in memory -> its attempt settled -> (last sibling:
 group completed) -> one append begun -> append durable -> group buffered -> answered.
@@ -252,8 +251,7 @@ class Closing:
                 await asyncio.shield(settling)
             deadline = self._queue.next_deadline()
             timeout = None if deadline is None else max(0.0, deadline - self._clock())
-            # Not in a separate task: it would start waiting later and miss a deadline set before
-            # that.
+            # Not in a separate task: it would start waiting later and miss a deadline set before that.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await self._queue.deadline_sooner.wait()

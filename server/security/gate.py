@@ -17,8 +17,7 @@ gRPC holds the answer, and the caller's account is charged for it.
 CREDENTIAL_ENDED is UNAVAILABLE: a client that reconnects presents its current token, which is
 checked again.
 
-`ANYBODY` and `ALLOWED` list every rpc of every service. A method in neither is refused to all
-callers.
+`ANYBODY` and `ALLOWED` list every rpc of every service. A method in neither is refused to all callers.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 Every permitted call that names a trajectory proves that its agent is alive, even if the call then
 fails. It renews the lease.
 
-An agent owns the attempts it leased and the trajectories it opened. It cannot
-extend, read, abort or close another agent's. After a restart the owners are unknown. Any agent can
-then use such a trajectory, and the one that takes its next turn becomes its owner. Trainers and
-admins are not restricted.
+An agent owns the attempts it leased and the trajectories it opened. It cannot extend, read, abort or close
+another agent's. After a restart the owners are unknown. Any agent can then use such a trajectory, and the
+one that takes its next turn becomes its owner. Trainers and admins are not restricted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Converts text and messages to tokens and back. The server does this so that callers need no
-tokenizer.
+"""Converts text and messages to tokens and back. The server does this so that callers need no tokenizer.
 
 The first turn of a conversation renders it with the chat template. Later turns only encode the new
-messages and append them to the policy's tokens. The policy's tokens are never decoded and encoded
-again. Rendering a probe shows what the template puts between an assistant's message and the
-following ones.
+messages and append them to the policy's tokens. The policy's tokens are never decoded and encoded again.
+Rendering a probe shows what the template puts between an assistant's message and the following ones.
 
 Control tokens that outside text happens to spell are data. They are encoded as ordinary characters.
 Not all control tokens of a template are special to the tokenizer: Qwen's adds those around tool

@@ -47,7 +47,7 @@ class History:
     digest: bytes = b""
     """Of the tools."""
     tool_bytes: int = 0
-    """Approximate."""
+    """An approximation, in bytes."""
 
     def __post_init__(self) -> None:
         self.digest = tools_digest(self.tools)
@@ -55,7 +55,7 @@ class History:
 
     @property
     def byte_count(self) -> int:
-        """Approximate."""
+        """An approximation, in bytes."""
         return len(self.messages) * HELD_MESSAGE_BYTES + self.tool_bytes
 
     def branch(self, message_count: int) -> History:

@@ -1,5 +1,4 @@
-"""Finds the trajectory that a request's messages continue. The server holds tokens; callers resend
-text.
+"""Finds the trajectory that a request's messages continue. The server holds tokens; callers resend text.
 
 The request's messages are compared with those held by the trajectories of one attempt:
 
@@ -15,10 +14,9 @@ messages. Another sample of a context without a reply keeps no tokens, but its p
 stored only once. A request also branches if the trajectory that it could continue holds less of the
 policy's output than another one. That happens if one of two equal samples has continued.
 
-A request that repeats an interrupted turn resumes that turn: CONTINUED, with no new message. A
-request that repeats a finished turn becomes a branch, because it wants another sample. A trajectory
-with a turn in flight is never continued, only branched from. Different tools make a different
-context from the beginning.
+A request that repeats an interrupted turn resumes that turn: CONTINUED, with no new message. A request
+that repeats a finished turn becomes a branch, because it wants another sample. A trajectory with a turn in
+flight is never continued, only branched from. Different tools make a different context from the beginning.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Encodes prompts and observations as tokens, and keeps the messages that they came from.
 
-The chat template renders the first turn of a conversation, including tools. After that only new
-messages are encoded. The same holds in a branch, after the part it shares with the parent's
-conversation.
+The chat template renders the first turn of a conversation, including tools. After that only new messages
+are encoded. The same holds in a branch, after the part it shares with the parent's conversation.
 """
 
 from __future__ import annotations

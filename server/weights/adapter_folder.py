@@ -36,7 +36,7 @@ class AdapterFolders:
         self._lock = -1
 
     def write(self, staged: StagedWeights, shape: AdapterShape) -> Adapter:
-        """Blocks. Raises WeightRefused."""
+        """Blocks on the disk. Raises WeightRefused."""
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -108,8 +108,7 @@ def safetensors_file(staged: StagedWeights) -> bytes:
 def _locked_folder(parent: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=NAME, dir=parent))
-        # Until the folder is locked, another server that starts can mistake it for an abandoned
-        # one.
+        # Until the folder is locked, another server that starts can mistake it for an abandoned one.
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(descriptor, fcntl.LOCK_EX)

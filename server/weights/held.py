@@ -1,5 +1,4 @@
-"""Holds the bytes of the active version: the base of the next delta, and the fallback of a failed
-switch.
+"""Holds the bytes of the active version: the base of the next delta, and the fallback of a failed switch.
 
 The base model is not held, because it can be read again from its folder. A pool also needs the
 bytes for engines that join late. So if a pool's active version is an adapter, the adapter is held in

@@ -93,8 +93,7 @@ class TokenBatch:
     logprobs_N: Tensor
     """Log-probabilities under the current policy; have a gradient."""
     old_logprobs_N: Tensor
-    """Denominator of the ratio: log-probabilities of the behaviour policy, or of the proximal
-    policy."""
+    """Denominator of the ratio: log-probabilities of the behaviour policy, or of the proximal policy."""
     advantages_N: Tensor
     sequences: Sequences
 

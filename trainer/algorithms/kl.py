@@ -28,8 +28,7 @@ def estimate_kl(logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: KlEstim
         case "k2":
             return x_N.square() / 2
         case "k3":
-            # Bounded on the side that is exponentiated. On the other side it pulls back from any
-            # distance.
+            # Bounded on the side that is exponentiated. On the other side it pulls back from any distance.
             x_N = x_N.clamp(min=-LARGEST_LOG_RATIO)
             return torch.expm1(-x_N) + x_N
     assert_never(estimator)

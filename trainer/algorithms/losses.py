@@ -38,8 +38,7 @@ class TokenLoss:
     loss_N: Tensor
     """Loss to minimize; has a gradient."""
     below_N: Tensor | None = None
-    """Tokens that get no gradient because their ratio is below the bound, bool; None without a
-    bound."""
+    """Tokens that get no gradient because their ratio is below the bound, bool; None without a bound."""
     above_N: Tensor | None = None
     """Tokens that get no gradient because their ratio is above the bound."""
 

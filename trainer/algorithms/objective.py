@@ -1,5 +1,4 @@
-"""The objective: the loss that an `AlgorithmConfig` computes for a micro-batch, and the inputs it
-needs.
+"""The objective: the loss that an `AlgorithmConfig` computes for a micro-batch, and the inputs it needs.
 
     loss of a token = policy loss x correction weight + KL coefficient x KL - entropy coefficient x entropy
 
@@ -100,8 +99,7 @@ class Figures:
 
 
 class Objective:
-    """The functions of one configuration. Raises ConfigInvalid if a custom function is not
-    found."""
+    """The functions of one configuration. Raises ConfigInvalid if a custom function is not found."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config

@@ -8,9 +8,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Sequence length at which attention, whose cost is quadratic, costs as much as everything else,
-# whose cost is linear. It is about 6 x the hidden size of the model, here for 1.5 to 3 billion
-# parameters.
+# Sequence length at which attention, whose cost is quadratic, costs as much as everything else, whose cost
+# is linear. It is about 6 x the hidden size of the model, here for 1.5 to 3 billion parameters.
 ATTENTION_TOKENS = 12_288
 
 

@@ -44,11 +44,9 @@ class Sample:
     trained: NDArray[np.bool_]
     """Policy tokens fresh enough to carry a gradient."""
     behaviour_logprobs: NDArray[np.float32]
-    """Log-probability under the policy that sampled the token; zero for tokens that no policy
-    sampled."""
+    """Log-probability under the policy that sampled the token; zero for tokens that no policy sampled."""
     temperatures: NDArray[np.float32]
-    """Temperature at which to recompute the log-probability; one for tokens that no policy
-    sampled."""
+    """Temperature at which to recompute the log-probability; one for tokens that no policy sampled."""
     reward: float
     counts_in_baseline: bool = True
     """False for a branch."""
@@ -261,8 +259,7 @@ class _Row:
         return len(ids) - shared
 
     def add(self, placed: PlacedSample, length: int) -> None:
-        """Adds the first `length` tokens of a sequence, which include at least one trained
-        token."""
+        """Adds the first `length` tokens of a sequence, which include at least one trained token."""
         sample, sequence = placed.sample, self.sequences
         self.sequences += 1
         advantages = iter(placed.advantages_K.tolist())

@@ -11,10 +11,9 @@ On several ranks, an update's micro-batches are dealt out in turn, the same numb
 Rank r of n has `batches[r::n]`, which is what `StepPlan.share` returns. Counts and rewards are
 those of the whole step on every rank.
 
-A sequence to which no term of the objective gives a gradient costs no forward pass. It still counts
-toward the boundaries of updates and toward their denominators. Otherwise one sequence's weight
-would depend on whether another one happened to have a gradient. An update without any gradient is
-skipped and counted.
+A sequence to which no term of the objective gives a gradient costs no forward pass. It still counts toward
+the boundaries of updates and toward their denominators. Otherwise one sequence's weight would depend on
+whether another one happened to have a gradient. An update without any gradient is skipped and counted.
 """
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
@@ -127,8 +126,7 @@ def complete(
     values: Sequence[Tensor] = (),
     sum_over_ranks: SumOverRanks = lambda own: own,
 ) -> StepPlan:
-    """Fill in the advantages that waited for the reference's log-probabilities or the critic's
-    values.
+    """Fill in the advantages that waited for the reference's log-probabilities or the critic's values.
 
     `references` and `values` have one tensor of shape [N] per micro-batch, in the plan's order.
     Sequences that turn out to have no gradient are removed. If the plan is a rank's share,

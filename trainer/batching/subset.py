@@ -15,8 +15,7 @@ from penstock.trainer.batching.batching import EMPTY, MicroBatch
 def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
     """Return the micro-batch with only the sequences for which `kept_S`, a bool tensor, is true.
 
-    Positions that no remaining prediction attends to are removed. The remaining predictions are
-    unchanged.
+    Positions that no remaining prediction attends to are removed. The remaining predictions are unchanged.
     """
     if bool(kept_S.all()):
         return batch

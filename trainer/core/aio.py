@@ -1,8 +1,7 @@
 """Waiting for several things at once, for one thing or an event, and for the compute thread.
 
-Torch runs in a thread other than the event loop's, so that the exchange continues during a long
-step. It is always the same thread, because OpenMP starts a separate team for each thread that calls
-it.
+Torch runs in a thread other than the event loop's, so that the exchange continues during a long step. It
+is always the same thread, because OpenMP starts a separate team for each thread that calls it.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class ComputeThread:
         )
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the function's result. The function runs to its end even if the caller is
-        cancelled."""
+        """Return the function's result. The function runs to its end even if the caller is cancelled."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
 

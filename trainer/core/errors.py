@@ -60,8 +60,7 @@ class ServerFull(ServerLost):
 
 
 class SessionRefused(TrainerError):
-    """The server refuses this trainer, because another one replaced it or the request is not
-    allowed."""
+    """The server refuses this trainer, because another one replaced it or the request is not allowed."""
 
 
 class WeightsRefused(TrainerError):

@@ -118,8 +118,7 @@ def aggregate(figures: Iterable[Figure], lines: Sequence[Line]) -> dict[str, Val
 
 
 def scalars(figures: Iterable[Figure], point: Line) -> dict[str, float]:
-    """Flattens a point for trackers: each key of a breakdown separately, points in time left
-    out."""
+    """Flattens a point for trackers: each key of a breakdown separately, points in time left out."""
     sent: dict[str, float] = {}
     for each in figures:
         value = point.get(each.name)

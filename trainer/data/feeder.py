@@ -230,8 +230,7 @@ class TaskFeeder:
         await self.fill(server)
 
     async def fill(self, server: int) -> None:
-        """Submit what the server lacks, then new tasks until enough are waiting or the server is
-        full.
+        """Submit what the server lacks, then new tasks until enough are waiting or the server is full.
 
         Raises ServerLost and SessionRefused.
         """

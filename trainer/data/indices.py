@@ -73,9 +73,8 @@ class DataIndices:
             self.known(index)
 
     def known(self, index: int) -> list[int]:
-        """Records that a server knows this index, and therefore all its earlier ones.
-        Returns the newly discovered earlier ones. They were submitted if the indices were divided
-        then as they are now."""
+        """Records that a server knows this index, and therefore all its earlier ones. Returns the newly
+        discovered earlier ones. They were submitted if the indices were divided then as they are now."""
         server = self._division.server_of(index)
         self._unasked |= dict.fromkeys(range(self.next_index, index + 1))
         self.next_index = max(self.next_index, index + 1)
@@ -92,8 +91,7 @@ class DataIndices:
         return found[:-1]
 
     def take(self, index: int) -> bool:
-        """Marks an index as having a group in hand. Returns False if it already has one, or is
-        settled."""
+        """Marks an index as having a group in hand. Returns False if it already has one, or is settled."""
         if index in self._taken or index not in self._outstanding:
             return False
         self._taken.add(index)

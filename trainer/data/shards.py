@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """For example, a step of 8 over 3 servers has parts 3, 3 and 2; index 12 is in slot 4, of
-    server 1."""
+    """For example, a step of 8 over 3 servers has parts 3, 3 and 2; index 12 is in slot 4, of server 1."""
 
     groups_per_step: int
     server_count: int = 1

@@ -3,10 +3,9 @@
     version active -> due? -> prompts submitted, `concurrency` at a time -> groups, on separate demand
                                 -> measured, acknowledged -> once all have arrived: the record
 
-An evaluation begins when the server samples the version it is due for. **Pinned**: the loop does
-not switch until the evaluation has ended. The trainer computes its next step, uploads and stages
-it, and then waits. **On the fly**: nothing waits. Groups may then come from several versions, which
-the record reports.
+An evaluation begins when the server samples the version it is due for. **Pinned**: the loop does not
+switch until the evaluation has ended. The trainer computes its next step, uploads and stages it, and then
+waits. **On the fly**: nothing waits. Groups may then come from several versions, which the record reports.
 
 Prompts are spread over the run's servers by their index in the set, so that even a small set is
 shared evenly. Evaluation groups never mix with training. They have separate demand, pass the
@@ -144,8 +143,7 @@ class Evaluator:
         return time.time() - begun if holding else 0.0
 
     def version_gone(self) -> None:
-        """Ends pinned evaluations. A server lost the version it sampled and will not get it
-        again."""
+        """Ends pinned evaluations. A server lost the version it sampled and will not get it again."""
         for one in self._sets:
             if one.config.pinned and one.current is not None:
                 one.current.gone.set()
@@ -189,8 +187,7 @@ class Evaluator:
             try:
                 await self._submit_asked(one, one.current, server)
             except ServerFull:
-                # The stream must continue meanwhile: room may open only when the trainer takes
-                # groups.
+                # The stream must continue meanwhile: room may open only when the trainer takes groups.
                 later = keep_trying(
                     self._streams[server].ready,
                     lambda one=one, current=one.current: self._submit_asked(one, current, server),
@@ -270,8 +267,7 @@ class Evaluator:
         return True
 
     async def _comes(self, one: EvaluationSet, current: Measurement) -> bool:
-        """Waits for a group. Returns False if none arrived in time while all servers were
-        connected."""
+        """Waits for a group. Returns False if none arrived in time while all servers were connected."""
         begun = asyncio.get_running_loop().time()
         while True:
             since = max(begun, *(stream.since for stream in self._streams))

@@ -138,9 +138,8 @@ class Prompts:
 class Schedule:
     """When a set is due: at the start, every so many versions, and at the end.
 
-    An evaluation that comes due while the previous one is running is skipped and counted. This
-    keeps the grid of versions, and an evaluation never measures weights older than those sampled
-    when it begins.
+    An evaluation that comes due while the previous one is running is skipped and counted. This keeps the
+    grid of versions, and an evaluation never measures weights older than those sampled when it begins.
     """
 
     def __init__(

@@ -3,13 +3,12 @@
     TrajectoryGroup -> MeasuredPrompt -> Figures, over all prompts and over those of each source
 
 - The mean reward is the mean over prompts of the mean over their samples. Its standard error is s /
-  sqrt(n) over the means of prompts, because samples of one prompt are not independent, but prompts
-  are.
-- pass@k is the probability that at least one of k samples is correct. The unbiased estimate for n
-  >= k samples, c of them correct, is 1 - C(n-c, k) / C(n, k), averaged over prompts (Chen et al.,
-  arXiv 2107.03374, equation 1).
-- A failed trajectory enters none of these figures and is counted. A prompt whose samples all failed
-  is in none of them either. A prompt with fewer than k samples is not in pass@k.
+  sqrt(n) over the means of prompts, because samples of one prompt are not independent, but prompts are.
+- pass@k is the probability that at least one of k samples is correct. The unbiased estimate for n >= k
+  samples, c of them correct, is 1 - C(n-c, k) / C(n, k), averaged over prompts (Chen et al., arXiv
+  2107.03374, equation 1).
+- A failed trajectory enters none of these figures and is counted. A prompt whose samples all failed is in
+  none of them either. A prompt with fewer than k samples is not in pass@k.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ class EvaluationRecord:
     lag: int = 0
     """How many versions the trainer was ahead of the oldest measured version at the end."""
     skipped: int = 0
-    """Evaluations of the set that were skipped since the previous one, because it was still
-    running."""
+    """Evaluations of the set that were skipped since the previous one, because it was still running."""
     seconds: float = 0.0
     seconds_held: float = 0.0
     """How much of `seconds` a switch spent waiting for it."""

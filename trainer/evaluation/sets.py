@@ -34,8 +34,7 @@ class Measurement:
 
 
 class EvaluationSet:
-    """One `[[evaluation]]` table: its prompts, its schedule, and its evaluation under way, if
-    any."""
+    """One `[[evaluation]]` table: its prompts, its schedule, and its evaluation under way, if any."""
 
     def __init__(
         self, config: EvaluationConfig, data: DataConfig, last_step: int | None = None

@@ -1,5 +1,4 @@
-"""Writes evaluation records: as separate lines in `metrics.jsonl`, to TensorBoard and to the
-terminal."""
+"""Writes evaluation records: as separate lines in `metrics.jsonl`, to TensorBoard and to the terminal."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class EvaluationWriter:
     """Writes each record to all destinations."""
 
     def __init__(self, folder: Path, scalars: Scalars, console: Console) -> None:
-        """`folder` contains the run's `metrics.jsonl`, to which a line is appended for each
-        record."""
+        """`folder` contains the run's `metrics.jsonl`, to which a line is appended for each record."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE
         self._scalars = scalars

@@ -123,8 +123,7 @@ class Connection:
         return Delivered(delivery.delivery_id, self._stored.read(delivery.stored))
 
     def send(self, request: trainer_service_pb2.ExchangeRequest) -> None:
-        """Sends a request. Without a stream it is dropped: each kind is made up for after
-        reconnecting."""
+        """Sends a request. Without a stream it is dropped: each kind is made up for after reconnecting."""
         if request.HasField("demand"):
             request.demand.by_place = self._stored is not None
         if self._outgoing is not None:
@@ -139,8 +138,7 @@ class Connection:
         return True
 
     async def closed(self, timeout_seconds: float) -> bool:
-        """Waits for the server to end the stream. Returns whether it did in time and without an
-        error."""
+        """Waits for the server to end the stream. Returns whether it did in time and without an error."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 return await self._call.code() == grpc.StatusCode.OK

@@ -1,9 +1,8 @@
 """Samples the load of the servers' engines. Only its server can report whether an engine idles.
 
-A sample is taken at a fixed interval during the run, with GetServerInfo. Nothing waits for it, and
-a sample without a timely answer is skipped. A step gets the samples taken during its own time; a
-short step may have none. Each sample is of one server, so means over several servers are means per
-server.
+A sample is taken at a fixed interval during the run, with GetServerInfo. Nothing waits for it, and a
+sample without a timely answer is skipped. A step gets the samples taken during its own time; a short step
+may have none. Each sample is of one server, so means over several servers are means per server.
 """
 
 from __future__ import annotations

@@ -127,8 +127,7 @@ class Servers:
             self._heed = None
 
     async def open(self) -> bool:
-        """Connects to all servers for the first time. Returns False if the run is asked to stop
-        first.
+        """Connects to all servers for the first time. Returns False if the run is asked to stop first.
 
         Raises ServerGone and SessionRefused.
         """
@@ -136,8 +135,7 @@ class Servers:
         return all(welcome is not None for welcome in welcomes)
 
     async def run(self, restore: Restore) -> None:
-        """Runs every `Exchange`; returns when all have ended. Raises ServerGone and
-        SessionRefused."""
+        """Runs every `Exchange`; returns when all have ended. Raises ServerGone and SessionRefused."""
         await together(
             exchange.run(partial(restore, server)) for server, exchange in enumerate(self)
         )

@@ -1,5 +1,4 @@
-"""Reads groups from the server's journal folder, if it is on this host and the server sends places
-only.
+"""Reads groups from the server's journal folder, if it is on this host and the server sends places only.
 
     Welcome with a folder -> the same folder is found here -> demands set `by_place` -> StoredGroup -> read
                           -> another host or file system, or no permission -> groups arrive as messages

@@ -233,8 +233,7 @@ class Exchange:
 
     @property
     def all_seen(self) -> bool:
-        """Whether all groups buffered at the server when it said Welcome have arrived and been
-        taken."""
+        """Whether all groups buffered at the server when it said Welcome have arrived and been taken."""
         return self.delivery_count >= self._deliveries_to_see and self._arrived.empty()
 
     def take_arrived(self) -> list[trajectory_pb2.TrajectoryGroup]:
@@ -396,8 +395,7 @@ class Exchange:
         future.set_exception(error)
 
     def _resume(self, welcome: trainer_service_pb2.Welcome) -> None:
-        """Repeats the requests that were open when the stream was lost. The server is up to date
-        again."""
+        """Repeats the requests that were open when the stream was lost. The server is up to date again."""
         if welcome.active_weight_version >= self._held:
             self.restored.set()
         if welcome.active_weight_version == self._held:

@@ -24,9 +24,8 @@ rebuilds the same batches. Groups of other steps are set aside. Groups of the cu
 dropped then, so they are not dropped now. Following ends once all groups buffered at the servers
 have arrived and one is missing, because the server lost it.
 
-When a server comes back, all groups it delivered before are set aside at once, before anything else
-is asked of it. If some of them are refused, or belong to other steps, the usual demand makes up for
-them.
+When a server comes back, all groups it delivered before are set aside at once, before anything else is
+asked of it. If some of them are refused, or belong to other steps, the usual demand makes up for them.
 """
 
 from __future__ import annotations
@@ -113,8 +112,7 @@ class Gatherer:
         self._filter = load_filter(config)
 
     def follow(self) -> None:
-        """Rebuilds the batches that the ledger has ahead, from the groups buffered at the
-        servers."""
+        """Rebuilds the batches that the ledger has ahead, from the groups buffered at the servers."""
         self._following = bool(self._ledger.ahead)
 
     async def came_back(self, server: int) -> None:
@@ -265,8 +263,7 @@ class Gatherer:
         return entry.group_ids if entry is not None else frozenset[str]()
 
     def _all_seen(self) -> bool:
-        """Whether all groups that were buffered at the servers when they said Welcome have
-        arrived."""
+        """Whether all groups that were buffered at the servers when they said Welcome have arrived."""
         return all(exchange.all_seen for exchange in self._exchanges)
 
     def _take_aside(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
@@ -283,9 +280,8 @@ class Gatherer:
         return missing[self._exchanges.server_of(group)] > 0
 
     async def _next(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
-        """Waits for the next group. Returns None in four cases: the group is not for this batch,
-        others were set aside meanwhile, all buffered groups were seen, or the run is asked to
-        stop."""
+        """Waits for the next group. Returns None in four cases: the group is not for this batch, others
+        were set aside meanwhile, all buffered groups were seen, or the run is asked to stop."""
         if self._stopping.is_set():
             return None
         delivery = await unless(self._stopping, self._exchanges.next_group())
@@ -300,15 +296,13 @@ class Gatherer:
         return None
 
     def _put_aside(self, delivery: trajectory_pb2.TrajectoryGroup) -> None:
-        """Keeps a group for a later turn or batch. While looking for specific groups, demands one
-        more."""
+        """Keeps a group for a later turn or batch. While looking for specific groups, demands one more."""
         self._aside[delivery.group_id] = delivery
         if self._wanted and delivery.group_id not in self._wanted:
             self._look_on(self._exchanges.server_of(delivery))
 
     def _look_on(self, server: int) -> None:
-        """Demands another group, from this server or any other that may still have buffered
-        groups."""
+        """Demands another group, from this server or any other that may still have buffered groups."""
         for exchange in (self._exchanges[server], *self._exchanges):
             if not exchange.all_seen:
                 exchange.demand(1)
@@ -336,8 +330,7 @@ class Gatherer:
         reason = reason_to_drop(group, config)
         if reason is None and self._filter is not None:
             delivered = Delivered(delivery, self._tasks.task(delivery.task_id))
-            # The filter may be slow, for example a judge over a network. Uploads and evaluations
-            # continue.
+            # The filter may be slow, for example a judge over a network. Uploads and evaluations continue.
             reason = await self._compute.run(self._filter, group, delivered)
         if reason is None:
             return False
@@ -373,8 +366,7 @@ class Gatherer:
         group: TrainingGroup,
         record: StepRecord,
     ) -> TrainingGroup:
-        """Returns the group with penalties for long answers and the mask of truncated turns
-        applied."""
+        """Returns the group with penalties for long answers and the mask of truncated turns applied."""
         config = self._config.groups
         if config.overlong is not None:
             group = penalize_length(group, delivery, config.overlong)

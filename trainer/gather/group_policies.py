@@ -122,8 +122,7 @@ def _slime_arguments(config: TrainerConfig) -> dict[str, object]:
 
 def length_penalty(length: int, config: OverlongConfig) -> float:
     """Returns the penalty for an answer with `length` policy tokens: zero up to max_tokens -
-    buffer_tokens, full from max_tokens on, and linear between. DAPO (arXiv 2503.14476), equation
-    13."""
+    buffer_tokens, full from max_tokens on, and linear between. DAPO (arXiv 2503.14476), equation 13."""
     beyond = length - (config.max_tokens - config.buffer_tokens)
     return config.penalty * min(max(beyond / config.buffer_tokens, 0.0), 1.0)
 
@@ -169,11 +168,9 @@ def _by_policy(delivery: trajectory_pb2.TrajectoryGroup) -> dict[str, NDArray[np
 def mask_truncated(
     group: TrainingGroup, delivery: trajectory_pb2.TrajectoryGroup
 ) -> tuple[TrainingGroup, int]:
-    """Masks last turns that the token budget cut off. Returns the group and the number of tokens
-    masked.
+    """Masks last turns that the token budget cut off. Returns the group and the number of tokens masked.
 
-    Their rewards stay in the baseline. Earlier turns stay, because the reason they ended is not
-    delivered.
+    Their rewards stay in the baseline. Earlier turns stay, because the reason they ended is not delivered.
     """
     truncated = {
         trajectory.trajectory_id: _outside_last_turn(trajectory)

@@ -149,8 +149,7 @@ COLUMNS = {
     "MB": "",
     "diff": "logprob_diff_mean:.4f",
 }
-"""Head of each column, and the format of its figure. Empty for columns composed of several
-figures."""
+"""Head of each column, and the format of its figure. Empty for columns composed of several figures."""
 
 
 def _table(rows: list[tuple[int, Line]], columns: int) -> Table:

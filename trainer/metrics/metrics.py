@@ -229,9 +229,8 @@ class _Instruments:
 def keep_until(folder: Path, step: int, measured: int | None = None) -> int:
     """Remove from `metrics.jsonl` what a resumed run will do again: everything if `step` is zero.
 
-    Evaluations stay up to the step `measured`, if given. They are not repeated for steps that the
-    ledger contains, unless a step has a different result. Returns the last step in the file; zero
-    if none.
+    Evaluations stay up to the step `measured`, if given. They are not repeated for steps that the ledger
+    contains, unless a step has a different result. Returns the last step in the file; zero if none.
     """
     path = folder / FILE
     with storing(path):

@@ -21,9 +21,8 @@ from penstock.trainer.metrics.tracker import RunStart
 
 # Characters that MLflow refuses in a metric's name; a data source can have any name.
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
-# MLflow also refuses paths that are not normalized. A name may not be a folder of another name
-# either, as with the data sources "sums" and "sums/hard". The trainer's own names have two levels
-# above a key.
+# MLflow also refuses paths that are not normalized. A name may not be a folder of another name either, as
+# with the data sources "sums" and "sums/hard". The trainer's own names have two levels above a key.
 LEVELS = 3
 LONGEST_NAME = 250
 NO_PARTS = frozenset({"", ".", ".."})

@@ -1,17 +1,15 @@
 """Estimates a run's remaining time from the durations of its steps.
 
-A step lasts until the next one begins, so it includes checkpoints, evaluations and anything else
-between two steps. Only steps of this process count, so after a resume the estimate starts again.
-During its first step the server has yet to sample the data. That step counts only until there are
-enough others.
+A step lasts until the next one begins, so it includes checkpoints, evaluations and anything else between
+two steps. Only steps of this process count, so after a resume the estimate starts again. During its first
+step the server has yet to sample the data. That step counts only until there are enough others.
 
-The remaining time is the number of steps left times the weighted mean of the durations, minus the
-time that the current step has taken so far. Each older step weighs less, by DECAY. The mean is used
-rather than the median, so that an occasional long step, such as one with a checkpoint, counts with
-its share. The bounds would hold for four of five runs if the remaining steps were drawn from those
-seen. They include the error of the mean itself. The evaluation of the last weights, after the last
-step, is added with its previous duration. If that is unknown, the estimate ends before the
-evaluation, and the text states that.
+The remaining time is the number of steps left times the weighted mean of the durations, minus the time
+that the current step has taken so far. Each older step weighs less, by DECAY. The mean is used rather than
+the median, so that an occasional long step, such as one with a checkpoint, counts with its share. The
+bounds would hold for four of five runs if the remaining steps were drawn from those seen. They include the
+error of the mean itself. The evaluation of the last weights, after the last step, is added with its
+previous duration. If that is unknown, the estimate ends before the evaluation, and the text states that.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ from penstock.trainer.metrics.tracker import RunStart, Scalars, Tracker
 log = logging.getLogger(__name__)
 
 QUEUED_POINTS = 1000
-# Shorter than the grace period that a supervisor gives a process, including shutdown work before
-# this.
+# Shorter than the grace period that a supervisor gives a process, including shutdown work before this.
 CLOSE_SECONDS = 20.0
 
 
@@ -170,8 +169,7 @@ class Trackers:
 
     def send(self, step: int, figures: Mapping[str, float]) -> None:
         """Queue a point for every tracker. Never waits."""
-        # An evaluation's point has the step at which it began, and may follow points of later
-        # steps.
+        # An evaluation's point has the step at which it began, and may follow points of later steps.
         self._last_step = max(self._last_step, step)
         for thread in self._threads:
             # A copy, because a tracker may modify it.

@@ -17,8 +17,7 @@ from penstock.trainer.config.metrics import WandbConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.metrics.tracker import RunStart
 
-# A failed attempt is repeated with the next point. At its end, the process waits for a running
-# attempt.
+# A failed attempt is repeated with the next point. At its end, the process waits for a running attempt.
 OPEN_TIMEOUT_SECONDS = 20.0
 
 

@@ -94,8 +94,7 @@ class Adapter:
         return {own: tensors[name] for own, name in self._names.items()}
 
     def load(self, folder: Path) -> None:
-        """Loads what PEFT wrote to `folder`. Raises CheckpointUnusable if it is a different
-        adapter."""
+        """Loads what PEFT wrote to `folder`. Raises CheckpointUnusable if it is a different adapter."""
         try:
             written = cast("dict[str, object]", json.loads((folder / CONFIG_FILE).read_text()))
         except FileNotFoundError as error:

@@ -1,10 +1,9 @@
 """What the backends share: the order of a step, and of what a checkpoint is written and read.
 
-Order of a step: log-probabilities of the reference and values of the critic, if the objective uses
-them -> advantages, if they depend on these -> log-probabilities of the proximal policy, if a later
-update needs them -> per update: forward and backward of each micro-batch, gradient clipping, the
-optimizer; then the same for the critic. A gradient that is zero or not finite changes no weights,
-but the update still ends.
+Order of a step: log-probabilities of the reference and values of the critic, if the objective uses them ->
+advantages, if they depend on these -> log-probabilities of the proximal policy, if a later update needs
+them -> per update: forward and backward of each micro-batch, gradient clipping, the optimizer; then the
+same for the critic. A gradient that is zero or not finite changes no weights, but the update still ends.
 
 All ranks take the same steps in the same order. Suffixes as in `batching`.
 """
@@ -89,8 +88,7 @@ class BackendPolicy(ABC):
     def __init__(
         self, train: TrainConfig, algorithm: AlgorithmConfig, *, total_steps: int, seed: int
     ) -> None:
-        # Random initialization must be identical on every rank, because each then keeps a shard of
-        # it.
+        # Random initialization must be identical on every rank, because each then keeps a shard of it.
         seed_all(seed)
         compute_reproducibly()
         self._objective = Objective(algorithm)
@@ -258,8 +256,7 @@ class BackendPolicy(ABC):
 
     @abstractmethod
     def _save_state(self, folder: Path) -> None:
-        """Write the optimizer's state, and weights that are not in the model folder. Raises
-        OSError."""
+        """Write the optimizer's state, and weights that are not in the model folder. Raises OSError."""
 
     @abstractmethod
     def _load_state(self, folder: Path) -> None:

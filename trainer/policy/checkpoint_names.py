@@ -26,8 +26,7 @@ class CheckpointNames:
         self._model = model
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._own: dict[str, tuple[str, ...]] = {}
-        """For each parameter that the checkpoint lacks, the names of the tensors that replace
-        it."""
+        """For each parameter that the checkpoint lacks, the names of the tensors that replace it."""
         for name, shape in self._shapes.items():
             found = self._saved(name, torch.empty(shape, device="meta"))
             if {key: tensor.shape for key, tensor in found.items()} != {name: shape}:

@@ -1,5 +1,4 @@
-"""The critic: a separate model that predicts the return of the rest of a sequence, and its
-optimizer.
+"""The critic: a separate model that predicts the return of the rest of a sequence, and its optimizer.
 
 It starts as a copy of the policy's model, with a head that outputs one number in place of the
 output layer. The head is initially zero. All its weights are trained, even if the policy is an
@@ -125,14 +124,12 @@ class Critic:
                 weight.copy_(kept)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """Returns the predicted return from each trained token on, float32, shape [N]; no
-        gradient."""
+        """Returns the predicted return from each trained token on, float32, shape [N]; no gradient."""
         with torch.no_grad(), self._tokens.without_dropout():
             return self._values(batch)
 
     def learn(self, lessons: list[Lesson], counts: StepCounts) -> float:
-        """Runs one update and returns its loss. A gradient that is not finite changes no
-        weights."""
+        """Runs one update and returns its loss. A gradient that is not finite changes no weights."""
         total = 0.0
         for number, lesson in enumerate(lessons, start=1):
             self._sharding.accumulate(self._module, last=number == len(lessons))
@@ -165,8 +162,7 @@ class Critic:
             save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
-        """Restores exactly what `save` wrote. Raises CheckpointUnusable, OSError and
-        SafetensorError."""
+        """Restores exactly what `save` wrote. Raises CheckpointUnusable, OSError and SafetensorError."""
         if not (folder / WEIGHTS_FILE).exists():
             raise CheckpointUnusable(f"{folder} belongs to a run without a critic")
         saved = load_file(folder / WEIGHTS_FILE)

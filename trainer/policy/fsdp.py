@@ -8,9 +8,8 @@ figures. A single process holds the whole model, because `fully_shard` would onl
 The reference is the model as it was loaded. It is a separate copy, which no checkpoint contains,
 because it can be loaded again. With an adapter it is the model with the adapter disabled.
 
-A checkpoint has the same files for any number of ranks, and any number can resume from it. Rank 0
-gathers and writes it tensor by tensor, and each rank reads its shard. Only the random states are
-per rank.
+A checkpoint has the same files for any number of ranks, and any number can resume from it. Rank 0 gathers
+and writes it tensor by tensor, and each rank reads its shard. Only the random states are per rank.
 """
 
 from __future__ import annotations
@@ -154,8 +153,7 @@ class FsdpPolicy(BackendPolicy):
     def _accumulate(self, part: Part, counts: StepCounts) -> Figures:
         """Runs the forward and backward pass of a micro-batch."""
         if part.batch.is_empty:
-            # An empty micro-batch still runs through the model, because the other ranks wait for
-            # this one.
+            # An empty micro-batch still runs through the model, because the other ranks wait for this one.
             torch.autograd.backward(self._tokens.evaluate(part.batch).logprobs_N.sum())
             return Figures()
         entropies = self._objective.has_entropy_bonus
@@ -235,8 +233,7 @@ class FsdpPolicy(BackendPolicy):
         )
 
     def _gather_state(self) -> dict[str, Tensor]:
-        """Returns the state of a model folder, whole and in host memory; empty on all ranks but
-        rank 0."""
+        """Returns the state of a model folder, whole and in host memory; empty on all ranks but rank 0."""
         state: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self._module.state_dict(keep_vars=True).items():

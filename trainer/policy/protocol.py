@@ -145,8 +145,7 @@ def describe_step(
 ) -> StepResult:
     """Build the result from the summed figures of all micro-batches of a plan with advantages.
 
-    `norms` has the gradient norm of each update, `critic_losses` the loss of each critic update, if
-    any.
+    `norms` has the gradient norm of each update, `critic_losses` the loss of each critic update, if any.
     """
     planned = StepResult(
         applied=applied,
@@ -205,8 +204,7 @@ class Policy(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of an upload with its Hugging Face or PEFT name, always in the same
-        order.
+        """Yield every tensor of an upload with its Hugging Face or PEFT name, always in the same order.
 
         The tensors are the live ones, valid until the next `step`. Tied tensors are yielded once.
         """

@@ -4,8 +4,7 @@ Dropout draws from torch's states, on the CPU and on the compute device. Librari
 Python's and numpy's. The order of the data needs no random state. It is a function of the run's
 seed and the index (see `tasks`), so only the position is saved.
 
-Each rank of a run has separate states, so that ranks drop out different values of different
-sequences.
+Each rank of a run has separate states, so that ranks drop out different values of different sequences.
 """
 
 from __future__ import annotations

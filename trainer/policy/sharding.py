@@ -1,10 +1,9 @@
 """Shards a model over several ranks with FSDP2. A single process holds the whole model.
 
 Every parameter is cut along its first dimension. A block's parameters are gathered before the block
-computes, once in the forward and once in the backward pass, and freed after it. Gradients are
-summed over the ranks and cut the same way. Between passes, each rank holds only its shard of
-parameters, gradients and the optimizer's moments. `whole`, `sum` and `wait` are collectives: either
-all ranks call them, or none.
+computes, once in the forward and once in the backward pass, and freed after it. Gradients are summed over
+the ranks and cut the same way. Between passes, each rank holds only its shard of parameters, gradients and
+the optimizer's moments. `whole`, `sum` and `wait` are collectives: either all ranks call them, or none.
 
 Gradients are summed, not averaged, because each micro-batch's loss is already divided by the counts
 of the whole step. By default they are summed over the ranks once per update, after its last
@@ -62,8 +61,7 @@ class Sharding:
     def __init__(self, *, cpu_offload: bool = False, reduce_each_micro_batch: bool = False) -> None:
         """With `cpu_offload`, shards are kept in the host's memory outside their block's passes."""
         self._cpu_offload = cpu_offload
-        # Unreduced gradients are whole and stay on the device, so offloading requires the
-        # reduction.
+        # Unreduced gradients are whole and stay on the device, so offloading requires the reduction.
         self._reduces_each = reduce_each_micro_batch or cpu_offload
         joined = distributed.is_initialized()
         self.size = distributed.get_world_size() if joined else 1

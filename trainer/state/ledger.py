@@ -20,11 +20,10 @@ different result the file is cut. Lines of refused groups are kept. A refusal st
 back the trainer resumes, because the server has forgotten the group. The remaining lines are
 written to a separate file, which takes the ledger's name once it is durable.
 
-Failures: a line that was half written when the process died is cut at the next start. The other
-lines are synced then, because they may not have been. If the process dies while it cuts the file,
-the file stays as it was. If there is no room for a line, the step is not published and the run ends
-with an error. One trainer at a time writes to a folder: the ledger is locked for as long as it is
-open.
+Failures: a line that was half written when the process died is cut at the next start. The other lines are
+synced then, because they may not have been. If the process dies while it cuts the file, the file stays as
+it was. If there is no room for a line, the step is not published and the run ends with an error. One
+trainer at a time writes to a folder: the ledger is locked for as long as it is open.
 """
 
 from __future__ import annotations
@@ -158,8 +157,7 @@ class Ledger:
             # Anything after the last complete line is what a killed trainer left unfinished.
             os.ftruncate(self._descriptor, end)
             os.lseek(self._descriptor, end, os.SEEK_SET)
-            # That trainer may have died between a line and its sync. Lines that stand are not
-            # rewritten.
+            # That trainer may have died between a line and its sync. Lines that stand are not rewritten.
             os.fdatasync(self._descriptor)
 
     def begin(self) -> None:
@@ -178,8 +176,7 @@ class Ledger:
     def write(self, entry: StepEntry) -> None:
         """Record a step; durable on return. Raises StorageFailed.
 
-        An identical existing line stays. Otherwise the lines of this step and later ones are
-        removed.
+        An identical existing line stays. Otherwise the lines of this step and later ones are removed.
         """
         if self.ahead.pop(entry.step, None) == entry:
             self._length = self._ends.pop(entry.step)

@@ -59,8 +59,7 @@ class Plan:
     lacking: Sequence[int]
     """Servers that are sent the version."""
     staged: Sequence[int]
-    """Servers that have the version, but do not sample it: the previous trainer died before the
-    switch."""
+    """Servers that have the version, but do not sample it: the previous trainer died before the switch."""
     inherited: Sequence[int]
     """For each server the newest version that it has from the previous trainer and this trainer has
     not reached; zero if there is none."""
@@ -73,10 +72,9 @@ class Plan:
 def make_plan(infos: Infos, held: int, repeatable: Collection[int]) -> Plan:
     """Decide which servers are sent which version.
 
-    A server starts with the base model, as version 0. If a server has seen versions that are
-    unknown here, this run's weights get a greater number than all of them, because versions only
-    grow. A server that serves nothing, because it could not load a version, is given one whatever
-    its number.
+    A server starts with the base model, as version 0. If a server has seen versions that are unknown here,
+    this run's weights get a greater number than all of them, because versions only grow. A server that
+    serves nothing, because it could not load a version, is given one whatever its number.
 
     `held` is the version that the trainer holds. `repeatable` has the versions of the steps beyond
     it that can be repeated with the same groups.

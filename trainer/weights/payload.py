@@ -134,8 +134,7 @@ class Payload:
         self.file.tell_filled(0)
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]], *, in_chunks: bool = False) -> None:
-        """Overwrite the payload. Names and shapes must be those of the constructor, in the same
-        order.
+        """Overwrite the payload. Names and shapes must be those of the constructor, in the same order.
 
         With `in_chunks`, the checksums of the chunks that will be sent are computed too.
         """

@@ -43,8 +43,7 @@ class Probe:
     def choose(self, groups: Sequence[TrainingGroup]) -> None:
         """Choose the beginning of the first trajectory, unless there is a sequence already.
 
-        A trajectory shorter than the probe is taken whole. At least two tokens are needed for a
-        score.
+        A trajectory shorter than the probe is taken whole. At least two tokens are needed for a score.
         """
         if not self._tokens or self.token_ids:
             return

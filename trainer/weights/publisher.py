@@ -131,8 +131,7 @@ class Publisher:
         async with AsyncExitStack() as stack:
             for sender in self.senders:
                 await stack.enter_async_context(sender.lock)
-            # Before the copy begins, so that a partly overwritten payload never counts as a
-            # version.
+            # Before the copy begins, so that a partly overwritten payload never counts as a version.
             self._copy.relabel(weight_version)
             self._leave_ahead()
             if not any(sender.has_base for sender in self.senders):

@@ -10,11 +10,10 @@ give the server up, which ends the run. Or the run stops without the server (`Ex
 the wait returns None. If the server has no room for a version, the trainer waits for room. If the
 run is to stop, it abandons that server instead, as it abandons an unreachable one.
 
-If the transport allows it, and the header needs nothing that is not known yet, an upload begins
-ahead: it starts before the payload is filled. The server then verifies the weights while the rest
-is copied, and `upload` only commits. Before the commit the server may forget such an upload, and
-`leave_ahead` makes it do so. If an upload that began ahead fails for any reason, the version is
-sent again like any other.
+If the transport allows it, and the header needs nothing that is not known yet, an upload begins ahead: it
+starts before the payload is filled. The server then verifies the weights while the rest is copied, and
+`upload` only commits. Before the commit the server may forget such an upload, and `leave_ahead` makes it
+do so. If an upload that began ahead fails for any reason, the version is sent again like any other.
 
 If differences are enabled, these versions are still sent whole:
 
@@ -238,8 +237,7 @@ class Sender:
         """
         exchange, held = self.exchange, self.exchange.held_version
         active, filled = welcome.active_weight_version, self._copy.version
-        # With a transport that switches on upload, the server may sample a version whose answer was
-        # lost.
+        # With a transport that switches on upload, the server may sample a version whose answer was lost.
         if active > max(held, self.inherited, filled):
             raise SessionRefused(
                 f"the server samples version {active}, which this trainer never published"

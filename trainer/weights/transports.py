@@ -5,10 +5,9 @@
     CheckpointFolder     a folder of safetensors on a shared file system; one folder for all servers
     CollectiveTransport  a group that the trainer and the engine's workers join; in a separate module
 
-A transport makes one call of `UpdateWeights`, from the header until the version is staged. The
-sender decides what to send and when, and how to react to a refusal. Through shared memory the call
-can begin before the payload is filled. The server then verifies the first tensors while the rest is
-copied.
+A transport makes one call of `UpdateWeights`, from the header until the version is staged. The sender
+decides what to send and when, and how to react to a refusal. Through shared memory the call can begin
+before the payload is filled. The server then verifies the first tensors while the rest is copied.
 """
 
 from __future__ import annotations

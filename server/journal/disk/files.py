@@ -56,8 +56,7 @@ class Reading:
 
 
 def read_records(files: Files, reading: Reading) -> Iterator[tuple[Record, Stored]]:
-    """Yield every record, oldest first. Raises OSError, and SegmentCorrupt also if a file is
-    missing."""
+    """Yield every record, oldest first. Raises OSError, and SegmentCorrupt also if a file is missing."""
     before: SegmentReader | None = None
     for number, path in files.all:
         last = bool(files.segments) and (number, path) == files.segments[-1]

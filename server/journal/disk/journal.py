@@ -166,8 +166,7 @@ class LogJournal(AppendingJournal[_Pending]):
     # Reading
 
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Yield every record that the previous server left. Raises JournalUnreadable and
-        OSError."""
+        """Yield every record that the previous server left. Raises JournalUnreadable and OSError."""
         reading = Reading()
         if self._files.segments:
             # Only the last one: a segment is durable before its successor begins.
@@ -187,8 +186,7 @@ class LogJournal(AppendingJournal[_Pending]):
                 reading.torn_bytes,
             )
         for number, path in self._files.segments:
-            # Nothing may be appended after a torn tail. This also frees the unused end of each
-            # segment.
+            # Nothing may be appended after a torn tail. This also frees the unused end of each segment.
             with path.open("r+b") as file:
                 end, last = self._room.by_file[number], path == self._files.segments[-1][1]
                 if last or os.fstat(file.fileno()).st_size > end:
@@ -226,8 +224,7 @@ class LogJournal(AppendingJournal[_Pending]):
             raise SegmentCorrupt(path, stored.offset, str(error)) from error
 
     def place(self, stored: Stored) -> FilePlace | None:
-        """Return the record's current location, valid for READING_SECONDS unless its room is
-        needed."""
+        """Return the record's current location, valid for READING_SECONDS unless its room is needed."""
         self._told_at = asyncio.get_running_loop().time()
         return self._place(stored)
 
@@ -357,8 +354,7 @@ class LogJournal(AppendingJournal[_Pending]):
     async def _remove(self, older: list[Path]) -> None:
         for path in older:
             try:
-                # Removing a large file takes tens of milliseconds, which would block the event
-                # loop.
+                # Removing a large file takes tens of milliseconds, which would block the event loop.
                 await asyncio.to_thread(path.unlink)
             except OSError as error:
                 # The next server removes it, because it is older than the snapshot.

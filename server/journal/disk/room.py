@@ -1,8 +1,7 @@
 """Accounts for the bytes of a journal's folder, and decides what may be added.
 
-The current segment and the next one take at most an eighth of `max_bytes`. A sixteenth is reserved
-for appends that do not call `check_room`: receipts and other records that free room. The rest is
-divided:
+The current segment and the next one take at most an eighth of `max_bytes`. A sixteenth is reserved for
+appends that do not call `check_room`: receipts and other records that free room. The rest is divided:
 
     a third     records in use
     a twelfth   obsolete records that may pile up before a compaction

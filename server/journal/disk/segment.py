@@ -16,11 +16,10 @@ records. A finished file ends in a closing frame, which holds the number of its 
 are finished files, and so is the last segment of a server that was stopped. Files of earlier
 versions have only magic and number before their frames, and no closing frame.
 
-The written part ends where no frame begins. If it ends in an invalid frame, the tail is torn: the
-frame was being written when the machine stopped, and its records were never acknowledged. That
-explanation is ruled out if a later frame states that this place was durable, or if another segment
-follows. Then acknowledged bytes were lost, and the segment is corrupt. `segment_reader`
-tells the two cases apart.
+The written part ends where no frame begins. If it ends in an invalid frame, the tail is torn: the frame
+was being written when the machine stopped, and its records were never acknowledged. That explanation is
+ruled out if a later frame states that this place was durable, or if another segment follows. Then
+acknowledged bytes were lost, and the segment is corrupt. `segment_reader` tells the two cases apart.
 """
 
 from __future__ import annotations
@@ -139,8 +138,7 @@ def frame_of(payload: Payload, durable: int, mark: int = MARK) -> Payload:
 
 
 def read_frame(data: memoryview, place: int) -> Frame:
-    """Decode the frame at the start of `data`; `place` is its offset in the file. Raises
-    ValueError."""
+    """Decode the frame at the start of `data`; `place` is its offset in the file. Raises ValueError."""
     mark, length, durable, checksum = read_head(data, len(data))
     payload = data[FRAME.size : FRAME.size + length]
     closing = mark == CLOSING_MARK
@@ -172,8 +170,7 @@ class SegmentWriter:
         self._durable = 0
 
     def begin(self, path: Path, number: int, before: Place) -> None:
-        """Turn the file, with everything written so far, into a segment of this name. Raises
-        OSError."""
+        """Turn the file, with everything written so far, into a segment of this name. Raises OSError."""
         self._write_at(0, header_of(number, before))
         os.fdatasync(self._descriptor)
         self.path.rename(path)

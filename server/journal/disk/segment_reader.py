@@ -153,8 +153,7 @@ class SegmentReader:
             raise SegmentCorrupt(self.path, offset, f"cannot be read: {error.strerror}") from error
 
     def _read_again(self, offset: int) -> Frame:
-        """Read the frame at an offset again, without the buffer. Raises ValueError and
-        SegmentCorrupt."""
+        """Read the frame at an offset again, without the buffer. Raises ValueError and SegmentCorrupt."""
         self._buffer = memoryview(b"")
         return self._frame(offset)
 

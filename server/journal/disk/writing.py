@@ -107,8 +107,7 @@ class Segments:
         return places
 
     def _provide(self, payloads: Sequence[Payload]) -> None:
-        """Allocate a next segment if the payloads do not fit into the current one. Raises
-        NoRoom."""
+        """Allocate a next segment if the payloads do not fit into the current one. Raises NoRoom."""
         assert self._writer is not None
         room, firsts = self._writer.room, list[int]()
         for length in (frame_length(payload_length(payload)) for payload in payloads):

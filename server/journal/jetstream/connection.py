@@ -156,8 +156,7 @@ class Connection(Link):
         return f"{self.writer}.{sequence}"
 
     async def _check_stored(self, message: StreamMessage, answer: Msg) -> None:
-        """Raise the error of an answer, or ConnectionResetError if the message should be sent
-        again."""
+        """Raise the error of an answer, or ConnectionResetError if the message should be sent again."""
         table = json.loads(answer.data)
         error = table.get("error")
         if error is None:
@@ -254,8 +253,7 @@ class Connection(Link):
         self._answering = await self._subscribe(self.subjects.owner, answer)
 
     async def stop_answering(self) -> None:
-        """Stop answering, so that this server does not find itself when it asks. Raises
-        Unreachable."""
+        """Stop answering, so that this server does not find itself when it asks. Raises Unreachable."""
         assert self._answering is not None
         answering, self._answering = self._answering, None
         try:

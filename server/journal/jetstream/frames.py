@@ -31,8 +31,7 @@ REFERENCE = struct.Struct("<QQQQ")
 PLACE = struct.Struct("<Q")
 
 MESSAGE_OVERHEAD = 256
-"""Bytes that a message takes in a stream in addition to its body: subject, headers, and NATS's
-own."""
+"""Bytes that a message takes in a stream in addition to its body: subject, headers, and NATS's own."""
 
 
 class FrameCorrupt(Exception):
@@ -144,8 +143,7 @@ class Subjects:
 
     @property
     def owner(self) -> str:
-        """Subject on which the writing server answers that it is the owner; not part of the
-        stream."""
+        """Subject on which the writing server answers that it is the owner; not part of the stream."""
         return f"penstock.{self.stream}.owner"
 
     def is_log(self, subject: str) -> bool:

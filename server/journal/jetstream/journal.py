@@ -56,8 +56,7 @@ HEADROOM_BYTES = 1 << 20
 """Reserved for appends that do not call `check_room`: receipts and other records that free room."""
 BATCH_BYTES = 8 << 20
 MOST_MESSAGES = 1 << 14
-"""Maximum number of messages since the last snapshot. At start each costs time, however short it
-is."""
+"""Maximum number of messages since the last snapshot. At start each costs time, however short it is."""
 
 
 class JetStreamJournal(AppendingJournal[Entry]):
@@ -100,8 +99,7 @@ class JetStreamJournal(AppendingJournal[Entry]):
         return self._log.replay()
 
     async def read(self, stored: Stored) -> bytes:
-        """Read a record again, as bytes. Raises JOURNAL_CORRUPT, and JOURNAL_FAILED if NATS
-        fails."""
+        """Read a record again, as bytes. Raises JOURNAL_CORRUPT, and JOURNAL_FAILED if NATS fails."""
         while True:
             place = (stored.segment, stored.offset)
             try:
@@ -182,8 +180,7 @@ class JetStreamJournal(AppendingJournal[Entry]):
         return 0.0
 
     async def _write_snapshot(self, begin: int, items: list[SnapshotItem], before: int) -> set[int]:
-        """Store the snapshot; returns the first sequences of records outside the log still
-        needed."""
+        """Store the snapshot; returns the first sequences of records outside the log still needed."""
         moves: list[tuple[Stored, Stored]] = []
         other = 0
         async for part in slice_snapshot(self._log.connection, items):

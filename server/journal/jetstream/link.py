@@ -51,13 +51,11 @@ PASSING = (
 
 
 Check = Callable[[], Awaitable[str | None]]
-"""Returns why the connected NATS server is unsuitable, or None. Raises OSError if it does not
-answer."""
+"""Returns why the connected NATS server is unsuitable, or None. Raises OSError if it does not answer."""
 
 
 class _Client(Client):
-    """The nats-py client, with a fix: it leaks the socket of an attempt that failed in its
-    handshake."""
+    """The nats-py client, with a fix: it leaks the socket of an attempt that failed in its handshake."""
 
     async def _connect_to_server(self, s: Any) -> None:
         transport: Any = self._transport
@@ -175,11 +173,9 @@ class Link:
     async def _on_error(self, error: Exception) -> None:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            # nats-py was cancelled while connecting, and the attempt's error replaced the
-            # cancellation.
+            # nats-py was cancelled while connecting, and the attempt's error replaced the cancellation.
             raise asyncio.CancelledError
-        # Each attempt to reconnect fails with an error; only the first of a kind is worth a
-        # warning.
+        # Each attempt to reconnect fails with an error; only the first of a kind is worth a warning.
         text = str(error) or type(error).__name__
         logger.log(logging.DEBUG if text in self._failures else logging.WARNING, "NATS: %s", text)
         self._failures[text] = None

@@ -1,5 +1,4 @@
-"""The content of a journal's stream: taking it over, reading, appending, and removing obsolete
-messages.
+"""The content of a journal's stream: taking it over, reading, appending, and removing obsolete messages.
 
 Ownership. A server that opens the stream asks which server writes to it. If no writer answers, and
 none starts to listen for a while, the server writes OWNER to the next sequence. Every later message
@@ -50,16 +49,14 @@ OWNER_SECONDS = 10.0
 ABSENT_SECONDS = 3.0
 """How long a stream must be without a listening writer before it is free, unless it is empty.
 
-A NATS server that just started knows no listeners yet. A writer that survived its restart
-reconnects within a tenth of a second, or, if the machine was unreachable too, after a TCP
-retransmission.
+A NATS server that just started knows no listeners yet. A writer that survived its restart reconnects
+within a tenth of a second, or, if the machine was unreachable too, after a TCP retransmission.
 """
 TRIES = 3
 """Attempts to take a stream that has no writer but whose next sequence turns out to be occupied."""
 MESSAGE_BYTES = 256 << 10
 INLINE_BYTES = 64 << 10
-"""Largest record stored inside the log. Kept small, because each compaction copies the held
-ones."""
+"""Largest record stored inside the log. Kept small, because each compaction copies the held ones."""
 
 
 class StreamLog:
@@ -213,8 +210,7 @@ class StreamLog:
         await fit_stream(self.connection, state, needed, self._section.max_bytes)
 
     async def remove(self, carried: set[int]) -> None:
-        """Remove everything before the newest snapshot, except records outside the log that it
-        refers to.
+        """Remove everything before the newest snapshot, except records outside the log that it refers to.
 
         `carried` holds the first sequences of those. Then restore the stream's normal size. Raises
         JetStreamError.

@@ -1,10 +1,9 @@
 """Reads the stream of a journal, from the last whole snapshot on.
 
-Every message from there on must be present, in order and whole. The one exception is a message that
-NATS was writing when it lost power: its sequence stays empty, and the next message is of the server
-that started afterwards. If NATS syncs each message before it acknowledges it, that message was
-never acknowledged. If not, other messages may be missing as well, and an empty sequence counts as a
-loss.
+Every message from there on must be present, in order and whole. The one exception is a message that NATS
+was writing when it lost power: its sequence stays empty, and the next message is of the server that
+started afterwards. If NATS syncs each message before it acknowledges it, that message was never
+acknowledged. If not, other messages may be missing as well, and an empty sequence counts as a loss.
 
 Records appended while a snapshot was written lie between its records, but are newer. They are
 yielded after the end of the snapshot. Snapshots without an end are ignored, and so is whatever
@@ -58,8 +57,7 @@ class StreamReading:
 
 
 def begin_of(end: Fetched) -> int:
-    """Return the sequence where the snapshot that ends with this message begins. Raises
-    FrameCorrupt."""
+    """Return the sequence where the snapshot that ends with this message begins. Raises FrameCorrupt."""
     found = list(read_message(end.sequence, end.body))[-1]
     if found.kind is not Kind.END:
         raise FrameCorrupt(f"message {end.sequence} does not end a snapshot")

@@ -1,5 +1,4 @@
-"""Turns a snapshot into entries for a journal's stream, slice by slice. Encodes records in a
-thread."""
+"""Turns a snapshot into entries for a journal's stream, slice by slice. Encodes records in a thread."""
 
 from __future__ import annotations
 

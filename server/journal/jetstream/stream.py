@@ -8,9 +8,8 @@ A server killed during a compaction leaves a partial copy, which the next compac
 Several partial copies may leave too little room for the next one. The stream is then enlarged for
 that compaction, and reset to its normal size afterwards.
 
-NATS acknowledges a message once it is written. That survives a crash of NATS, but survives a loss
-of power only with `sync_interval: always`. Only the monitoring endpoint of NATS reports that
-setting.
+NATS acknowledges a message once it is written. That survives a crash of NATS, but survives a loss of power
+only with `sync_interval: always`. Only the monitoring endpoint of NATS reports that setting.
 """
 
 from __future__ import annotations
@@ -118,8 +117,7 @@ async def _make_room(connection: Connection, verb: str, config: dict[str, Any]) 
 
 
 async def why_not_synced(monitor: str, server_id: str) -> str | None:
-    """Return None if the NATS server with this id syncs every write, else what the user must
-    change.
+    """Return None if the NATS server with this id syncs every write, else what the user must change.
 
     Raises OSError if its monitor does not answer.
     """

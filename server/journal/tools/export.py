@@ -1,5 +1,4 @@
-"""Exports the finished groups of a journal as a table: JSON lines or Parquet, one row per
-trajectory.
+"""Exports the finished groups of a journal as a table: JSON lines or Parquet, one row per trajectory.
 
 Columns with a value per token are as long as `token_ids`. A context token has neither a
 log-probability nor a weight version; `loss_mask` is true for tokens that the policy sampled.
@@ -61,8 +60,7 @@ class PerToken:
 
 
 def state_of(group: FinishedGroup) -> State:
-    """Return `used` if a step trained the group and no durable checkpoint contains that step
-    yet."""
+    """Return `used` if a step trained the group and no durable checkpoint contains that step yet."""
     return "used" if group.step else "waiting"
 
 

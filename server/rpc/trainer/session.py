@@ -130,7 +130,6 @@ class CurrentSession:
         return self._run_id, self._epoch, self._start_id
 
     def restore(self, run_id: str, trainer_epoch: int, start_id: str) -> None:
-        """From the journal."""
         self._run_id, self._epoch, self._start_id = run_id, trainer_epoch, start_id
         self._fence_uploads(trainer_epoch)
 

@@ -12,10 +12,9 @@ which are reset to the shapes that weights are loaded in. They are loaded one la
 vLLM's own support for weights that arrive while a model runs (`model_loader.reload`). The live
 model is not touched before `place`, so a preparation that fails or is abandoned changes nothing.
 
-Packing a twin must not touch the live model. By reading vLLM's code this was established for layers
-of plain, unquantized weights in a model that is not compiled. `why_not` names anything else. Such a
-model, or an upload that leaves a layer incomplete, is loaded whole during the pause, as in
-`reload`.
+Packing a twin must not touch the live model. By reading vLLM's code this was established for layers of
+plain, unquantized weights in a model that is not compiled. `why_not` names anything else. Such a model, or
+an upload that leaves a layer incomplete, is loaded whole during the pause, as in `reload`.
 """
 
 # Twins are built from the internals of torch's modules and of vLLM's reload.

@@ -35,8 +35,7 @@ class EpisodeSource:
         self.identity = f"environment {settings}"
 
     def problem(self, index: int) -> Problem:
-        """Returns one episode, counted under the environment and, if there are several, the
-        level."""
+        """Returns one episode, counted under the environment and, if there are several, the level."""
         number, place = self.place(index)
         level = self._levels[number]
         metadata: dict[str, object] = {

@@ -65,8 +65,7 @@ class IteratorSource:
     """A source of entries that can only be read in order."""
 
     def __init__(self, begin: Callable[[], Iterator[object]], config: PythonConfig) -> None:
-        """`begin` starts the next pass. Raises ConfigInvalid if the first entries cannot be
-        read."""
+        """`begin` starts the next pass. Raises ConfigInvalid if the first entries cannot be read."""
         self.name = config.function
         self._begin, self._config = begin, config
         self._passes = self._entries()
@@ -86,8 +85,7 @@ class IteratorSource:
         )
 
     def problem(self, index: int) -> Problem:
-        """Returns one problem. Reads all entries before it first, unless it was returned
-        recently."""
+        """Returns one problem. Reads all entries before it first, unless it was returned recently."""
         if index < self._next and index not in self._recent:
             self._passes, self._next = self._entries(), 0
         while self._next <= index:
@@ -148,8 +146,7 @@ def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> S
 
     found = call()
     kind = type(found).__name__
-    # Indexing a DataFrame selects columns. Hugging Face data sets have `to_dict` too, but are
-    # sequences.
+    # Indexing a DataFrame selects columns. Hugging Face data sets have `to_dict` too, but are sequences.
     is_frame = hasattr(found, "to_dict") and not hasattr(found, "features")
     if isinstance(found, str | bytes | Mapping) or is_frame:
         raise ConfigInvalid(

@@ -1,10 +1,9 @@
 """Several sources, interleaved by weight.
 
-The order is a smooth weighted round-robin without randomness. With integer weights w that sum to W,
-it repeats after W problems, of which source k has exactly w_k. At any point, no source is a whole
-problem ahead of its share. The source of index i, and the problem of that source, follow from i
-alone. A mixture therefore resumes exactly, and reads each of its sources without gaps or
-repetitions.
+The order is a smooth weighted round-robin without randomness. With integer weights w that sum to W, it
+repeats after W problems, of which source k has exactly w_k. At any point, no source is a whole problem
+ahead of its share. The source of index i, and the problem of that source, follow from i alone. A mixture
+therefore resumes exactly, and reads each of its sources without gaps or repetitions.
 """
 
 from __future__ import annotations

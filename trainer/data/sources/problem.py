@@ -15,8 +15,7 @@ the same problem for the same number, at any time, in any order and in any proce
     a mixture
         number -> (source, number in that source), not random; each source is read in order
 
-The `identity` of a source goes into the checkpoint too, because a run resumes only with the same
-data.
+The `identity` of a source goes into the checkpoint too, because a run resumes only with the same data.
 
 If data cannot be read, a row has no prompt, or a library is missing, the run does not start. It
 raises ConfigInvalid, naming the row. If an iterator fails later, the run ends with an error that
@@ -44,8 +43,7 @@ class Problem:
 
     @property
     def counted_under(self) -> str:
-        """Name under which its rewards are counted: the row's own `data_source`, or else the
-        source."""
+        """Name under which its rewards are counted: the row's own `data_source`, or else the source."""
         said = self.metadata.get("data_source")
         return said if isinstance(said, str) else self.data_source
 
@@ -71,8 +69,7 @@ class Source(Protocol):
         ...
 
     def problem(self, index: int) -> Problem:
-        """Returns the problem of an index, from zero. Raises ConfigInvalid if the data cannot be
-        read."""
+        """Returns the problem of an index, from zero. Raises ConfigInvalid if the data cannot be read."""
         ...
 
 

@@ -29,15 +29,13 @@ class _Entries(Protocol):
 
 
 class ReasoningGymSource:
-    """A procedural data set. Metadata: `dataset`, `question`, `answer`, `metadata`, and
-    `entry_json`, the whole entry as text, because numbers of a protobuf Struct lose their integer
-    type.
+    """A procedural data set. Metadata: `dataset`, `question`, `answer`, `metadata`, and `entry_json`, the
+    whole entry as text, because numbers of a protobuf Struct lose their integer type.
 
-    Some data sets draw from Python's random generator, which is therefore seeded for each problem
-    and then restored. numpy's generator is restored as well; data sets that use it seed it
-    themselves. Some depend on PYTHONHASHSEED, which a process cannot set for itself, and are
-    refused without it. Another version of the library may compute different problems, so it counts
-    as another source.
+    Some data sets draw from Python's random generator, which is therefore seeded for each problem and then
+    restored. numpy's generator is restored as well; data sets that use it seed it themselves. Some depend
+    on PYTHONHASHSEED, which a process cannot set for itself, and are refused without it. Another version
+    of the library may compute different problems, so it counts as another source.
     """
 
     def __init__(self, config: ReasoningGymConfig, section: str = "data.reasoning_gym") -> None:

@@ -37,8 +37,7 @@ class RowSource:
         """`place` describes, for error messages, where row n is. `digest` identifies the content;
         if empty, it is computed from all rows.
 
-        Raises ConfigInvalid, naming the row, if a row cannot become a task, or if there are no
-        rows.
+        Raises ConfigInvalid, naming the row, if a row cannot become a task, or if there are no rows.
         """
         self.name = name
         self._rows, self._config, self._place = rows, config, place
@@ -74,8 +73,7 @@ class RowSource:
 
 
 def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Problem:
-    """Reads a row: the prompt, and all other fields as metadata. A string is a prompt without
-    metadata.
+    """Reads a row: the prompt, and all other fields as metadata. A string is a prompt without metadata.
 
     Raises ConfigInvalid if the row has no prompt or a task cannot hold it.
     """
@@ -117,8 +115,7 @@ def as_json(value: object, place: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Converts values that JSON cannot express: numpy values to plain ones, others to their
-    string."""
+    """Converts values that JSON cannot express: numpy values to plain ones, others to their string."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return str(value)
@@ -138,9 +135,8 @@ def _finite(value: object) -> object:
 
 
 def _exact(value: object) -> object:
-    """Returns the JSON value with some integers replaced by strings. These are integers that a
-    double, the only number in a task, would round: a twenty-digit answer, or a 64-bit row
-    number."""
+    """Returns the JSON value with some integers replaced by strings. These are integers that a double, the
+    only number in a task, would round: a twenty-digit answer, or a 64-bit row number."""
     if isinstance(value, dict):
         return {key: _exact(each) for key, each in cast("dict[str, object]", value).items()}
     if isinstance(value, list):

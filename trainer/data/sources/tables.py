@@ -65,8 +65,7 @@ class TableRows(Sequence[Row]):
 
 
 def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet") -> RowSource:
-    """Opens a file, or a folder of files. Raises ConfigInvalid, naming the row, if one has no
-    prompt."""
+    """Opens a file, or a folder of files. Raises ConfigInvalid, naming the row, if one has no prompt."""
     try:
         import pyarrow
         import pyarrow.parquet

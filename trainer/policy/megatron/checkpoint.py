@@ -1,5 +1,4 @@
-"""Saves and loads megatron-core's state in its own distributed format, for any division of the
-ranks.
+"""Saves and loads megatron-core's state in its own distributed format, for any division of the ranks.
 
     folder/megatron/    torch_dist: every rank writes what no other rank has; a rank of another layout
                           reads what it needs
@@ -91,8 +90,7 @@ def save_state(folder: Path, model: nn.Module, optimizer: ShardedOptimizer | Non
     try:
         write(state, str(folder / FOLDER), sharded_strategy=_Writer("torch_dist", 1))
     except (CheckpointException, RuntimeError) as error:
-        # State common to all ranks goes through torch.save, which has no narrower type for a full
-        # disk.
+        # State common to all ranks goes through torch.save, which has no narrower type for a full disk.
         raise OSError(str(error)) from error
 
 

@@ -124,8 +124,7 @@ class _Loader(SourceFileLoader):
             ):
                 setattr(module, name, function)
         if module.__name__ == COMPILER:
-            # The functions that its decorators compile are unused, and the compiler takes seconds
-            # to load.
+            # The functions that its decorators compile are unused, and the compiler takes seconds to load.
             module.disable_jit_fuser()
 
 

@@ -60,8 +60,7 @@ class Layout:
 
 
 def join_layout(backend: MegatronBackend, seed: int) -> Layout:
-    """Join the layout of all ranks; a single process becomes its own group. Call it once per
-    process.
+    """Join the layout of all ranks; a single process becomes its own group. Call it once per process.
 
     Raises ConfigInvalid if the number of ranks cannot be divided this way.
     """

@@ -80,8 +80,7 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        # Micro-batches differ in shape. The dispatcher must allow that, although there are no
-        # experts.
+        # Micro-batches differ in shape. The dispatcher must allow that, although there are no experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # Losses already include their denominators: gradients are summed and never divided.
@@ -132,8 +131,7 @@ class StageModel:
         """The module to wrap and call."""
 
     def forward(self, module: nn.Module, batch: MicroBatch) -> Tensor:
-        """Compute this stage's output for a micro-batch; `module` is `self.module`, perhaps
-        wrapped.
+        """Compute this stage's output for a micro-batch; `module` is `self.module`, perhaps wrapped.
 
         The last stage returns logits at each distinct prediction for this rank's vocabulary tokens.
         Their shape is [M, V / tensor_ranks], or less if some tokens are padding. Earlier stages

@@ -13,14 +13,12 @@ the tokenizer. The losses, the plan, the learning rate and the order of a step a
     save     rank 0 writes a model folder; all ranks write megatron-core's distributed format and their
                random states
 
-The critic is the same as in `fsdp`: a second model, computed by transformers and sharded
-over all ranks. The ranks of a copy divide its micro-batches among them, and all of them get the
-value of each token.
+The critic is the same as in `fsdp`: a second model, computed by transformers and sharded over all ranks.
+The ranks of a copy divide its micro-batches among them, and all of them get the value of each token.
 
-This differs from the default backend: with `bfloat16` the weights that compute are bfloat16 too.
-The optimizer keeps float32 ones, which are uploaded and saved. Each copy of the model has a
-separate optimizer, because megatron-core's distributed one needs Transformer Engine or apex to save
-and load.
+This differs from the default backend: with `bfloat16` the weights that compute are bfloat16 too. The
+optimizer keeps float32 ones, which are uploaded and saved. Each copy of the model has a separate
+optimizer, because megatron-core's distributed one needs Transformer Engine or apex to save and load.
 """
 # ruff: noqa: N806 - a name ends with its dimensions.
 

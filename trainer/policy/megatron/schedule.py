@@ -1,9 +1,8 @@
 """Runs micro-batches through a pipeline: forward only, or forward and backward.
 
-For the suffixes of tensor names see `batching`. Every rank of a copy of the model makes these calls
-with the same micro-batches. Ranks of another copy have different ones, and possibly another number
-of them. Only the last stage knows the results for tokens; there, all ranks that share its tensors
-know them.
+For the suffixes of tensor names see `batching`. Every rank of a copy of the model makes these calls with
+the same micro-batches. Ranks of another copy have different ones, and possibly another number of them.
+Only the last stage knows the results for tokens; there, all ranks that share its tensors know them.
 
 The vocabulary is cut over these ranks, and no rank ever holds a whole row of logits. Each rank
 reduces its own columns, and only three numbers per row are summed over the ranks.

@@ -43,8 +43,7 @@ class PayloadSource(HashedSource):
 
 
 def patches_of(parcel: Parcel, device: torch.device) -> list[SparseWeightPatch]:
-    """Returns the elements that changed since the parcel's base, or all elements if the parcel is
-    whole.
+    """Returns the elements that changed since the parcel's base, or all elements if the parcel is whole.
 
     There is always at least one patch. If nothing changed, it repeats one value. Without patches
     vLLM's engine sends the server nothing, but the server must learn of the version.

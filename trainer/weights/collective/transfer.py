@@ -1,5 +1,4 @@
-"""vLLM's own weight transfer under Penstock's control: its `VLLMWeightSyncClient` over
-`UpdateWeights`.
+"""vLLM's own weight transfer under Penstock's control: its `VLLMWeightSyncClient` over `UpdateWeights`.
 
 vLLM's trainer engines (nccl, ipc, sparse_nccl, and any that is registered) move the bytes between
 the trainer and the workers. They make four requests of the inference side:
@@ -9,10 +8,9 @@ the trainer and the workers. They make four requests of the inference side:
     update_weights                the header, if it was not sent yet; then a round
     finish_weight_update          the commit; returns when the version is being sampled
 
-Each call blocks, for `timeout_seconds` at most, and may come from any thread. Messages are JSON. Of
-vLLM's own backends only ipc needs something else: handles of CUDA memory, which vLLM pickles. This
-side then requires VLLM_ALLOW_INSECURE_SERIALIZATION. vLLM's own check also requires it on the
-server's side.
+Each call blocks, for `timeout_seconds` at most, and may come from any thread. Messages are JSON. Of vLLM's
+own backends only ipc needs something else: handles of CUDA memory, which vLLM pickles. This side then
+requires VLLM_ALLOW_INSECURE_SERIALIZATION. vLLM's own check also requires it on the server's side.
 
     client = PenstockWeightSyncClient("127.0.0.1:50051", "nccl")
     engine = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=...)

@@ -1,5 +1,4 @@
-"""Weights by a collective: vLLM's trainer engines send to the engine's workers; the server
-coordinates.
+"""Weights by a collective: vLLM's trainer engines send to the engine's workers; the server coordinates.
 
 The engine loads a version as it arrives. When `send` returns, the version is already being sampled,
 and the later switch on the exchange does nothing. Everything that needs vLLM is imported on use.

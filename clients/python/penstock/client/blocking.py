@@ -85,8 +85,7 @@ def is_async(function: Callable[..., object]) -> bool:
 
 
 async def run_in_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Runs a function in a daemon thread, so that a function that never returns cannot block the
-    exit.
+    """Runs a function in a daemon thread, so that a function that never returns cannot block the exit.
 
     If the caller is cancelled, the thread continues alone and its result is ignored.
     """

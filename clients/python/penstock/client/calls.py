@@ -2,13 +2,12 @@
 
 Retries are divided as follows:
 
-- UNAVAILABLE from an idempotent unary call: gRPC retries for a few seconds, by the service config
-  of `wire.channel`. For a `patient` call, this module then retries until the server is back or
+- UNAVAILABLE from an idempotent unary call: gRPC retries for a few seconds, by the service config of
+  `wire.channel`. For a `patient` call, this module then retries until the server is back or
   `Patience.reconnect_seconds` have passed.
-- RESOURCE_EXHAUSTED with RetryInfo: this module retries after the server's delay, within a bound.
-  It also retries if gRPC itself reports this status, which carries no reason.
-- A lost stream: its owner (`trajectory`, `leases`) recovers it, because only the owner knows its
-  state.
+- RESOURCE_EXHAUSTED with RetryInfo: this module retries after the server's delay, within a bound. It also
+  retries if gRPC itself reports this status, which carries no reason.
+- A lost stream: its owner (`trajectory`, `leases`) recovers it, because only the owner knows its state.
 """
 
 from __future__ import annotations

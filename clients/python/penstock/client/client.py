@@ -75,8 +75,7 @@ def version_of(replica: rollout_service_pb2.ReplicaInfo) -> int | None:
 def connect(
     address: str, *, patience: Patience | None = None, security: Security | None = None
 ) -> Client:
-    """Returns a client of the server at `address` ("host:port"). Sends nothing before the first
-    call.
+    """Returns a client of the server at `address` ("host:port"). Sends nothing before the first call.
 
     `security` holds the TLS settings and credentials. Without it, the connection is plaintext and
     carries no token. Use the client as an async context manager, or close it yourself. Raises

@@ -96,13 +96,11 @@ def default_agent_id() -> str:
 class Leases:
     """Yields attempts as they are leased: `async for attempt in client.lease_tasks(concurrency=8)`.
 
-    When an attempt is closed, the server leases another. An attempt is not renewed once its
-    trajectory is closed, released or no longer referenced. Iteration raises PenstockError if the
-    server refuses.
+    When an attempt is closed, the server leases another. An attempt is not renewed once its trajectory is
+    closed, released or no longer referenced. Iteration raises PenstockError if the server refuses.
 
-    With `whole_groups`, it also yields an attempt whose last lease expired before the caller took
-    it, because its siblings need it. `leases_expired` reported it, and the server refuses every
-    call on it.
+    With `whole_groups`, it also yields an attempt whose last lease expired before the caller took it,
+    because its siblings need it. `leases_expired` reported it, and the server refuses every call on it.
     """
 
     def __init__(
@@ -187,8 +185,7 @@ class Leases:
                 response = await self._calls.renew_lease(request)
                 if trajectory_id in response.expired_trajectory_ids:
                     return trajectory_id in response.retried_trajectory_ids
-            # The question itself renewed the lease, so asking again helps only after its whole
-            # length.
+            # The question itself renewed the lease, so asking again helps only after its whole length.
             await asyncio.sleep(self._lease_seconds + _OUTWAIT_SECONDS)
 
     async def stop_leasing(self) -> None:
@@ -262,8 +259,7 @@ class Leases:
         self._held[lease.trajectory_id] = trajectory
         self._ready.append(attempt)
         self._news.set()
-        # Bounded, because after a loss the new stream leases while attempts of the old one are
-        # still held.
+        # Bounded, because after a loss the new stream leases while attempts of the old one are still held.
         while len(self._ready) > self._concurrency:
             self._room.clear()
             await self._room.wait()
@@ -294,8 +290,7 @@ class Leases:
             self.release(trajectory_id)
         if expired:
             retried = frozenset(response.retried_trajectory_ids)
-            # If an attempt is not made again, the caller must take it, so that its siblings find
-            # out.
+            # If an attempt is not made again, the caller must take it, so that its siblings find out.
             gone = retried if self._request.whole_groups else frozenset(expired)
             kept = [a for a in self._ready if a.trajectory.trajectory_id not in gone]
             self._ready = deque(kept)

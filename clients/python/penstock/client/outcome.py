@@ -91,8 +91,7 @@ def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
             turn_rewards=outcome.turn_rewards,
         )
     except Exception as error:
-        # The values come from the agent. They can have any type, nest without end, or exceed any
-        # float.
+        # The values come from the agent. They can have any type, nest without end, or exceed any float.
         raise ValueError(f"the outcome cannot be sent: {error}") from error
 
 

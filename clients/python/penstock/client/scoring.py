@@ -1,5 +1,4 @@
-"""Calls the user's functions that run and score attempts, and converts their results to
-outcomes."""
+"""Calls the user's functions that run and score attempts, and converts their results to outcomes."""
 
 from __future__ import annotations
 

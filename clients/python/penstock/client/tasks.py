@@ -44,8 +44,7 @@ class Task:
     task_id: str
     """Chosen by the submitter and unique in the run, which makes submission idempotent."""
     prompt: Observation | None = None
-    """Text (encoded without a chat template), messages or tokens. None: the agent builds the
-    prompt."""
+    """Text (encoded without a chat template), messages or tokens. None: the agent builds the prompt."""
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """JSON values for acting and scoring. A number without a fraction arrives as an int."""
     group_size: int = 1

@@ -27,8 +27,7 @@ GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
 ContinueRequest = codec.twin(rollout_service_pb2.ContinueRequest)
 StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
 
-# Aborts of one trajectory's turns after which closing fails, because some process keeps taking
-# turns.
+# Aborts of one trajectory's turns after which closing fails, because some process keeps taking turns.
 _CLOSING_ABORTS = 8
 
 
@@ -73,8 +72,7 @@ class Trajectory:
         self.sample_index = place.sample_index
         self.parent_trajectory_id = place.parent_trajectory_id
         self.resume_aborted = resume_aborted
-        """Whether an aborted turn is resumed before the caller receives it. Closing sets it to
-        False."""
+        """Whether an aborted turn is resumed before the caller receives it. Closing sets it to False."""
         self.turns: list[Turn] = []
         """Turns so far. An aborted turn is the last one until it is resumed."""
         self.outcome: Outcome | Failed | None = None
@@ -202,8 +200,7 @@ class Trajectory:
     ) -> Closed:
         """Closes it with a reward. The outcome is durable once the call returns.
 
-        Raises ValueError for an outcome that cannot be sent, for example a reward that is not
-        finite.
+        Raises ValueError for an outcome that cannot be sent, for example a reward that is not finite.
         """
         if not isinstance(reward, Outcome):
             reward = Outcome(float(reward), metrics or {}, metadata or {})
@@ -238,10 +235,9 @@ class Trajectory:
     def branch(self, trajectory_id: str) -> Trajectory:
         """Makes a branch: another trajectory of the same attempt, closed with this one.
 
-        Examples are a sub-agent's conversation, or a rewritten one. Its first turn receives its
-        full context. The prefix it shares with this trajectory, including the policy's own turns,
-        is not encoded again. That prefix is stored, delivered and trained with this trajectory
-        only.
+        Examples are a sub-agent's conversation, or a rewritten one. Its first turn receives its full
+        context. The prefix it shares with this trajectory, including the policy's own turns, is not
+        encoded again. That prefix is stored, delivered and trained with this trajectory only.
         """
         branch = Trajectory(
             self._calls,
@@ -276,8 +272,7 @@ class Trajectory:
                 await self._abort_closing(busy)
 
     async def _abort_unfinished(self) -> None:
-        """Aborts unfinished turns, because the server closes no trajectory with a turn in
-        flight."""
+        """Aborts unfinished turns, because the server closes no trajectory with a turn in flight."""
         self.resume_aborted = False
         for branch in self._branches:
             await branch._abort_unfinished()

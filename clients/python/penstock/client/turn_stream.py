@@ -85,9 +85,8 @@ class TurnStream:
         leased: bool,
         policy_count_before: int,
     ) -> None:
-        """`resume_aborted` is called whenever the turn was aborted. `leased` is whether the
-        trajectory belongs to a lease. `policy_count_before` counts the policy's tokens in earlier
-        turns."""
+        """`resume_aborted` is called whenever the turn was aborted. `leased` is whether the trajectory
+        belongs to a lease. `policy_count_before` counts the policy's tokens in earlier turns."""
         self._calls = calls
         self._trajectory_id = trajectory_id
         self._progress = progress

@@ -69,8 +69,7 @@ class WorkerMisconfigured(Exception):
 
 
 class Worker:
-    """Runs `generate` and `reward` on leased attempts. If a function raises, only its attempt
-    fails."""
+    """Runs `generate` and `reward` on leased attempts. If a function raises, only its attempt fails."""
 
     def __init__(
         self, calls: Calls, generate: Agent, reward: Agent | None, settings: WorkerSettings

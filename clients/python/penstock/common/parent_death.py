@@ -37,8 +37,7 @@ def binding_children(prepare: Callable[[], None]) -> Generator[None]:
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent `parent_pid` ends; exit if it already
-    has."""
+    """Have the kernel kill this process when its parent `parent_pid` ends; exit if it already has."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -16,8 +16,7 @@ _ENTRY_FIELDS = ("dataset", "entry_json")
 
 
 class EnvironmentInvalid(Exception):
-    """The named object is not an environment, or it returned an invalid value; the message says
-    which."""
+    """The named object is not an environment, or it returned an invalid value; the message says which."""
 
 
 class TaskUnusable(Exception):
@@ -71,8 +70,7 @@ class EpisodeTask:
     seed: int
     """From `seed`; defaults to the task's index in the data."""
     options: Mapping[str, Any]
-    """From `options`. For a problem written by `[data.reasoning_gym]`, its `dataset` and
-    `entry_json`."""
+    """From `options`. For a problem written by `[data.reasoning_gym]`, its `dataset` and `entry_json`."""
 
 
 def read_episode(task: Task) -> EpisodeTask:

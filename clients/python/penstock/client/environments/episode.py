@@ -4,15 +4,13 @@
                          │                                             ▲
                          └── a limit is reached ───────────────────────┘
 
-`Outcome.metadata["ended"]` records how it ended. DONE: the environment ended it. TURNS,
-INVALID_ACTIONS, SECONDS: a limit was reached. CONTEXT: the policy had no room left to write. Each
-is an outcome with the rewards so far, not a failure: the policy's actions count, and so does not
-getting further.
+`Outcome.metadata["ended"]` records how it ended. DONE: the environment ended it. TURNS, INVALID_ACTIONS,
+SECONDS: a limit was reached. CONTEXT: the policy had no room left to write. Each is an outcome with the
+rewards so far, not a failure: the policy's actions count, and so does not getting further.
 
-Failures: if the environment raises, or a step exceeds its time limit, the attempt fails. The server
-makes it again, up to its bound. If the server aborts a turn, for example for a weight switch, the
-turn is resumed and the environment does not notice. A lost lease cancels the episode and closes the
-environment.
+Failures: if the environment raises, or a step exceeds its time limit, the attempt fails. The server makes
+it again, up to its bound. If the server aborts a turn, for example for a weight switch, the turn is
+resumed and the environment does not notice. A lost lease cancels the episode and closes the environment.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ class StepTimeout(Exception):
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Limits that end an episode before its environment does; for example `--set
-    episode.turns=8`."""
+    """Limits that end an episode before its environment does; for example `--set episode.turns=8`."""
 
     turns: int = 32
     """Maximum number of the policy's turns."""

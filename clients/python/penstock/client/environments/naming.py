@@ -1,9 +1,8 @@
 """Resolves environments by their name on the command line: `textarena:GAME`,
 `reasoning_gym:DATA_SET`, `pkg.module:Class`.
 
-Only the command line of the worker can name code. A task can choose among the environments named
-there. If a name is just `textarena` or `reasoning_gym`, a task can choose any of its games or data
-sets.
+Only the command line of the worker can name code. A task can choose among the environments named there. If
+a name is just `textarena` or `reasoning_gym`, a task can choose any of its games or data sets.
 """
 
 from __future__ import annotations

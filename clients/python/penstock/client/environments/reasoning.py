@@ -1,8 +1,7 @@
 """Problems of reasoning-gym, with further tries after a wrong answer.
 
-A correct answer at try k (from zero) is worth `discount ** k`. On the last try, the data set's
-score for a partly correct answer counts, with the same discount. Earlier wrong answers are worth
-nothing.
+A correct answer at try k (from zero) is worth `discount ** k`. On the last try, the data set's score for a
+partly correct answer counts, with the same discount. Earlier wrong answers are worth nothing.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class ReasoningGym:
             return float(self._data_set.score_answer(answer, self._entry)), True
         except Exception:
             # Several data sets raise their own exceptions for text they cannot read, for example
-            # prime_factorization for any letter. That is a wrong answer; `invalid_actions` counts
-            # it.
+            # prime_factorization for any letter. That is a wrong answer; `invalid_actions` counts it.
             return 0.0, False
 
 

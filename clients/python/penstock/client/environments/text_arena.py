@@ -66,8 +66,7 @@ class _Game(Protocol):
 
 
 class TextArena:
-    """`textarena:GAME`. A task's options are the game's own, such as `max_number` of
-    GuessTheNumber."""
+    """`textarena:GAME`. A task's options are the game's own, such as `max_number` of GuessTheNumber."""
 
     def __init__(
         self,

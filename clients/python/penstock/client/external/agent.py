@@ -88,8 +88,7 @@ class CommandUnusable(Exception):
 
 
 class ExternalProcesses:
-    """Runs processes for one worker. Call `open` before the first attempt and `close` after the
-    last."""
+    """Runs processes for one worker. Call `open` before the first attempt and `close` after the last."""
 
     def __init__(
         self,
@@ -345,8 +344,7 @@ class ExternalProcesses:
             await asyncio.to_thread(remove_folder, folder)
 
     def _find_sandbox(self, root: Path) -> Sandbox | None:
-        """Raises CommandUnusable if a required sandbox is missing, or if it could not hide
-        attempts."""
+        """Raises CommandUnusable if a required sandbox is missing, or if it could not hide attempts."""
         settings, security = self._settings, self._security
         if settings.sandbox is SandboxUse.OFF:
             self._unlocked = "by --sandbox off"

@@ -3,10 +3,9 @@
 A cgroup bounds the memory of all processes of an attempt together. It also lists these processes,
 and none can leave it. The first of these that works is used:
 
-- Version 2: below the worker's own cgroup, if it is delegated to the worker, for example by
-  `systemd-run --user --scope -p Delegate=yes penstock rollout ...`. A version 2 cgroup that has
-  processes itself cannot limit its children. So the worker moves into a child,
-  `penstock-worker-PID`.
+- Version 2: below the worker's own cgroup, if it is delegated to the worker, for example by `systemd-run
+  --user --scope -p Delegate=yes penstock rollout ...`. A version 2 cgroup that has processes itself cannot
+  limit its children. So the worker moves into a child, `penstock-worker-PID`.
 - Version 1: below the worker's own cgroup of the memory controller, if the worker can write there.
 
 If neither works, RLIMIT_DATA bounds each process separately. The worker logs this at startup.

@@ -14,10 +14,9 @@ of a socket pair (SOCK_SEQPACKET); the worker holds the other. Each packet is a 
                         all its descendants have ended
     worker  -> keeper   no packets; the end of the stream asks the keeper to end the tree
 
-**The tree.** The keeper is the subreaper of all its descendants. A process whose parent has exited
-becomes the keeper's child, even if it called setsid. So the tree has ended exactly when `waitpid`
-finds no child. The command itself is bound to the keeper by PR_SET_PDEATHSIG, and a sandbox by its
---die-with-parent.
+**The tree.** The keeper is the subreaper of all its descendants. A process whose parent has exited becomes
+the keeper's child, even if it called setsid. So the tree has ended exactly when `waitpid` finds no child.
+The command itself is bound to the keeper by PR_SET_PDEATHSIG, and a sandbox by its --die-with-parent.
 
 **If the worker is killed**, its end of the stream closes. The keeper then ends the tree and removes
 the folder and the cgroup, as the worker would have done.
@@ -74,8 +73,7 @@ if TYPE_CHECKING:
         remove: str
         """Folder to remove if the worker is gone; empty for none."""
         root: str
-        """Parent of that folder, to remove once it is empty. Empty if it existed before the
-        worker."""
+        """Parent of that folder, to remove once it is empty. Empty if it existed before the worker."""
 
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -87,8 +85,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def keep(order: Order) -> None:
-    """Starts the command and waits until it ends or the worker asks for its end. Then ends its
-    tree."""
+    """Starts the command and waits until it ends or the worker asks for its end. Then ends its tree."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     control = socket.socket(fileno=order["control"])
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

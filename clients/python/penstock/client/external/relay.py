@@ -2,10 +2,9 @@
 
     process ── http, its own key ──► worker ── the worker's token, TLS if the server uses it ──► server
 
-The worker makes a key for each attempt. The key opens only that attempt's paths and expires when
-the process ends. The worker's own token never leaves the worker. A process in its own network
-namespace reaches the relay through a socket that was opened inside that namespace
-(`keeper.launch`).
+The worker makes a key for each attempt. The key opens only that attempt's paths and expires when the
+process ends. The worker's own token never leaves the worker. A process in its own network namespace
+reaches the relay through a socket that was opened inside that namespace (`keeper.launch`).
 
 | event | what the process sees |
 |---|---|
@@ -15,8 +14,7 @@ namespace reaches the relay through a socket that was opened inside that namespa
 | the connection is lost mid-request | its connection is lost too; its SDK retries |
 | the process has ended | requests and turns in flight are cancelled |
 
-gRPC traffic is not inspected. With `--api grpc`, the relay passes the bytes to the server
-unchanged.
+gRPC traffic is not inspected. With `--api grpc`, the relay passes the bytes to the server unchanged.
 """
 
 from __future__ import annotations

@@ -51,10 +51,9 @@ class DataSource:
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Returns `num_samples` groups, or fewer if the available ones should not wait for others.
 
-        The list can be empty if the caller is an event loop that runs between the function's calls,
-        and the function has groups. Let the loop run, then ask again. Raises RolloutMisused if that
-        loop asks again without having run, or if no groups can come. Raises RolloutStopped if the
-        worker stops.
+        The list can be empty if the caller is an event loop that runs between the function's calls, and
+        the function has groups. Let the loop run, then ask again. Raises RolloutMisused if that loop asks
+        again without having run, or if no groups can come. Raises RolloutStopped if the worker stops.
         """
         loop = self._loop_aside()
         if loop is not None and loop in self._standing:

@@ -72,9 +72,8 @@ class Episode:
     async def settle(self) -> Outcome | Failed:
         """Closes the branches, each with its sample's reward. Returns the attempt's own outcome.
 
-        The first outcome stands, although a group is scored again if a sibling is made again.
-        Raises LossMaskInvalid, TokensDiffer, TokensNotSampled, SamplesShareTokens, RewardMissing,
-        PenstockError.
+        The first outcome stands, although a group is scored again if a sibling is made again. Raises
+        LossMaskInvalid, TokensDiffer, TokensNotSampled, SamplesShareTokens, RewardMissing, PenstockError.
         """
         if self.outcome is None:
             self.outcome = self.failed or await self._settle()

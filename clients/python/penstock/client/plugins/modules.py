@@ -113,8 +113,7 @@ class _Installed:
         spec = importlib.machinery.PathFinder.find_spec(name, above.__path__)
         if spec is None or spec.loader is None:
             return None
-        # `sys.modules` keeps the replacement. Imports during loading may ask for more of this
-        # module.
+        # `sys.modules` keeps the replacement. Imports during loading may ask for more of this module.
         self._module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(self._module)

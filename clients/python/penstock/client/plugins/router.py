@@ -2,10 +2,9 @@
 
     post(".../generate", {"input_ids" | "text", "sampling_params"}) -> a turn -> {"text", "meta_info"}
 
-Such a function sends its full context with each request. If the request starts with everything in
-one of the attempt's trajectories, it is that trajectory's next turn, and the rest is the
-observation. Otherwise it starts a separate trajectory: the attempt's own if that is not open yet,
-else a branch.
+Such a function sends its full context with each request. If the request starts with everything in one of
+the attempt's trajectories, it is that trajectory's next turn, and the rest is the observation. Otherwise
+it starts a separate trajectory: the attempt's own if that is not open yet, else a branch.
 
 So the policy's tokens are never encoded again. If a function edits its context between two
 requests, the edited context becomes a separate trajectory in which the earlier turns are context.
@@ -132,8 +131,7 @@ class AttemptRouter:
             policy = [np.full(len(s.token_ids), s.from_policy, np.bool_) for s in segments]
             tokens = [segment.token_ids for segment in segments]
             if record.parent_token_count:
-                # All branches start from the attempt's own trajectory, which trains the shared
-                # tokens.
+                # All branches start from the attempt's own trajectory, which trains the shared tokens.
                 shared = found[0][1].token_ids[: record.parent_token_count]
                 tokens.insert(0, shared)
                 policy.insert(0, np.zeros(len(shared), np.bool_))

@@ -10,8 +10,7 @@ and gets the attempt's reward.
 
 The function decides how the attempt ends:
 
-- It raises, or returns something invalid: the attempt fails, with the exception's name as the
-  reason.
+- It raises, or returns something invalid: the attempt fails, with the exception's name as the reason.
 - It returns a sample that is ABORTED or FAILED: the attempt fails, with that status as the reason.
 - It returns a reward: that reward counts, and the reward function is not called.
 - It returns `remove_sample`: the reward counts in the baseline, but no token is trained.
@@ -93,8 +92,7 @@ class SlimeAgent:
             return self._args
 
     async def use_sampling(self, task: Task) -> None:
-        """Copies the task's sampling settings to `args`, once, except those that the `--args` file
-        sets.
+        """Copies the task's sampling settings to `args`, once, except those that the `--args` file sets.
 
         All tasks of a run sample alike, and values that a function sets on `args` must stay. Before
         the first training task, an evaluation task sets only the response length. Functions compute

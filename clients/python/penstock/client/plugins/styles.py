@@ -91,7 +91,6 @@ def load_slime(
 
 def _find_generate(name: str) -> Callable[..., Any]:
     function = find(name, "--generate", None)
-    # `evaluation` need not have a default, because every caller passes it if the signature names
-    # it.
+    # `evaluation` need not have a default, because every caller passes it if the signature names it.
     named = {"evaluation": False} if takes_evaluation(function) else None
     return find(name, "--generate", ("args", "sample", "sampling_params"), named)

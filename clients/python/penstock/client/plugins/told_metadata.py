@@ -4,10 +4,9 @@ A filter of the trainer's groups can read it there.
 
     sample.metadata before and after -> new and changed entries, as JSON -> Outcome.metadata
 
-If the result is complete, it carries a mark. With the mark, the trainer knows that a missing key
-was never set. Without it, the trainer cannot know. A removed key makes the result incomplete. So
-does a value that is too large, too deep, or has no exact form in JSON, such as an integer beyond
-2^53.
+If the result is complete, it carries a mark. With the mark, the trainer knows that a missing key was never
+set. Without it, the trainer cannot know. A removed key makes the result incomplete. So does a value that
+is too large, too deep, or has no exact form in JSON, such as an integer beyond 2^53.
 """
 
 from __future__ import annotations

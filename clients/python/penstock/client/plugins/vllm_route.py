@@ -1,7 +1,6 @@
 """Translates vLLM's tokens-in, tokens-out endpoint, used by vime, to SGLang's, used by slime.
 
-/inference/v1/generate {"token_ids", "sampling_params"} -> {"choices": [{"token_ids", "logprobs",
-...}]}
+/inference/v1/generate {"token_ids", "sampling_params"} -> {"choices": [{"token_ids", "logprobs", ...}]}
 """
 
 from __future__ import annotations
