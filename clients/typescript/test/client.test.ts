@@ -1,5 +1,5 @@
 /**
- * Tests of the client against a server that tests/test_client_packages.py starts: PENSTOCK_TEST_ADDRESS and, with TLS
+ * Tests of the client against a server that tests/system/test_client_packages.py starts: PENSTOCK_TEST_ADDRESS and, with TLS
  * and tokens, PENSTOCK_TEST_SECURE_ADDRESS, PENSTOCK_TEST_CA, PENSTOCK_TEST_TOKEN_FILE. Its leases last one second,
  * and each token takes a few milliseconds.
  */

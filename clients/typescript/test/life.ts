@@ -1,6 +1,6 @@
 /**
- * The agent of tests/test_languages.py: `node life.js ADDRESS ATTEMPTS`. The task's metadata names what it does with an
- * attempt. tests/life.py and clients/go/internal/life make exactly the same calls.
+ * The agent of tests/system/test_languages.py: `node life.js ADDRESS ATTEMPTS`. The task's metadata names what it does with an
+ * attempt. tests/support/life.py and clients/go/internal/life make exactly the same calls.
  */
 
 import { type Agent, Failed, type Message, type Outcome, connect } from "@penstock/client";

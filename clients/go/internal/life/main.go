@@ -1,5 +1,5 @@
-// The agent of tests/test_languages.py: life ADDRESS ATTEMPTS. The task's metadata names what it does with an attempt.
-// tests/life.py and clients/typescript/test/life.ts make exactly the same calls.
+// The agent of tests/system/test_languages.py: life ADDRESS ATTEMPTS. The task's metadata names what it does with an attempt.
+// tests/support/life.py and clients/typescript/test/life.ts make exactly the same calls.
 package main
 
 import (
