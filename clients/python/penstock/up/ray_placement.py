@@ -215,13 +215,11 @@ class RayPlacement:
         self._live: set[RayProcess] = set()
 
     async def start(self, command: Command, on_line: OnLine | None) -> Running:
-        """Starts a process, or all its ranks."""
         if command.ranks > 1:
             return await self._start_ranks(command, on_line)
-        return await self._begun(self._begin(command, self._actor(command.name), on_line))
+        return await self._begun(command, self._actor(command.name), on_line)
 
     async def close(self) -> None:
-        """Kills the remaining processes."""
         left = list(self._live)
         for process in left:
             process.kill()
@@ -253,7 +251,8 @@ class RayPlacement:
         process.living.add_done_callback(lambda _: self._live.discard(process))
         return process
 
-    async def _begun(self, process: RayProcess) -> RayProcess:
+    async def _begun(self, command: Command, actor: Any, on_line: OnLine | None) -> RayProcess:
+        process = self._begin(command, actor, on_line)
         try:
             await process.begun.wait()
         except asyncio.CancelledError:
@@ -273,7 +272,7 @@ class RayPlacement:
             # new actors for all ranks.
             for actor in actors:
                 ray.kill(actor)
-            return await self._begun(self._begin(command, actors[0], on_line))
+            return await self._begun(command, actors[0], on_line)
         except asyncio.CancelledError:
             for actor in actors:
                 ray.kill(actor)
@@ -318,7 +317,7 @@ class RayProcess:
         self.living = asyncio.create_task(self._live(on_line), name=f"{command.name} on Ray")
 
     async def wait(self) -> int:
-        """Returns its exit status; that of SIGKILL if its actor was lost."""
+        """Its exit status; that of SIGKILL if its actor was lost."""
         return await asyncio.shield(self.living)
 
     def signal(self, number: signal.Signals) -> None:
@@ -326,7 +325,7 @@ class RayProcess:
             self._ask(self.actor.signal.remote(int(number)))
 
     async def write(self, files: Mapping[Path, str]) -> None:
-        """Writes files on its node. Raises OSError, for example if the disk is full."""
+        """Raises OSError, for example if the node's disk is full."""
         if self.living.done():
             return
         errors = _ray().exceptions
@@ -338,7 +337,6 @@ class RayProcess:
             pass  # `_follow` reports the loss of the actor.
 
     async def stop(self, patience: float) -> None:
-        """Sends SIGTERM, and kills it after `patience` seconds."""
         self.signal(signal.SIGTERM)
         try:
             await asyncio.wait((self.living,), timeout=patience)
