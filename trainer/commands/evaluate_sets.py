@@ -102,8 +102,7 @@ def reward_of(task: str) -> str:
 def open_sets(
     config: TrainerConfig, path: Path, only: Sequence[str], given: Given, attempts: int
 ) -> list[MeasuredSet]:
-    """Opens the evaluations of a trainer's file, or only those named by `only`. Raises
-    ConfigInvalid."""
+    """Opens the evaluations of a trainer's file, or only those named by `only`. Raises ConfigInvalid."""
     known = {one.name: one for one in config.evaluation}
     if not known:
         raise ConfigInvalid(f"{path} has no [[evaluation]]")

@@ -16,14 +16,12 @@ class SamplingConfig(Section):
     """How the policy is sampled."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """Temperature. Zero is greedy, which leaves nothing to learn from and is only for
-    evaluations."""
+    """Temperature. Zero is greedy, which leaves nothing to learn from and is only for evaluations."""
     max_tokens: int = Field(default=256, ge=1)
     """Upper bound on policy tokens in one turn."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling. One keeps every token. In training, a lower value requires an algorithm
-    that does not read the log-probabilities that tokens were sampled with; see
-    docs/algorithms.md."""
+    """Nucleus sampling. One keeps every token. In training, a lower value requires an algorithm that does
+    not read the log-probabilities that tokens were sampled with; see docs/algorithms.md."""
     top_k: int = Field(default=0, ge=0)
     """Number of most likely tokens to sample from. Zero means no limit. In training, a limit has
     the same requirement as a `top_p` below one."""
@@ -112,8 +110,7 @@ class LevelConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """Episodes of an environment that workers provide (`penstock rollout --environment`), by
-    seed."""
+    """Episodes of an environment that workers provide (`penstock rollout --environment`), by seed."""
 
     name: str = Field(min_length=1)
     """Name by which workers know it, such as "textarena:GuessTheNumber-v0"."""

@@ -92,8 +92,7 @@ class EvaluationConfig(MixableConfig):
         return self.mode.kind == "pinned"
 
     def sampling_over(self, data: DataConfig) -> SamplingConfig:
-        """Returns the sampling parameters: the overrides of this set applied to those of
-        `[data]`."""
+        """Returns the sampling parameters: the overrides of this set applied to those of `[data]`."""
         given = self.sampling.model_dump(exclude_none=True)
         return SamplingConfig.model_validate({**data.sampling.model_dump(), **given})
 

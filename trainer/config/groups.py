@@ -33,8 +33,7 @@ class OverlongConfig(Section):
     max_tokens: int = Field(ge=1)
     """Policy tokens of a trajectory, over all its turns, from which the full penalty applies."""
     buffer_tokens: int = Field(ge=1)
-    """Number of tokens before `max_tokens` at which the penalty begins. It grows linearly from
-    there."""
+    """Number of tokens before `max_tokens` at which the penalty begins. It grows linearly from there."""
     penalty: float = Field(default=1.0, gt=0)
     """Full penalty, subtracted from the reward."""
 
@@ -73,8 +72,7 @@ class GroupsConfig(Section):
     """Largest number of groups dropped for one step. It includes groups that agents declare
     unusable, which are dropped without any setting here."""
     then: Literal["train", "stop"] = "train"
-    """What happens after that: the step trains groups as they arrive, with a warning, or the run
-    stops."""
+    """What happens after that: the step trains groups as they arrive, with a warning, or the run stops."""
     overlong: OverlongConfig | None = None
     """Lowers the reward of long answers."""
     mask_truncated: bool = False

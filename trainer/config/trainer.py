@@ -98,12 +98,10 @@ class ModelConfig(Section):
     """The policy model and how it is trained."""
 
     path: str = Field(min_length=1)
-    """Folder or hub name of a Hugging Face causal language model. The server must serve the same
-    model."""
+    """Folder or hub name of a Hugging Face causal language model. The server must serve the same model."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of the forward pass. "bfloat16" is autocast over float32 master weights. "auto"
-    picks bfloat16 if the device has instructions for it, and otherwise float32, which is then
-    faster."""
+    """Data type of the forward pass. "bfloat16" is autocast over float32 master weights. "auto" picks
+    bfloat16 if the device has instructions for it, and otherwise float32, which is then faster."""
     gradient_checkpointing: bool = False
     """Whether to recompute activations in the backward pass. Saves memory; about a third slower."""
     cpu_offload: bool = False
@@ -150,9 +148,8 @@ class TrainConfig(Section):
     """Tokens, including padding, in one forward and backward pass. Bounds memory and does not
     change results."""
     reduce_each_micro_batch: bool = False
-    """Whether several ranks reduce their gradients after each micro-batch instead of once per
-    update. Each rank then holds a share of the gradients instead of all of them, at the cost of
-    more communication."""
+    """Whether several ranks reduce their gradients after each micro-batch instead of once per update. Each
+    rank then holds a share of the gradients instead of all of them, at the cost of more communication."""
     share_prefixes: bool = True
     """Whether tokens that siblings share are computed once. Never applied if the model's layers
     attend within a window or chunk of fewer than 4096 tokens."""
@@ -370,8 +367,7 @@ class TrainerConfig(Section):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
-    """Reads a TOML file and applies overrides such as `train.learning_rate=1e-5`. The last override
-    wins.
+    """Reads a TOML file and applies overrides such as `train.learning_rate=1e-5`. The last override wins.
 
     Raises ConfigInvalid, naming each field and the value it got.
     """
@@ -391,8 +387,7 @@ def render_config(config: TrainerConfig) -> str:
 
 
 def as_shown(table: Mapping[str, object]) -> dict[str, object]:
-    """Returns a configuration as shown to people and trackers: without anything that may be a
-    secret."""
+    """Returns a configuration as shown to people and trackers: without anything that may be a secret."""
     shown: dict[str, object] = {}
     for name, value in table.items():
         if name in ("options", "trackers"):

@@ -35,7 +35,7 @@ class DataIndices:
         unasked: Iterable[int] = (),
     ) -> None:
         """`outstanding` and `unasked` are indices before `next_index`."""
-        self._division = division
+        self.division = division
         self.next_index = next_index
         self._outstanding = dict.fromkeys(outstanding)
         # Ascending, because later additions are ascending too.
@@ -58,7 +58,7 @@ class DataIndices:
         return [
             index
             for index in sorted(self._outstanding)
-            if index not in self._taken and self._division.server_of(index) == server
+            if index not in self._taken and self.division.server_of(index) == server
         ]
 
     def upcoming(self, server: int, number: int) -> list[int]:
@@ -75,7 +75,7 @@ class DataIndices:
     def known(self, index: int) -> list[int]:
         """Records that a server knows this index, and therefore all its earlier ones. Returns the newly
         discovered earlier ones. They were submitted if the indices were divided then as they are now."""
-        server = self._division.server_of(index)
+        server = self.division.server_of(index)
         self._unasked |= dict.fromkeys(range(self.next_index, index + 1))
         self.next_index = max(self.next_index, index + 1)
         if index not in self._unasked:
@@ -83,7 +83,7 @@ class DataIndices:
         found = [
             i
             for i in takewhile(lambda i: i <= index, self._unasked)
-            if i == index or self._division.server_of(i) == server
+            if i == index or self.division.server_of(i) == server
         ]
         for i in found:
             del self._unasked[i]
@@ -111,5 +111,5 @@ class DataIndices:
         self._taken.discard(index)
 
     def _of(self, server: int) -> Iterator[int]:
-        yield from (i for i in self._unasked if self._division.server_of(i) == server)
-        yield from (i for i in count(self.next_index) if self._division.server_of(i) == server)
+        yield from (i for i in self._unasked if self.division.server_of(i) == server)
+        yield from (i for i in count(self.next_index) if self.division.server_of(i) == server)
