@@ -12,8 +12,8 @@ from typing import Annotated, Literal, assert_never, cast
 from pydantic import Field, field_validator, model_validator
 
 from penstock.common.section import Section
+from penstock.trainer.config.data import Scalar
 
-Option = bool | int | float | str
 Level = Literal["token", "sequence"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -34,7 +34,7 @@ class CustomFunction(Section):
     function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
     """Where to find the function, as pkg.module:function. Modules of the working directory are
     found too."""
-    options: dict[str, Option] = Field(default_factory=dict[str, Option])
+    options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
     """Keyword arguments of each call."""
 
 

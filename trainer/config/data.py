@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from penstock.common.section import Section
 
 Scalar = bool | int | float | str
+Options = dict[str, Scalar | list[Scalar]]
 
 
 class SamplingConfig(Section):
@@ -38,9 +39,7 @@ class ReasoningGymConfig(Section):
     """Number of problems before they repeat."""
     seed: int = Field(default=0, ge=0)
     """Seed of the problems. Sets with different seeds are drawn independently."""
-    config: dict[str, Scalar | list[Scalar]] = Field(
-        default_factory=dict[str, Scalar | list[Scalar]]
-    )
+    config: Options = Field(default_factory=Options)
     """Settings of the data set itself, such as min_digits."""
 
 
@@ -91,9 +90,7 @@ class PythonConfig(RowsConfig):
     """Where to find the function, as pkg.module:function. Modules of the working directory are
     found too. It returns a sequence or any other iterable. `shuffle` applies to sequences only; an
     iterable keeps its order."""
-    options: dict[str, Scalar | list[Scalar]] = Field(
-        default_factory=dict[str, Scalar | list[Scalar]]
-    )
+    options: Options = Field(default_factory=Options)
     """Keyword arguments of the call."""
 
 
@@ -103,9 +100,7 @@ class LevelConfig(Section):
     name: str = ""
     """Name under which its episodes are counted, after the environment's name. Empty uses its index
     among the levels."""
-    options: dict[str, Scalar | list[Scalar]] = Field(
-        default_factory=dict[str, Scalar | list[Scalar]]
-    )
+    options: Options = Field(default_factory=Options)
     """Options with which the environment is created, such as max_number of GuessTheNumber."""
 
 
@@ -144,9 +139,13 @@ class SourceConfig(Section):
     environment: EnvironmentConfig | None = None
     """Episodes of an environment."""
 
-    def given(self) -> list[str]:
-        """Returns the names of the sources that are set."""
-        return [name for name in SOURCES if getattr(self, name) is not None]
+    @model_validator(mode="after")
+    def _one_source(self) -> SourceConfig:
+        names = [name for name in (*SOURCES, "mixture") if name in type(self).model_fields]
+        given = [name for name in names if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of {', '.join(names)} is needed, got {given}")
+        return self
 
 
 class PartConfig(SourceConfig):
@@ -157,25 +156,12 @@ class PartConfig(SourceConfig):
     weight: float = Field(default=1.0, gt=0)
     """Weight of this source; its share is the weight divided by the sum of all weights."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> PartConfig:
-        if len(self.given()) != 1:
-            raise ValueError(f"exactly one of {', '.join(SOURCES)} is needed, got {self.given()}")
-        return self
-
 
 class MixableConfig(SourceConfig):
     """Exactly one source, or a mixture of several."""
 
     mixture: tuple[PartConfig, ...] = ()
     """Several sources, each with its weight."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> MixableConfig:
-        given = [*self.given(), *(["mixture"] if self.mixture else [])]
-        if len(given) != 1:
-            raise ValueError(f"exactly one of {', '.join(SOURCES)}, mixture is needed, got {given}")
-        return self
 
 
 class DataConfig(MixableConfig):

@@ -8,8 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penstock.common.section import Section
-
-Scalar = bool | int | float | str
+from penstock.trainer.config.data import Options
 
 
 class FilterConfig(Section):
@@ -18,9 +17,7 @@ class FilterConfig(Section):
     function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
     """Where to find the function, as pkg.module:function. Modules of the working directory are
     found too. It takes a group and returns a reason to drop it, or None."""
-    options: dict[str, Scalar | list[Scalar]] = Field(
-        default_factory=dict[str, Scalar | list[Scalar]]
-    )
+    options: Options = Field(default_factory=Options)
     """Keyword arguments of each call. With style "slime" they are the attributes of `args`."""
     style: Literal["penstock", "slime"] = "penstock"
     """Signature of the function: `filter(group)`, or slime's dynamic sampling filter `filter(args,

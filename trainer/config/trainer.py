@@ -122,14 +122,13 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _some_is_of_transformers_alone(self) -> ModelConfig:
-        if self.backend.kind != "megatron":
-            return self
-        if self.lora is not None:
+        megatron = self.backend.kind == "megatron"
+        if megatron and self.lora is not None:
             raise ValueError(
                 'lora cannot be combined with backend = "megatron": adapters require PEFT, which '
                 "needs a model computed by transformers"
             )
-        if self.cpu_offload:
+        if megatron and self.cpu_offload:
             raise ValueError(
                 'cpu_offload cannot be combined with backend = "megatron": divide a model that is '
                 "too large for one device over more devices"
@@ -261,7 +260,7 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _evaluations_have_names(self) -> TrainerConfig:
+    def _evaluations_have_names_and_are_due(self) -> TrainerConfig:
         names = [one.name for one in self.evaluation]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two evaluations are named {twice!r}; give each a unique name")
@@ -270,10 +269,6 @@ class TrainerConfig(Section):
                 f"run.id and the name of an evaluation have {longest + len(self.run.id)} "
                 f"characters together; task ids have room for {LONGEST_NAMES}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluations_are_due(self) -> TrainerConfig:
         for one in self.evaluation:
             if one.every_versions > self.run.steps and not (one.at_start or one.at_end):
                 raise ValueError(
@@ -283,18 +278,14 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _enough_attempts_are_begun(self) -> TrainerConfig:
+    def _answers_are_enough(self) -> TrainerConfig:
         attempts, size = self.groups.attempts, self.data.group_size
         if attempts is not None and attempts < size:
             raise ValueError(
                 f"groups.attempts must be at least data.group_size = {size}, got {attempts}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_answer_is_enough(self) -> TrainerConfig:
         kind = self.algorithm.advantage.kind
-        if self.data.group_size > 1:
+        if size > 1:
             return self
         if kind in GROUP_RELATIVE:
             raise ValueError(
@@ -315,7 +306,7 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _updates_are_corrected_for(self) -> TrainerConfig:
+    def _algorithm_has_its_probabilities(self) -> TrainerConfig:
         if isinstance(self.algorithm.loss, Reinforce) and self.train.updates_per_step > 1:
             raise ValueError(
                 f"train.updates_per_step = {self.train.updates_per_step} cannot be combined with "
@@ -323,10 +314,6 @@ class TrainerConfig(Section):
                 "policy differs from the one the step began with, and without a ratio nothing "
                 'corrects for that. Use "ppo_clip" or "cispo", or updates_per_step = 1'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _behaviour_is_not_truncated(self) -> TrainerConfig:
         sampling = self.data.sampling
         truncated = [f"top_p = {sampling.top_p}"] if sampling.top_p < 1 else []
         truncated += [f"top_k = {sampling.top_k}"] if sampling.top_k > 0 else []
@@ -342,23 +329,15 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _an_adapter_travels_whole(self) -> TrainerConfig:
-        if self.model.lora is None:
-            return self
-        if self.weights.transport in ALWAYS_WHOLE:
-            transport = self.weights.transport
+    def _model_allows_the_rest(self) -> TrainerConfig:
+        lora, transport = self.model.lora is not None, self.weights.transport
+        if lora and transport in ALWAYS_WHOLE:
             raise ValueError(
                 f'model.lora cannot be combined with weights.transport = "{transport}"'
             )
-        if self.weights.delta == "on":
+        if lora and self.weights.delta == "on":
             raise ValueError('model.lora cannot be combined with weights.delta = "on"')
-        return self
-
-    @model_validator(mode="after")
-    def _some_is_of_fsdp_alone(self) -> TrainerConfig:
-        if self.model.backend.kind != "megatron":
-            return self
-        if self.train.reduce_each_micro_batch:
+        if self.model.backend.kind == "megatron" and self.train.reduce_each_micro_batch:
             raise ValueError(
                 'train.reduce_each_micro_batch cannot be combined with model.backend = "megatron": '
                 "each copy of the model holds its whole gradients"
@@ -388,21 +367,16 @@ def render_config(config: TrainerConfig) -> str:
 
 def as_shown(table: Mapping[str, object]) -> dict[str, object]:
     """Returns a configuration as shown to people and trackers: without anything that may be a secret."""
-    shown: dict[str, object] = {}
-    for name, value in table.items():
-        if name in ("options", "trackers"):
-            shown[name] = without_secrets(value)
-        elif isinstance(value, Mapping):
-            shown[name] = as_shown(cast("Mapping[str, object]", value))
-        elif isinstance(value, list):
-            items = cast("list[object]", value)
-            shown[name] = [
-                as_shown(cast("Mapping[str, object]", item)) if isinstance(item, Mapping) else item
-                for item in items
-            ]
-        else:
-            shown[name] = value
-    return shown
+    hidden = ("options", "trackers")
+    return {n: without_secrets(v) if n in hidden else _as_shown(v) for n, v in table.items()}
+
+
+def _as_shown(value: object) -> object:
+    if isinstance(value, Mapping):
+        return as_shown(cast("Mapping[str, object]", value))
+    if isinstance(value, list):
+        return [_as_shown(item) for item in cast("list[object]", value)]
+    return value
 
 
 def _explain(path: Path, error: ValidationError) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,36 +36,25 @@ class BatchFigures:
         "reward",
         "Standard deviation of the attempts' rewards in a step; over several steps, the mean of these.",
     )
-    reward_by_source: dict[str, float] = field(
-        default_factory=dict[str, float],
-        metadata=breakdown(
-            weighted("attempts_by_source"),
-            "reward",
-            "Mean reward of the attempts of each data source; `unknown` for tasks of another run.",
-        ),
+    reward_by_source: Mapping[str, float] = breakdown(
+        weighted("attempts_by_source"),
+        "reward",
+        "Mean reward of the attempts of each data source; `unknown` for tasks of another run.",
     )
-    attempts_by_source: dict[str, int] = field(
-        default_factory=dict[str, int],
-        metadata=breakdown(SUM, "attempts", "Attempts of each data source."),
+    attempts_by_source: Mapping[str, int] = breakdown(
+        SUM, "attempts", "Attempts of each data source."
     )
-    outcome_metrics: dict[str, float] = field(
-        default_factory=dict[str, float],
-        metadata=breakdown(
-            weighted("outcome_metrics_counts"),
-            "",
-            "Mean of the metrics that agents report besides the reward (`Outcome.metrics`), by name, "
-            "over the trajectories that have it; limited to 100 names.",
-        ),
+    outcome_metrics: Mapping[str, float] = breakdown(
+        weighted("outcome_metrics_counts"),
+        "",
+        "Mean of the metrics that agents report besides the reward (`Outcome.metrics`), by name, "
+        "over the trajectories that have it; limited to 100 names.",
     )
-    outcome_metrics_counts: dict[str, int] = field(
-        default_factory=dict[str, int],
-        metadata=breakdown(SUM, "trajectories", "Trajectories that have the metric, by name."),
+    outcome_metrics_counts: Mapping[str, int] = breakdown(
+        SUM, "trajectories", "Trajectories that have the metric, by name."
     )
     overlong_penalty_mean: float = figure(
-        0.0,
-        PER_TRAJECTORY,
-        "reward",
-        "Mean length penalty of a trajectory; `reward_mean` does not include it.",
+        0.0, PER_TRAJECTORY, "reward", "Mean length penalty of a trajectory; not in `reward_mean`."
     )
     lag_mean: float = figure(
         0.0,
