@@ -86,24 +86,19 @@ def _take_place(
     place = find_place(os.environ)
     if ranks > 1 and place.size not in (1, ranks):
         raise ConfigInvalid(f"--ranks {ranks}: WORLD_SIZE is {place.size}")
-    _check_ranks(config, max(ranks, place.size))
+    count, probed = max(ranks, place.size), config.weights.probe.tokens
+    if config.model.lora is not None and probed and (count > 1 or config.model.cpu_offload):
+        with_what = f"{count} ranks" if count > 1 else "model.cpu_offload"
+        raise ConfigInvalid(
+            f"weights.probe.tokens: with model.lora and {with_what} no rank holds the whole model, "
+            f"which scoring the probe requires; got {probed}, set it to 0"
+        )
     if place.size == ranks or ranks == 1:
         return place, None
     settings = [part for override in overrides for part in ("--set", override)]
     command = ("-m", "penstock.cli", "train", str(config_path), *settings)
     local = LocalRanks(ranks, (sys.executable, *command))
     return find_place(os.environ), local
-
-
-def _check_ranks(config: TrainerConfig, ranks: int) -> None:
-    """Raises ConfigInvalid if this configuration cannot run on that many ranks."""
-    shares = ranks > 1 or config.model.cpu_offload
-    if shares and config.model.lora is not None and config.weights.probe.tokens:
-        with_what = f"{ranks} ranks" if ranks > 1 else "model.cpu_offload"
-        raise ConfigInvalid(
-            f"weights.probe.tokens: with model.lora and {with_what} no rank holds the whole model, "
-            f"which scoring the probe requires; got {config.weights.probe.tokens}, set it to 0"
-        )
 
 
 def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks | None) -> bool:

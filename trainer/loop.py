@@ -7,9 +7,8 @@
     switch   request the switch on the exchange, send receipts, demand the next batch
     conclude write the step's record once the server has answered the switch
 
-With several servers (`exchanges`), each delivers its part of the batch, is sent the weights and the
-switch, and gets the receipts of its own groups. The step continues once all are done. Below, "the server"
-means each.
+With several servers, each delivers its part of the batch, is sent the weights and the switch, and gets the
+receipts of its own groups. The step continues once all are done. Below, "the server" means each.
 
 A step's demand follows its switch, because the trainer's version changes then, and lag is counted from
 that version. Every step publishes a separate version, even if nothing had a gradient, because the server
@@ -34,8 +33,7 @@ unsaved again to the trainer that resumes. The next version is not published unt
 The checkpoint, if any are kept, holds the last step that the policy contains. It is written after the
 step's receipts and before the notice of it. The server delivers again, to a trainer that resumes, what was
 receipted but is in no checkpoint, and also what is in one but was not receipted. The ledger knows the
-latter groups, so they are refused rather than trained twice. For the steps that are repeated, see
-`weights.catching_up`.
+latter groups, so they are refused rather than trained twice. Repeated steps: see `weights.catching_up`.
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.state.ledger import StepEntry, TrainedGroup
 from penstock.trainer.weights.publisher import Publisher, Switches
-from penstock.trainer.weights.sent import Sent
 from penstock.v1 import trainer_service_pb2
 
 log = logging.getLogger(__name__)
@@ -199,7 +196,7 @@ class TrainingLoop:
         """
         if self.config.weights.transport == "collective":
             # For a collective, the upload is the switch.
-            await self._may_switch(record)
+            record.seconds_held += await self.evaluator.may_switch()
         record.time_upload_start = record.time_upload_end = time.time()
         record.weight_version = self.exchanges.held_version + 1
         left = self.exchanges.left.is_set()
@@ -234,22 +231,22 @@ class TrainingLoop:
         record.time_upload_end = time.time()
         record.seconds_upload = record.time_upload_end - record.time_upload_start
         if sent is not None:
-            _describe_upload(sent, record)
+            record.upload_bytes, record.upload_dense_bytes = sent.bytes_sent, sent.dense_bytes
+            record.delta, record.changed_elements_ratio = sent.delta, sent.changed_elements_ratio
+            record.changed_tensors, record.pause_seconds = sent.changed_tensors, sent.pause_seconds
+            record.probe_difference = sent.probe_difference
         # A server cannot report this for its first version, or if its answer was lost.
         record.unchanged |= record.changed_tensors == 0
         if record.unchanged:
             why = "" if record.result.applied else ", because the step had no gradient"
             log.warning("version %d changes no tensor%s", record.weight_version, why)
 
-    async def _may_switch(self, record: StepRecord) -> None:
-        record.seconds_held += await self.evaluator.may_switch()
-
     async def _switch(self, batch: Batch, record: StepRecord) -> Switches:
         """Send the switch, the receipts and the next step's demand, in this order on each stream.
 
         Returns the pending answers. Servers already past this version have none.
         """
-        await self._may_switch(record)
+        record.seconds_held += await self.evaluator.may_switch()
         record.time_switch_start = time.time()
         switches = self.publisher.switch(record.weight_version)
         self.step = record.step
@@ -311,10 +308,3 @@ def _entry(batch: Batch, record: StepRecord, weights: str) -> StepEntry:
             for delivery in batch.deliveries
         ),
     )
-
-
-def _describe_upload(sent: Sent, record: StepRecord) -> None:
-    record.upload_bytes, record.upload_dense_bytes = sent.bytes_sent, sent.dense_bytes
-    record.delta, record.changed_elements_ratio = sent.delta, sent.changed_elements_ratio
-    record.changed_tensors = sent.changed_tensors
-    record.pause_seconds, record.probe_difference = sent.pause_seconds, sent.probe_difference

@@ -1,7 +1,6 @@
 """`penstock eval`: measures what a server samples. Prints a table and a line of JSON for each set.
 
-Exit status: 0 measured; 1 no sample of a set could be scored, or the server was lost; 2 invalid
-command line.
+Exit status: 0 measured; 1 no sample of a set could be scored, or the server was lost; 2 invalid usage.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class Finite(click.FloatRange):
     """A finite number in a range. Click's range accepts `nan`, because no comparison excludes it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Converts as click's range does, and rejects non-finite numbers."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)

@@ -149,8 +149,8 @@ class Measuring:
             failed = {one: end for one, end in zip(opened, ended, strict=True) if end is not None}
             there = [one for one in opened if one not in failed]
             scores = await self._score_together(task, there) if there else []
-            outcomes = dict(zip(there, scores, strict=True))
-            both = [(one, failed[one] if one in failed else outcomes[one]) for one in opened]
+            outcomes = {**failed, **dict(zip(there, scores, strict=True))}
+            both = [(one, outcomes[one]) for one in opened]
             await asyncio.gather(*(self._close(one, outcome) for one, outcome in both))
             attempt += 1
             fine = not any(isinstance(outcome, Failed) for _, outcome in both)

@@ -65,13 +65,11 @@ class ParquetConfig(RowsConfig):
     """One or more Parquet tables."""
 
     path: Path
-    """A file, or a folder. The *.parquet files of a folder are read one after another, in the order
-    of their names."""
+    """A file, or a folder, whose *.parquet files are read in the order of their names."""
 
 
 class HuggingFaceConfig(RowsConfig):
-    """A data set on the Hugging Face hub, or a folder that `datasets` reads. Needs the extra
-    `datasets`."""
+    """A data set on the Hugging Face hub or in a folder. Needs the extra `datasets`."""
 
     path: str = Field(min_length=1)
     """Name on the hub, or a folder, including one that `save_to_disk` wrote."""
@@ -168,8 +166,7 @@ class DataConfig(MixableConfig):
     """Where prompts come from, and how they are sampled."""
 
     group_size: int = Field(default=8, ge=1)
-    """Trajectories sampled for one prompt. One is allowed only if the algorithm does not compare
-    them with each other."""
+    """Trajectories sampled for one prompt. One is allowed only if the algorithm does not compare them."""
     system_prompt: str = ""
     """Text of a system message before each prompt. Empty for none."""
     sampling: SamplingConfig = SamplingConfig()

@@ -20,8 +20,7 @@ class FilterConfig(Section):
     options: Options = Field(default_factory=Options)
     """Keyword arguments of each call. With style "slime" they are the attributes of `args`."""
     style: Literal["penstock", "slime"] = "penstock"
-    """Signature of the function: `filter(group)`, or slime's dynamic sampling filter `filter(args,
-    samples)`."""
+    """Signature: `filter(group)`, or slime's dynamic sampling filter `filter(args, samples)`."""
 
 
 class OverlongConfig(Section):

@@ -359,9 +359,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
 
 
 def render_config(config: TrainerConfig) -> str:
-    """Renders the whole configuration, defaults included, as TOML that `load_config` reads back. It
-    is meant for people: options of user-supplied functions and of trackers may hold secrets, which
-    are left out."""
+    """Renders the whole configuration, defaults included, as TOML that `load_config` reads back. For
+    people: options of user-supplied functions and of trackers may hold secrets, which are left out."""
     return tomli_w.dumps(as_shown(config.model_dump(mode="json", exclude_none=True)))
 
 

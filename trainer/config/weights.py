@@ -18,9 +18,8 @@ class ProbeConfig(Section):
     beginning of the first trajectory trained on."""
 
     tokens: int = Field(default=0, ge=0)
-    """Length of the sequence, at least two; zero disables the probe. Each upload takes longer by
-    the trainer's scoring, which also needs memory for the weights in float32. Each switch takes
-    longer by the engine's scoring."""
+    """Length of the sequence, at least two; zero disables the probe. The trainer's scoring prolongs each
+    upload, and needs memory for the weights in float32. The engine's scoring prolongs each switch."""
     tolerance: float = Field(default=0.1, gt=0)
     """Largest allowed mean difference, in nats. It has to cover the rounding of the engine's
     arithmetic, because the trainer scores in float32 with the uploaded, rounded weights. With vLLM

@@ -41,6 +41,10 @@ UNKNOWN_SOURCE = "unknown"
 ALL_FAILED = "ALL_FAILED"
 
 
+Call = tuple[Sequence[int], str]
+"""Indices that fit one call, and their id suffix."""
+
+
 @dataclass(slots=True, eq=False)
 class ServerTasks:
     """The tasks waiting at one server."""
@@ -54,10 +58,8 @@ class ServerTasks:
     """Epoch of the live session with that server; zero without one."""
     filling: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while filling: two concurrent fills would submit the same indices."""
-    lacking: deque[tuple[Sequence[int], str]] = field(
-        default_factory=deque[tuple[Sequence[int], str]]
-    )
-    """Tasks that the server may have lost and has not been given again: indices and their id suffix."""
+    lacking: deque[Call] = field(default_factory=deque[Call])
+    """Tasks that the server may have lost and has not been given again."""
     full: asyncio.Event = field(default_factory=asyncio.Event)
     """Set if the server was full at the last fill."""
     full_seconds: float = 0.0
@@ -278,7 +280,6 @@ class TaskFeeder:
         at.pending = await submit_tasks(at.channel, tasks, self.run_id, at.trainer_epoch)
 
 
-def _calls(indices: Sequence[int], again: str = "") -> Iterable[tuple[Sequence[int], str]]:
-    """Split indices into portions that each fit one call."""
+def _calls(indices: Sequence[int], again: str = "") -> Iterable[Call]:
     for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
         yield indices[begin : begin + MOST_TASKS_PER_CALL], again

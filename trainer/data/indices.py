@@ -1,19 +1,16 @@
 """A run's position in its data: which indices were submitted, and their state. No I/O.
 
-States of a data index:
-
     never submitted -> outstanding -> taken (a group of its task is in hand) -> settled (trained or refused)
                            ^              |
                            +--------------+   the trainer died: its checkpoint has it outstanding;
                                               or the group was dropped, and its prompt is asked again
 
-Each server is given its own indices in order, as fast as it uses them up. A server whose groups are
-dropped more often is ahead of the others. `next_index` is the first index after all submitted ones.
-`unasked` are earlier indices that were not submitted, because their server has not reached them.
-With one server it is empty.
+Each server is given its own indices in order, as fast as it uses them up, so one whose groups are dropped
+more often is ahead of the others. `next_index` is the first index after all submitted ones. `unasked` are
+earlier indices that their server has not reached; with one server there are none.
 
-A killed trainer may have submitted more than its saved state shows. If a group arrives for an
-unknown index, its server was given all its indices up to that one.
+A killed trainer may have submitted more than its saved state shows. If a group arrives for an unknown
+index, its server was given all its indices up to that one.
 """
 
 from __future__ import annotations
@@ -53,8 +50,7 @@ class DataIndices:
         return tuple(self._unasked)
 
     def waiting(self, server: int) -> list[int]:
-        """Returns the indices of a server that are outstanding and not in hand, in the order of the
-        data."""
+        """Returns the indices of a server that are outstanding and not in hand, in the data's order."""
         return [
             index
             for index in sorted(self._outstanding)
@@ -62,8 +58,7 @@ class DataIndices:
         ]
 
     def upcoming(self, server: int, number: int) -> list[int]:
-        """Returns the next indices to submit to a server. They count as submitted only after
-        `submitted`."""
+        """Returns the next indices to submit to a server. Only `submitted` counts them as submitted."""
         return list(islice(self._of(server), number))
 
     def submitted(self, indices: Iterable[int]) -> None:

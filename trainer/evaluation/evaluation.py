@@ -118,8 +118,7 @@ class Evaluator:
                 )
 
     async def finish(self, step: int, weight_version: int) -> None:
-        """Measures the final weights. Returns when every evaluation has ended or the run is asked
-        to stop."""
+        """Measures the final weights. Returns once every evaluation ended or the run is asked to stop."""
         await self._ended(self.sets)
         for one in self.sets:
             if not self.stopping.is_set() and one.schedule.due_at_end(step):
@@ -127,9 +126,8 @@ class Evaluator:
         await self._ended(self.sets)
 
     def seconds_after(self, step: int) -> float | None:
-        """Estimates how long measuring the weights of the last step, `step`, will take. Sets run in
-        parallel, so it is the longest of their previous durations. None if one of them has not been
-        measured yet."""
+        """Estimates how long measuring the weights of the last step, `step`, will take: the longest of the
+        previous durations, because sets run in parallel. None if one of them has not been measured yet."""
         found = [one.seconds for one in self.sets if one.schedule.ends_with(step)]
         known = [seconds for seconds in found if seconds is not None]
         return max(known, default=0.0) if len(known) == len(found) else None
@@ -282,8 +280,7 @@ class Evaluator:
         return prompt.index % len(self._streams)
 
     def _demand(self) -> None:
-        """Raises each server's credit to its number of open prompts. Credit left over from an
-        earlier evaluation counts."""
+        """Raises each server's credit, which may be left from before, to its number of open prompts."""
         asked = Counter(
             self._server_of(prompt)
             for one in self.sets

@@ -1,14 +1,11 @@
 """The state of an evaluation's prompts, and the schedule of a set. Pure.
 
-States of a prompt:
-
     waiting --next--> asked (its task is at the server) --its group arrives--> measured
        ^                |
        +----------------+   pinned, and the group has tokens of another version: asked again under a new
                             id; after the configured number of times it is measured as failed
 
-At most `concurrency` prompts are asked at a time. A duplicate group, or a group of another
-evaluation, changes nothing.
+A duplicate group, or a group of another evaluation, changes nothing.
 """
 
 from __future__ import annotations
@@ -52,6 +49,7 @@ class Prompts:
     """A task id consists of the prefix, a slash and a unique suffix."""
     count: int
     concurrency: int
+    """Largest number of prompts asked at a time."""
     pinned_version: int | None = None
     """Only tokens of this version count, if it is given."""
     max_other_version: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,9 +103,12 @@ def describe_batch(
     if not len(rewards):
         return BatchFigures(groups=len(groups))
     lags = np.concatenate([group.lags for group in groups])
-    lengths, truncated = _responses(deliveries)
+    sent = (trajectory for delivery in deliveries for trajectory in delivery.trajectories)
+    scored = [one for one in sent if one.outcome.WhichOneof("result") == "reward"]
+    lengths = [_response_tokens(one) for one in scored]
+    truncated = sum(one.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH for one in scored)
     p10, p50, p90 = np.quantile(lengths, (0.1, 0.5, 0.9)).tolist()
-    said = _outcome_metrics(deliveries)
+    said = _outcome_metrics(scored)
     tokens = sum(group.policy_tokens for group in groups)
     masked = sum(group.masked_tokens for group in groups)
     of_source: dict[str, list[float]] = defaultdict(list)
@@ -138,33 +141,15 @@ def describe_batch(
     )
 
 
-def _scored(
-    deliveries: Sequence[trajectory_pb2.TrajectoryGroup],
-) -> Iterator[trajectory_pb2.Trajectory]:
-    """Yields the trajectories that did not fail."""
-    for delivery in deliveries:
-        for trajectory in delivery.trajectories:
-            if trajectory.outcome.WhichOneof("result") == "reward":
-                yield trajectory
+def _response_tokens(trajectory: trajectory_pb2.Trajectory) -> int:
+    own = (s for s in trajectory.segments if s.author == trajectory_pb2.AUTHOR_POLICY)
+    return sum(len(codec.token_ids(segment)) for segment in own)
 
 
-def _responses(deliveries: Sequence[trajectory_pb2.TrajectoryGroup]) -> tuple[list[int], int]:
-    """Returns the length of each response, and how many were cut off."""
-    lengths: list[int] = []
-    truncated = 0
-    for trajectory in _scored(deliveries):
-        own = (s for s in trajectory.segments if s.author == trajectory_pb2.AUTHOR_POLICY)
-        lengths.append(sum(len(codec.token_ids(segment)) for segment in own))
-        truncated += trajectory.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
-    return lengths, truncated
-
-
-def _outcome_metrics(
-    deliveries: Sequence[trajectory_pb2.TrajectoryGroup],
-) -> dict[str, list[float]]:
+def _outcome_metrics(scored: Iterable[trajectory_pb2.Trajectory]) -> dict[str, list[float]]:
     """Returns the values that agents reported for each metric, by name."""
     said: dict[str, list[float]] = defaultdict(list)
-    for trajectory in _scored(deliveries):
+    for trajectory in scored:
         for name, value in trajectory.outcome.metrics.items():
             said[name].append(value)
     return {name: said[name] for name in sorted(said)[:MOST_OUTCOME_METRICS]}

@@ -1,10 +1,9 @@
 """A function the user provides, which returns a sequence or another iterable.
 
-An iterator has a position n, the next entry it returns. A request for index n or later reads up to that
-index. A request for an earlier index occurs when tasks are submitted again. It is answered from the most
-recent entries if possible; otherwise the iterator starts again from zero. When an iterator ends, the
-function is called again for the next one. Each call must therefore return the same entries, in the same
-order, from the beginning.
+An iterator is read up to the index that is requested. An earlier index is requested when tasks are
+submitted again. It is answered from the most recent entries if possible; otherwise the iterator starts
+again from zero. When an iterator ends, the function is called for the next one. Each call must therefore
+return the same entries, in the same order, from the beginning.
 """
 
 from __future__ import annotations

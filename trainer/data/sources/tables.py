@@ -139,8 +139,7 @@ def open_huggingface(
 
 
 def _of_split(datasets: Any, saved: Any, split: str) -> Any:
-    """Returns the part of a saved data set that `split` selects, as `load_dataset` would. Raises
-    ValueError."""
+    """Selects a split of a saved data set as `load_dataset` would. Raises ValueError."""
     if not isinstance(saved, datasets.DatasetDict):
         named = str(saved.split or "")
         names = (named,) if re.fullmatch(r"\w+(\.\w+)*", named) else ANY_SPLIT
