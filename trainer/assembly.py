@@ -67,15 +67,14 @@ async def open_links(server: ServerConfig) -> AsyncGenerator[tuple[Link, ...]]:
     async with AsyncExitStack() as stack:
         links: list[Link] = []
         for address in server.addresses:
-            channel = open_channel(address, security)
-            await stack.enter_async_context(channel)
+            channel = await stack.enter_async_context(open_channel(address, security))
             bulk = open_channel(address, security, own_connection=True)
             await stack.enter_async_context(bulk)
             links.append(Link(address, channel, bulk))
         yield tuple(links)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Wiring:
     """What the parts of a run are built from."""
 
@@ -279,14 +278,7 @@ def security_of(server: ServerConfig, given: Security | None = None) -> Security
 
     Raises ConfigInvalid if the credentials are unusable.
     """
-    own = Security(
-        tls=server.tls,
-        ca=server.ca,
-        certificate=server.certificate,
-        key=server.key,
-        server_name=server.server_name,
-        token_file=server.token_file,
-    )
+    own = Security(**server.model_dump(exclude={"address", "give_up_after_seconds"}))
     security = (given.over(own) if given else own).with_environment()
     try:
         for address in server.addresses:

@@ -26,7 +26,7 @@ Collect = Callable[[int, int, Mapping[str, object]], Callable[[], object]]
 are empty once they are written. Returns a function that saves it in the compute thread."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Learner:
     """The policy, the ledger and the checkpoints of one run."""
 

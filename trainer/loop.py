@@ -61,7 +61,7 @@ from penstock.v1 import trainer_service_pb2
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TrainingLoop:
     """One run, from the policy's current step to the last."""
 
@@ -91,9 +91,8 @@ class TrainingLoop:
             self.exchanges.checkpoint(self.step)
         # Other late policies than `wait` deliver everything buffered, whatever version the trainer holds.
         may_repeat = self.config.staleness.applied_policy != "wait"
-        repeatable = (
-            {e.weight_version for e in self.learner.ledger.ahead.values()} if may_repeat else ()
-        )
+        ahead = self.learner.ledger.ahead.values() if may_repeat else ()
+        repeatable = {entry.weight_version for entry in ahead}
         repeats = await self.publisher.begin(infos, self.learner.policy.weights, repeatable)
         if repeats and may_repeat:
             self.gatherer.follow()

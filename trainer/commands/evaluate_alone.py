@@ -67,7 +67,7 @@ class Extent:
     passes_from: float = 1.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Measuring:
     """Measures one set of prompts."""
 

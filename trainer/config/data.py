@@ -1,5 +1,4 @@
-"""The section `[data]`: where prompts come from, and how they are sampled. docs/data.md has an
-example of each source."""
+"""The section `[data]`: where prompts come from, and how they are sampled. docs/data.md has examples."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ class LevelConfig(Section):
     """One difficulty level of an environment."""
 
     name: str = ""
-    """Name under which its episodes are counted, after the environment's name. Empty uses its index
-    among the levels."""
+    """Name under which its episodes count, after the environment's. Empty uses the level's index."""
     options: Options = Field(default_factory=Options)
     """Options with which the environment is created, such as max_number of GuessTheNumber."""
 
@@ -114,8 +112,7 @@ class EnvironmentConfig(Section):
     levels: tuple[LevelConfig, ...] = ()
     """Difficulty levels, which take turns. Empty uses the environment's defaults."""
     prompts_per_level: int = Field(default=0, ge=0)
-    """Number of prompts after which the next level joins the previous ones. Zero uses all levels
-    from the start."""
+    """Number of prompts after which the next level joins the others. Zero uses all from the start."""
 
 
 SOURCES = ("reasoning_gym", "jsonl", "parquet", "huggingface", "python", "environment")

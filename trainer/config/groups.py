@@ -75,14 +75,10 @@ class GroupsConfig(Section):
     """Whether the last turn of a trajectory carries no gradient if the token budget cut it off."""
 
     @model_validator(mode="after")
-    def _some_mean_is_left(self) -> GroupsConfig:
+    def _every_setting_can_act(self) -> GroupsConfig:
         low, high = self.min_mean_reward, self.max_mean_reward
         if low is not None and high is not None and low > high:
             raise ValueError(f"min_mean_reward = {low} is above max_mean_reward = {high}")
-        return self
-
-    @model_validator(mode="after")
-    def _something_is_replaced(self) -> GroupsConfig:
         # The default may be present explicitly: a rendered configuration contains it.
         default = type(self).model_fields["max_replacements"].default
         if self.failed_siblings != "replace" and self.max_replacements != default:

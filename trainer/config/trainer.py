@@ -144,8 +144,7 @@ class TrainConfig(Section):
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates in one step. Each uses an equal share of its groups."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Tokens, including padding, in one forward and backward pass. Bounds memory and does not
-    change results."""
+    """Tokens, including padding, in one forward and backward pass. Bounds memory; changes no results."""
     reduce_each_micro_batch: bool = False
     """Whether several ranks reduce their gradients after each micro-batch instead of once per update. Each
     rank then holds a share of the gradients instead of all of them, at the cost of more communication."""
@@ -155,8 +154,7 @@ class TrainConfig(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly. As in `schedule`, skipped updates do not
-    count."""
+    """Steps over which the learning rate rises linearly. Skipped updates do not count."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate after warm-up: constant, or a cosine that reaches zero after the updates of all
     steps. Skipped updates do not count, so a run with skipped updates ends above zero."""

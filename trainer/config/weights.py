@@ -76,14 +76,10 @@ class WeightsConfig(Section):
     """How turns in flight are treated at a switch."""
 
     @model_validator(mode="after")
-    def _some_are_always_whole(self) -> WeightsConfig:
+    def _transport_allows_the_rest(self) -> WeightsConfig:
         patches = self.transport == "collective" and self.collective.backend == "sparse_nccl"
         if self.transport in ALWAYS_WHOLE and self.delta == "on" and not patches:
             raise ValueError(f'delta = "on" cannot be combined with transport = "{self.transport}"')
-        return self
-
-    @model_validator(mode="after")
-    def _some_is_of_one_transport(self) -> WeightsConfig:
         # Defaults are accepted: a rendered configuration contains all of them.
         for name, transport in (("keep", "checkpoint"), ("collective", "collective")):
             default = type(self).model_fields[name].default

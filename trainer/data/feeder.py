@@ -66,7 +66,7 @@ class ServerTasks:
     """The delay that the full server asked for."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TaskFeeder:
     """Keeps enough tasks waiting at every server."""
 

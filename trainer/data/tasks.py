@@ -51,13 +51,7 @@ def describe_problem(
 
     Its id, purpose, group size and index are not set.
     """
-    parameters = SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop=sampling.stop,
-    )
+    parameters = SamplingParams(**sampling.model_dump())
     task = Task(data_source=problem.data_source, sampling_params=parameters)
     messages = problem.messages
     if system_prompt:

@@ -50,7 +50,7 @@ Submit = Callable[[int, Sequence[task_service_pb2.Task]], Awaitable[int]]
 """Submits tasks to a server. Raises ServerFull and ServerLost."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Evaluator:
     """Runs every evaluation set of one run."""
 
@@ -89,8 +89,7 @@ class Evaluator:
             self._begin(one, step, weight_version)
 
     async def may_switch(self) -> float:
-        """Waits until no pinned evaluation runs or the run is asked to stop. Returns the seconds
-        waited."""
+        """Returns the seconds waited until no pinned evaluation runs or the run is asked to stop."""
         begun = time.time()
         holding = [one for one in self.sets if one.config.pinned and one.current is not None]
         for one in holding:

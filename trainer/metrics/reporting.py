@@ -6,8 +6,7 @@ first point, and closed after the last one, or left CLOSE_SECONDS after the end 
 
 A point is lost if the tracker cannot log it, cannot be opened for it, or if the queue is full. With the
 next point the thread tries again, and opens the tracker first if necessary. The first of several failures
-in a row is logged, all lost points are counted (`tracker_points_lost`), and `metrics.jsonl` has every step
-in any case.
+in a row is logged, all lost points are counted (`tracker_points_lost`), and `metrics.jsonl` has all steps.
 
 A resumed run continues the same run in the tracker, identified by `trackers/KIND/id` in the run's folder.
 Repeated steps are logged again. How their earlier points are treated depends on the tracker.

@@ -107,8 +107,7 @@ def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Prob
 
 
 def as_json(value: object, place: str) -> str:
-    """Returns the same text for equal values. Values that JSON cannot express, such as dates or
-    NaN, become strings.
+    """Returns the same text for equal values. What JSON cannot express (dates, NaN) becomes a string.
 
     Raises ConfigInvalid.
     """
