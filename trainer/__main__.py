@@ -169,8 +169,6 @@ async def _run(
 ) -> bool:
     """Owns the run's folder, its channels and its tasks. Returns as `_train`."""
     from penstock.trainer.config.advice import advise
-    from penstock.trainer.gather.group_policies import load_filter
-    from penstock.trainer.metrics.reporting import make_trackers
     from penstock.trainer.state.ledger import Ledger
 
     console = _log_to_console()
@@ -179,6 +177,9 @@ async def _run(
     stopping = _stop_on_signal()
     # While it is open, no other trainer can write to the run's folder.
     with closing(Ledger(config.run.out)) as ledger:
+        from penstock.trainer.gather.group_policies import load_filter
+        from penstock.trainer.metrics.reporting import make_trackers
+
         # Report errors in filters and trackers before the model is loaded.
         load_filter(config)
         with closing(make_trackers(config.metrics.trackers, config.run.steps)) as trackers:
@@ -217,7 +218,7 @@ async def _run_loaded(
 
 
 def _load(config: TrainerConfig, resume: bool, leader: Leader | None, ledger: Ledger) -> Start:
-    """Runs in the compute thread: importing torch and loading the model takes seconds."""
+    """Runs in the compute thread, so that signals are handled while torch and the model load."""
     from penstock.trainer.resume import start_run
 
     return start_run(config, resume, leader, ledger)

@@ -163,7 +163,7 @@ class TrainingLoop:
             conclusion = group.create_task(self._conclude(switches, record, span))
         if conclusion is not None:
             await conclusion
-        self.metrics.doing("evaluating")
+        self.metrics.display.doing("evaluating")
         await self.evaluator.finish(self.step, self.exchanges.held_version)
 
     async def _gather(self, record: StepRecord) -> Batch | None:

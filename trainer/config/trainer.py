@@ -22,6 +22,8 @@ from penstock.trainer.config.server import ServerConfig
 from penstock.trainer.config.weights import ALWAYS_WHOLE, WeightsConfig
 from penstock.trainer.core.errors import ConfigInvalid
 
+LayerNames = Literal["all-linear"] | tuple[str, ...]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 # Characters of a run's id plus an evaluation's name; task ids begin with both.
 LONGEST_NAMES = 200
 
@@ -50,7 +52,7 @@ class LoraConfig(Section):
     """Numerator of the adapter's scale."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the adapter's inputs that training drops."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    target_modules: LayerNames = "all-linear"
     """Names of the linear layers that get an adapter, such as "q_proj". "all-linear" selects every
     linear layer except the output layer."""
     rank_stabilized: bool = False
@@ -58,9 +60,7 @@ class LoraConfig(Section):
 
     @field_validator("target_modules")
     @classmethod
-    def _inner_layers(
-        cls, names: Literal["all-linear"] | tuple[str, ...]
-    ) -> Literal["all-linear"] | tuple[str, ...]:
+    def _inner_layers(cls, names: LayerNames) -> LayerNames:
         if isinstance(names, str):
             return names
         if not all(names) or not names:
@@ -160,10 +160,7 @@ class TrainConfig(Section):
     steps. Skipped updates do not count, so a run with skipped updates ends above zero."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices. Vectors have none."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
-        0.9,
-        0.95,
-    )
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's averaging factors."""
     epsilon: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""

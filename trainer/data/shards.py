@@ -32,7 +32,7 @@ class Division:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Number of groups in a step, for each server."""
+        """Number of groups in a step, for each server; they differ by at most one."""
         each, left = divmod(self.groups_per_step, self.server_count)
         return tuple(each + (server < left) for server in range(self.server_count))
 

@@ -65,7 +65,7 @@ class MetricsWriter:
         self._trackers = trackers
         self._load = load
         self._pace = Pace(steps)
-        self._display = Display(console, steps, self._pace, step=step)
+        self.display = Display(console, steps, self._pace, step=step)
         self._tracer = trace.get_tracer("penstock.trainer")
         self._instruments = _Instruments()
 
@@ -127,15 +127,11 @@ class MetricsWriter:
         self._unsent, self._last_step = True, step
         if step % self._every == 0:
             self._send()
-        self._display.step(step)
-
-    def doing(self, what: str) -> None:
-        """Show what the run is doing after its last step."""
-        self._display.doing(what)
+        self.display.step(step)
 
     def close(self) -> None:
         """Send the remaining steps, flush, and end the display whatever else fails."""
-        with closing(self._display), storing(self._path.parent), ExitStack() as stack:
+        with closing(self.display), storing(self._path.parent), ExitStack() as stack:
             stack.callback(self._scalars.close)
             stack.callback(self._file.close)
             if self._unsent:
@@ -149,7 +145,7 @@ class MetricsWriter:
             for name, value in scalars(FIGURES, point).items():
                 self._scalars.add_scalar(f"{PREFIX}{name}", value, self._last_step)
             self._scalars.flush()
-        self._display.show(self._last_step, point)
+        self.display.show(self._last_step, point)
 
     def _trace(self, record: StepRecord, span: Span) -> None:
         """Link the step's span and the trajectories' spans in both directions.

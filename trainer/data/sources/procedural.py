@@ -48,7 +48,6 @@ class ReasoningGymSource:
                 f"{section}: the problems of {config.name!r} differ between processes unless "
                 "PYTHONHASHSEED is fixed: set it in the environment, such as PYTHONHASHSEED=0"
             )
-
         self.name, self.size = config.name, config.size
         own_seed = spread_seed(config.seed)
         self._seed = own_seed

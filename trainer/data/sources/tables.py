@@ -146,11 +146,8 @@ def _of_split(datasets: Any, saved: Any, split: str) -> Any:
         saved = dict.fromkeys(names, saved)
     splits = cast("Mapping[str, Any]", saved)
     if split == "all":
-        split = (
-            "+".join(splits)
-            if len({id(rows) for rows in splits.values()}) > 1
-            else next(iter(splits))
-        )
+        several = len({id(rows) for rows in splits.values()}) > 1
+        split = "+".join(splits) if several else next(iter(splits))
     lengths = {name: rows.num_rows for name, rows in splits.items()}
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     found = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
