@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from penstock.trainer.__main__ import _walk
-from penstock.trainer.assembly import IN_FLIGHT, Link, Parts, make_publisher
+from penstock.trainer.assembly import Link, make_publisher
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.data.feeder import ServerTasks, TaskFeeder
@@ -174,7 +174,7 @@ async def running(
         facts = RunFacts(
             run_id="r",
             contract=Contract(max_lag=max_lag),
-            in_flight=IN_FLIGHT["keep"],
+            in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
             weight_version=step,
             step=step,
         )
@@ -193,7 +193,6 @@ async def running(
             config.data,
             DataIndices(Division(1), next_index, outstanding),
             run_id="r",
-            division=Division(1),
         )
         last = last_steps(folder)
         evaluator = Evaluator(
@@ -220,7 +219,7 @@ async def running(
             probe=chosen,
             collect=lambda step, version, _: lambda: saved.append((step, version, policy.steps)),
             stopping=stopping,
-            step=step,
+            saved_step=step,
             share_prefixes=False,
         )
         loop = TrainingLoop(
@@ -232,8 +231,7 @@ async def running(
             metrics=metrics,
             evaluator=evaluator,
         )
-        parts = Parts(exchanges, publisher, metrics, loop)
-        walk = asyncio.create_task(_walk(parts, stopping))
+        walk = asyncio.create_task(_walk(loop, stopping))
         try:
             yield Run(
                 policy,

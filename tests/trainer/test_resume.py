@@ -31,7 +31,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from penstock.client import Task, Trajectory
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import AdapterLimits
-from penstock.trainer.assembly import IN_FLIGHT
 from penstock.trainer.core.errors import CheckpointUnusable, RunFolderInUse, StorageFailed
 from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
 from penstock.trainer.policy.random_states import load_random_states, save_random_states, seed_all
@@ -43,6 +42,7 @@ from penstock.trainer.state.ledger import (
     TrainedGroup,
     read_ledger,
 )
+from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
 from penstock.wire.reasons import Reason
 from tests.faults import trainers
@@ -500,7 +500,7 @@ async def test_a_group_whose_receipt_was_lost_is_refused_where_a_checkpoint_cont
             RunFacts(
                 run_id="r",
                 contract=Contract(max_lag=0, groups_per_step=1),
-                in_flight=IN_FLIGHT["keep"],
+                in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
                 weight_version=7,
                 step=7,
                 trained={"g3": 6},

@@ -76,9 +76,9 @@ def figure(default: T, rule: Rule, unit: str, description: str) -> T:
     return field(default=default, metadata={FIGURE: (rule, unit, description)})
 
 
-def breakdown(rule: Rule, unit: str, description: str) -> Mapping[str, object]:
-    """Returns the metadata of a field that holds one value for each of its keys."""
-    return {FIGURE: (rule, unit, description, True)}
+def breakdown(rule: Rule, unit: str, description: str) -> dict[str, Any]:
+    """Declares a dataclass field that holds one value for each of its keys."""
+    return field(default_factory=dict[str, Any], metadata={FIGURE: (rule, unit, description, True)})
 
 
 def declared(record: type) -> tuple[Figure, ...]:

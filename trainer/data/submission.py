@@ -46,9 +46,7 @@ async def submit_tasks(
     return pending
 
 
-def _parts(
-    tasks: Sequence[task_service_pb2.Task],
-) -> Iterator[Sequence[task_service_pb2.Task]]:
+def _parts(tasks: Sequence[task_service_pb2.Task]) -> Iterator[Sequence[task_service_pb2.Task]]:
     """Split tasks into portions that each fit one call. Without tasks, yield one empty portion."""
     begin = size = 0
     for end, task in enumerate(tasks):

@@ -419,7 +419,8 @@ class Gatherer:
 
 
 def _count_dropped(record: StepRecord, reason: str, count: int = 1) -> None:
-    record.groups_dropped[reason] = record.groups_dropped.get(reason, 0) + count
+    dropped = record.groups_dropped
+    record.groups_dropped = {**dropped, reason: dropped.get(reason, 0) + count}
 
 
 def settle_refused(tasks: TaskFeeder, refused: Iterable[RefusedEntry]) -> None:

@@ -309,7 +309,7 @@ class Run:
 
     @property
     def running(self) -> bool:
-        return any(one.current is not None for one in self.evaluator._sets)
+        return any(one.current is not None for one in self.evaluator.sets)
 
 
 def rows() -> list[str]:
