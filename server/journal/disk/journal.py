@@ -299,7 +299,7 @@ class LogJournal(AppendingJournal[_Pending]):
             self._put_off(began, f"the disk has fewer than {least} bytes free")
             return
         records = self._take_state()
-        pending = self.begin_append(())
+        pending = self.append(())
         number = self._leaving = self._segments.number + 1
         self._room.begin_copy()
         await self._in_thread(lambda: self._segments.rotate(number + 1))
