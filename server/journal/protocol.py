@@ -42,6 +42,10 @@ class ShortRecord:
 Appended = Record | EncodedRecord
 
 
+def payload_of(record: Appended) -> Payload:
+    return record.parts if isinstance(record, EncodedRecord) else (record.SerializeToString(),)
+
+
 class JournalInUse(Exception):
     """Another server writes to this journal."""
 
@@ -115,30 +119,35 @@ class Journal(Protocol):
     @property
     def on_disk(self) -> bool:
         """Whether appended records can be read again, so that they need not stay in memory."""
+        ...
 
     @property
     def folder(self) -> Folder | None:
         """The folder of its files; None if it has no files on this host."""
+        ...
 
     @property
     def refers_from(self) -> int | None:
-        """Smallest trajectory segment, in bytes, that a group's record may refer to instead of copying it.
-
-        None if groups are always written whole.
-        """
+        """Smallest trajectory segment, in bytes, that a group's record refers to instead of copying it;
+        None if groups are always written whole."""
+        ...
 
     @property
     def failed(self) -> asyncio.Future[str]:
         """Completes with the reason once nothing can be appended any more."""
+        ...
 
     def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
         """Yield every record that the previous server left, oldest first. Raises JournalUnreadable."""
+        ...
 
     async def start(self, snapshot: Snapshot, on_full: OnFull = free_nothing) -> None:
         """Begin to write, once everything was replayed. Raises OSError."""
+        ...
 
     def check_room(self, byte_count: int) -> None:
         """Raise DISK_FULL if records of `byte_count` bytes may not fit."""
+        ...
 
     def append(
         self, records: Sequence[Appended], *, hold_last: bool = False
@@ -148,18 +157,24 @@ class Journal(Protocol):
         Without records, it completes once all earlier appends are durable. With `hold_last`, the last
         record is held from the moment it is written.
         """
+        ...
 
     async def read(self, stored: Stored) -> bytes:
         """Read a record again; returns the bytes of its whole form. Raises JOURNAL_CORRUPT."""
+        ...
 
     def place(self, stored: Stored) -> FilePlace | None:
         """Where another process can read a record for the next seconds; None if it cannot."""
+        ...
 
     def hold(self, stored: Stored) -> None:
         """Keep a replayed record until `release`, even if compaction moves it."""
+        ...
 
     def release(self, stored: Stored) -> None:
         """Stop keeping a record, which will not be read again."""
+        ...
 
     async def close(self) -> None:
         """Write what is queued, then close."""
+        ...

@@ -1,12 +1,11 @@
 """Reads files of the journal, for a starting server and for the read-only commands.
 
 A file is read with `pread`, in pieces, and never mapped. So an unreadable sector is an error with a
-location, and a file that a server truncates meanwhile simply ends. `segment` describes how
-the end of the written part is found.
+location, and a file that a server truncates meanwhile simply ends.
 
-While a server writes to the file, an invalid frame may be one that is just being written. A later
-frame that states that this place was durable was written after it. In that case the reader reads
-the frame once more, and reports corruption only if it is still invalid.
+While a server writes to the file, an invalid frame may be one that is just being written. If a later frame
+states that this place was durable, the reader reads the frame once more, and reports corruption only if it
+is still invalid.
 """
 
 from __future__ import annotations
@@ -40,10 +39,8 @@ class FileMissing(SegmentCorrupt):
 
 
 class SegmentReader:
-    """One open file of a journal."""
-
     def __init__(self, number: int, path: Path, descriptor: int, *, last: bool) -> None:
-        """`last` says that no other segment follows, so that the tail may be torn."""
+        """`last` states that no other segment follows, so that the tail may be torn."""
         self.number = number
         self.path = path
         self.last = last
@@ -103,14 +100,11 @@ class SegmentReader:
 
     def record(self, frame: Frame) -> Record:
         """Decode the record in a frame. Raises SegmentCorrupt."""
-        record = JournalRecord()
         try:
-            record.ParseFromString(bytes(frame.payload))
+            return JournalRecord.FromString(bytes(frame.payload))
         except Exception as error:  # protobuf raises several types.
-            raise SegmentCorrupt(
-                self.path, frame.offset, f"is not a valid record: {error}"
-            ) from error
-        return record
+            problem = f"is not a valid record: {error}"
+            raise SegmentCorrupt(self.path, frame.offset, problem) from error
 
     def read(self, offset: int) -> Record:
         """Read the record at an offset that `frames` yielded. Raises SegmentCorrupt."""
@@ -153,15 +147,15 @@ class SegmentReader:
             raise SegmentCorrupt(self.path, offset, f"cannot be read: {error.strerror}") from error
 
     def _read_again(self, offset: int) -> Frame:
-        """Read the frame at an offset again, without the buffer. Raises ValueError and SegmentCorrupt."""
+        """Like `_frame`, without the buffer."""
         self._buffer = memoryview(b"")
         return self._frame(offset)
 
     def _goes_on(self, problem: str) -> bool:
         """Return whether the frame at `end` has become valid meanwhile, so that reading continues.
 
-        If not, the tail is torn, and `torn_bytes` is set. Raises SegmentCorrupt if bytes after
-        `end` rule out a torn tail.
+        If not, the tail is torn, and `torn_bytes` is set. Raises SegmentCorrupt if bytes after `end` rule
+        out a torn tail.
         """
         written = 0
         for offset, marks, last in self._words(self.end):
@@ -184,18 +178,15 @@ class SegmentReader:
         return False
 
     def _words(self, begin: int) -> Iterator[tuple[int, list[int], int]]:
-        """Scan from `begin` for data that is not zero, chunk by chunk.
-
-        Yields the chunk's offset, the indices of its words that hold a mark, and the end of its
-        last non-zero byte.
-        """
+        """Scan from `begin` for chunks that are not zero. Yields the chunk's offset, the indices of its
+        words that hold a mark, and the end of its last non-zero byte."""
         while chunk := self._pread(begin, SCAN_BYTES):
             content = chunk.rstrip(b"\0")
             if content:
                 padded = content + bytes(-len(content) % ALIGNMENT)
                 words = np.frombuffer(padded, "<u8") & 0xFFFF_FFFF
                 marks = np.flatnonzero((words == MARK) | (words == CLOSING_MARK))
-                yield begin, [int(place) for place in marks], begin + len(content)
+                yield begin, marks.tolist(), begin + len(content)
             begin += len(chunk)
 
 

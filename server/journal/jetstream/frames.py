@@ -23,8 +23,8 @@ from enum import IntEnum
 
 import xxhash
 
-from penstock.server.journal.disk.segment import Payload, frame_of, payload_length, read_frame
-from penstock.server.journal.protocol import Stored
+from penstock.server.journal.disk.segment import frame_of, payload_length, read_frame
+from penstock.server.journal.protocol import Payload, Stored
 from penstock.wire.frames import frame_length
 
 REFERENCE = struct.Struct("<QQQQ")

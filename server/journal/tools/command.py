@@ -3,8 +3,7 @@
 The command only reads: it neither locks nor changes the folder, and a server may write to it
 meanwhile. The output then shows the state at the moment of reading.
 
-Exit status: 0; 1 if a record is corrupt; 2 if there is no journal, or if the output cannot be
-written.
+Exit status: 0; 1 if a record is corrupt; 2 if there is no journal, or if the output cannot be written.
 """
 
 from __future__ import annotations
