@@ -5,9 +5,9 @@ was writing when it lost power: its sequence stays empty, and the next message i
 started afterwards. If NATS syncs each message before it acknowledges it, that message was never
 acknowledged. If not, other messages may be missing as well, and an empty sequence counts as a loss.
 
-Records appended while a snapshot was written lie between its records, but are newer. They are
-yielded after the end of the snapshot. Snapshots without an end are ignored, and so is whatever
-their server failed to remove.
+Records appended while a snapshot was written lie between its records, but are newer. They are yielded after
+the end of the snapshot. Snapshots without an end are ignored, and so is whatever their server failed to
+remove.
 """
 
 from __future__ import annotations
@@ -110,14 +110,12 @@ async def _record(
             data = reference.join([chunks[place] for place in places])
         else:
             data = await read_stored(connection, stored)
-    record = JournalRecord()
     try:
-        record.ParseFromString(data)
+        return JournalRecord.FromString(data)
     except Exception as error:  # protobuf raises several types.
         raise FrameCorrupt(
             f"message {stored.segment} at {stored.offset} is not a valid record: {error}"
         ) from error
-    return record
 
 
 async def read_stored(connection: Connection, stored: Stored) -> bytes:
@@ -131,7 +129,8 @@ async def read_stored(connection: Connection, stored: Stored) -> bytes:
     message = await connection.fetch(sequence)
     if message is None:
         raise FrameCorrupt(f"message {sequence} is missing")
-    return bytes(read_at(sequence, message.body, offset).content)
+    found, _ = read_at(sequence, message.body, offset)
+    return bytes(found.content)
 
 
 async def _fetch_told(reading: StreamReading) -> AsyncIterator[Fetched]:
