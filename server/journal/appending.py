@@ -39,6 +39,7 @@ SHORTEST_WAIT_SECONDS = 1.0
 TIMES_AS_LONG = 10
 
 
+@dataclass
 class CompactionPace:
     """When a full journal is compacted, and when a failed compaction is tried again.
 
@@ -48,21 +49,14 @@ class CompactionPace:
     again. Times are those of the event loop.
     """
 
-    def __init__(self) -> None:
-        self._retry_at = 0.0
-        """When a compaction may begin after a failed one; 0 if the last one did not fail."""
-        self._press_at = 0.0
-        """When a compaction may begin only because an append was refused."""
-        self._pressed = False
-        """Whether an append was refused since the last compaction began."""
-        self._changed = False
-        """Whether anything was appended or released since then."""
-
-    def press(self) -> None:
-        self._pressed = True
-
-    def change(self) -> None:
-        self._changed = True
+    pressed: bool = False
+    """Whether an append was refused since the last compaction began."""
+    changed: bool = False
+    """Whether anything was appended or released since then."""
+    _retry_at: float = 0.0
+    """When a compaction may begin after a failed one; 0 if the last one did not fail."""
+    _press_at: float = 0.0
+    """When a compaction may begin only because an append was refused."""
 
     @property
     def may_begin(self) -> bool:
@@ -72,10 +66,7 @@ class CompactionPace:
     @property
     def is_pressed(self) -> bool:
         now = asyncio.get_running_loop().time()
-        return self._pressed and self._changed and now >= self._press_at
-
-    def begun(self) -> None:
-        self._pressed = self._changed = False
+        return self.pressed and self.changed and now >= self._press_at
 
     def failed(self, began: float, wake: Callable[[], object]) -> bool:
         """Schedule `wake` for the next attempt. Returns whether this is the first failure in a row."""
@@ -139,7 +130,6 @@ class AppendingJournal(ABC, Generic[E]):
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._snapshot: Snapshot | None = None
         self.compactions = 0
-        """Number of finished compactions."""
 
     # Appending
 
@@ -183,13 +173,13 @@ class AppendingJournal(ABC, Generic[E]):
     def release(self, stored: Stored) -> None:
         self._held.remove(stored)
         self._count_held(stored, -1)
-        self._pace.change()
+        self._pace.changed = True
         self._wake.set()
 
     def _refuse(self, wanted: int, message: str, kept: int, limit: int) -> DomainError:
         """Return DISK_FULL for `wanted` bytes, and have room made: by the server and by a compaction."""
         self._on_full(wanted)
-        self._pace.press()
+        self._pace.pressed = True
         self._wake.set()
         metadata = {"kept_bytes": kept, "limit": limit}
         return DomainError(Reason.DISK_FULL, message, metadata, retry_after_seconds=5.0)
@@ -226,7 +216,7 @@ class AppendingJournal(ABC, Generic[E]):
         batch, self._batch = self._batch, []
         for append in batch:
             if append.entries and append.waits_for_room:
-                self._pace.change()
+                self._pace.changed = True
                 self._pending_bytes -= append.byte_count
             count = len(append.entries)
             if append.hold_last:
@@ -262,7 +252,7 @@ class AppendingJournal(ABC, Generic[E]):
     def _take_state(self) -> list[SnapshotItem]:
         """Return the current state, and every held record that it does not name yet."""
         assert self._snapshot is not None
-        self._pace.begun()
+        self._pace.pressed = self._pace.changed = False
         items = list(self._snapshot())
         return items + list(self._held.difference(i for i in items if isinstance(i, Stored)))
 

@@ -50,7 +50,6 @@ class EvaluationStream:
             self._demand(self.owed)
 
     def take(self, delivery: Delivered) -> None:
-        """Handles a delivered group."""
         self.owed = max(0, self.owed - 1)
         if self.deliver is None:
             self.refuse(delivery, NOT_MEASURED, "no evaluation is running")
@@ -63,7 +62,6 @@ class EvaluationStream:
         self.send(Request(receipt=receipt))
 
     def refuse(self, delivery: Delivered, reason: str, message: str) -> None:
-        """Tells the server that a group is unusable."""
         rejection = Rejection(reason=reason, message=message)
         receipt = GroupReceipt(delivery_ids=[delivery.delivery_id], rejection=rejection)
         self.send(Request(receipt=receipt))

@@ -32,7 +32,6 @@ class KnownGroups:
         self._trained: OrderedDict[str, int] = OrderedDict()
         """The step that used each group."""
         self._refused: OrderedDict[str, int] = OrderedDict()
-        """Zero for each refused group."""
         for group_id, step in (trained or {}).items():
             self._remember(group_id, step)
 

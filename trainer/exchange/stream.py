@@ -10,8 +10,8 @@ on the new stream.
 
 A run that is asked to stop (`stopping` is set) still uses a connected server to finish the current step.
 It leaves a server that is away, or not yet up to date: connecting or restoring is cancelled, `left` is
-set, and nothing more is sent. So it does if the server is lost later. Groups without a receipt stay with
-the server, which delivers them again.
+set, and nothing more is sent. It does the same if it loses the server later. Groups without a receipt stay
+with the server, which delivers them again.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ from penstock.server.journal.protocol import Record, Stored
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of a journal's folder."""
-
     snapshot: tuple[int, Path] | None
     segments: tuple[tuple[int, Path], ...]
     """Segments written since the snapshot, oldest first."""

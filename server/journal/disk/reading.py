@@ -30,8 +30,6 @@ class NoJournal(Exception):
 
 @dataclass(frozen=True, eq=False)
 class StoredJournal:
-    """A journal with all its files open."""
-
     folder: Path
     segments: tuple[SegmentReader, ...]
     """In reading order; a snapshot comes first."""
@@ -62,7 +60,9 @@ def open_stored(folder: Path) -> Generator[StoredJournal]:
     """Open all files of a journal. Raises NoJournal."""
     with contextlib.ExitStack() as stack:
         try:
-            _allow_descriptors()
+            # Every segment needs a descriptor; the soft limit only protects programs that use `select`.
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             files, segments = _open_files(folder, stack)
             if not segments and not (folder / "LOCK").exists():
                 raise NoJournal(f"{folder} is not a journal: it holds neither LOCK nor segments")
@@ -89,13 +89,6 @@ def _open_files(folder: Path, stack: contextlib.ExitStack) -> tuple[Files, list[
                 stack.push(opened.pop_all())
                 return files, segments
     raise NoJournal(f"the files of {folder} are replaced faster than they can be opened")
-
-
-def _allow_descriptors() -> None:
-    """Raise the soft limit on open files to the hard one: every segment needs a descriptor, and the default
-    only protects programs that use `select`."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def find_writer(lock: Path) -> int | None:

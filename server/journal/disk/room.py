@@ -49,7 +49,6 @@ class Room:
         return self.kept + self.other
 
     def release(self, length: int) -> None:
-        """Stop counting a record that will not be read again."""
         self.kept -= length
         if self._copying:
             self._released_meanwhile += length
@@ -77,7 +76,6 @@ class Room:
         return None
 
     def begin_copy(self) -> None:
-        """A snapshot of the current state has been begun."""
         self._copying = True
 
     def give_up_copy(self) -> None:

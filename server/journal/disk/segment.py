@@ -69,15 +69,6 @@ NOWHERE = Place(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    size: int
-    number: int
-    before: Place | None
-    """Where the previous file ended; for a snapshot, the end of all it replaces. None in files of earlier
-    versions."""
-
-
-@dataclass(frozen=True, slots=True)
 class Frame:
     offset: int
     length: int
@@ -94,18 +85,21 @@ def header_of(number: int, before: Place) -> bytes:
     return fields + xxhash.xxh3_64(fields).intdigest().to_bytes(8, "little")
 
 
-def read_header(data: bytes) -> Header:
-    """Decode the header from the first bytes of a file. Raises ValueError."""
+def read_header(data: bytes) -> tuple[int, int, Place | None]:
+    """Decode the header's size, the file's number and the place from the first bytes of a file.
+
+    The place is None in files of earlier versions. Raises ValueError.
+    """
     magic = data[: len(MAGIC)]
     if magic == FIRST_MAGIC and len(data) >= FIRST_HEADER.size:
         _, number = FIRST_HEADER.unpack_from(data)
-        return Header(FIRST_HEADER.size, number, None)
+        return FIRST_HEADER.size, number, None
     if magic != MAGIC or len(data) < HEADER.size:
         raise ValueError("is not a journal segment")
     _, number, before, end, checksum = HEADER.unpack_from(data)
     if xxhash.xxh3_64(data[: HEADER.size - 8]).intdigest() != checksum:
         raise ValueError("the checksum of its header does not match")
-    return Header(HEADER.size, number, Place(before, end))
+    return HEADER.size, number, Place(before, end)
 
 
 def payload_length(payload: Payload) -> int:

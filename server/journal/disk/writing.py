@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -34,21 +35,21 @@ class NoRoom(Exception):
     """The disk has no room for the next segment. Nothing was written."""
 
 
+@dataclass(eq=False)
 class Segments:
-    def __init__(self, folder: Path, durability: Durability, room: Room) -> None:
-        """Write nothing; `rotate` opens the first segment."""
-        self._folder = folder
-        self._durability = durability
-        self._room = room
-        self._writer: SegmentWriter | None = None
-        self.spare: SegmentWriter | None = None
-        """The next segment, once it is allocated."""
-        self._short = False
-        """Whether the last attempt to allocate a spare failed."""
-        self.before = NOWHERE
-        """Where the file before the current segment ended."""
-        self.paths: dict[int, Path] = {}
-        """Paths of the snapshot and the segments after it, by number."""
+    folder: Path
+    durability: Durability
+    room: Room
+    before: Place = NOWHERE
+    """Where the file before the current segment ended."""
+    paths: dict[int, Path] = field(default_factory=dict[int, Path])
+    """Paths of the snapshot and the segments after it, by number."""
+    spare: SegmentWriter | None = None
+    """The next segment, once it is allocated."""
+    _writer: SegmentWriter | None = None
+    """The current segment; None until `rotate`."""
+    _short: bool = False
+    """Whether the last attempt to allocate a spare failed."""
 
     @property
     def current(self) -> SegmentWriter:
@@ -57,8 +58,7 @@ class Segments:
 
     @property
     def free_bytes(self) -> int:
-        """Free bytes of the disk."""
-        free = os.statvfs(self._folder)
+        free = os.statvfs(self.folder)
         return free.f_bavail * free.f_frsize
 
     def takes(self, byte_count: int) -> bool:
@@ -67,7 +67,7 @@ class Segments:
         if byte_count <= (writer.room if writer else 0) + (spare.room if spare else 0):
             return True
         # Too large for the usual segments: `rotate` makes a larger one.
-        needed = byte_count + self._room.segment_bytes + self._room.copy_bytes
+        needed = byte_count + self.room.segment_bytes + self.room.copy_bytes
         return needed <= self.free_bytes
 
     def write(self, payloads: Sequence[Payload]) -> list[Stored]:
@@ -88,7 +88,7 @@ class Segments:
             part.append(payload)
             length += more
         places += self._write_part(part)
-        if payloads and self._durability == "fsync":
+        if payloads and self.durability == "fsync":
             hit("journal.before_fsync")
             self.current.sync()
         elif payloads:
@@ -102,21 +102,21 @@ class Segments:
         for length in (frame_length(payload_length(payload)) for payload in payloads):
             if length > room:
                 firsts.append(length)
-                room = max(self._room.segment_bytes - HEADER.size - CLOSING_BYTES, length)
+                room = max(self.room.segment_bytes - HEADER.size - CLOSING_BYTES, length)
             room -= length
         if not firsts:
             return
         if self.spare is None or self.spare.room < firsts[0]:
             self._allocate_spare(firsts[0])
         # `rotate` allocates the ones after it when it needs them.
-        others = sum(max(self._room.segment_bytes, length) for length in firsts[1:])
+        others = sum(max(self.room.segment_bytes, length) for length in firsts[1:])
         if self.spare is None or others > self.free_bytes:
             raise NoRoom
 
     def _write_part(self, payloads: list[Payload]) -> list[Stored]:
         writer = self.current
         places = writer.write(payloads) if payloads else []
-        self._room.by_file[writer.number] = writer.end
+        self.room.by_file[writer.number] = writer.end
         return [Stored(writer.number, offset, length) for offset, length in places]
 
     def rotate(self, number: int, at_least: int = 0) -> None:
@@ -125,24 +125,24 @@ class Segments:
         if self.spare is None or self.spare.room < at_least:
             self._allocate_spare(at_least)
         if self.spare is None:
-            raise OSError(errno.ENOSPC, "no room for another segment", str(self._folder))
+            raise OSError(errno.ENOSPC, "no room for another segment", str(self.folder))
         if self._writer is not None:
             self._writer.trim()
             self._writer.sync()
             self._writer.close()
             self.before = Place(self._writer.number, self._writer.end)
-        path = self._folder / f"{number:010d}.log"
+        path = self.folder / f"{number:010d}.log"
         hit("journal.before_rotate")
         self.spare.begin(path, number, self.before)
         self._writer, self.spare = self.spare, None
         self.paths[number] = path
-        self._room.by_file[number] = HEADER.size
+        self.room.by_file[number] = HEADER.size
         self._make_spare()
 
     def _make_spare(self) -> None:
         """Allocate the next segment if that leaves room for a compaction and its segment."""
         if self.spare is None:
-            reserved = 2 * self._room.segment_bytes + self._room.copy_bytes
+            reserved = 2 * self.room.segment_bytes + self.room.copy_bytes
             if reserved <= self.free_bytes:
                 self._allocate_spare()
             else:
@@ -153,9 +153,9 @@ class Segments:
         if self.spare is not None:
             self.spare.close()
             self.spare = None
-        size = max(self._room.segment_bytes, at_least + HEADER.size + CLOSING_BYTES)
+        size = max(self.room.segment_bytes, at_least + HEADER.size + CLOSING_BYTES)
         try:
-            self.spare = SegmentWriter(self._folder / "spare", size)
+            self.spare = SegmentWriter(self.folder / "spare", size)
             self._short = False
         except OSError as error:
             self._note_short(error)
@@ -173,8 +173,7 @@ class Segments:
             self._writer.sync()
 
     def close(self) -> None:
-        """Close the open files and remove the spare."""
         for writer in (self._writer, self.spare):
             if writer is not None:
                 writer.close()
-        (self._folder / "spare").unlink(missing_ok=True)
+        (self.folder / "spare").unlink(missing_ok=True)

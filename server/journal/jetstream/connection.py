@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -120,29 +120,23 @@ class Connection(Link):
         until = clock() + self._patience
         done = 0
         while done < len(window):
+            left, replies = window[done:], list[str]()
             try:
-                async for _ in self._stored(window[done:]):
+                for message in left:
+                    headers = {
+                        "Nats-Msg-Id": self._id(message.sequence),
+                        "Nats-Expected-Last-Sequence": str(message.sequence - 1),
+                    }
+                    replies.append(await self._send(message.subject, message.body, headers))
+                for message, reply in zip(left, replies, strict=True):
+                    await self._check_stored(message, await self._answer(reply))
                     done += 1
                     until = clock() + self._patience
             except FAILED as error:
                 await self._again(until - clock(), error)
-
-    async def _stored(self, messages: Sequence[StreamMessage]) -> AsyncIterator[StreamMessage]:
-        """Send messages, and yield each, in order, once it is stored. Raises FAILED."""
-        replies: list[str] = []
-        try:
-            for message in messages:
-                headers = {
-                    "Nats-Msg-Id": self._id(message.sequence),
-                    "Nats-Expected-Last-Sequence": str(message.sequence - 1),
-                }
-                replies.append(await self._send(message.subject, message.body, headers))
-            for message, reply in zip(messages, replies, strict=True):
-                await self._check_stored(message, await self._answer(reply))
-                yield message
-        finally:
-            for reply in replies:
-                self._answers.pop(reply, None)
+            finally:
+                for reply in replies:
+                    self._answers.pop(reply, None)
 
     def _id(self, sequence: int) -> str:
         return f"{self.writer}.{sequence}"

@@ -64,7 +64,6 @@ class StreamLog:
         self.connection = Connection(section, self._why_not_synced if synced else None)
         self._packing = Packing(self.connection.subjects, MESSAGE_BYTES, INLINE_BYTES)
         self._next = 1
-        """Sequence of the next message."""
         self._begin = 1
         """Sequence from which a restarted server reads."""
         self._snapshot_end = 0

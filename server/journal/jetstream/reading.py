@@ -123,7 +123,13 @@ async def read_stored(connection: Connection, stored: Stored) -> bytes:
     if isinstance(stored, StoredOutside):
         first = stored.reference.first
         last = first + stored.reference.count - 1
-        return stored.reference.join([m.body async for m in fetch_all(connection, first, last)])
+        bodies: list[bytes] = []
+        async with aclosing(_fetch_places(connection, first, last)) as places:
+            async for sequence, message in places:
+                if message is None:
+                    raise FrameCorrupt(f"message {sequence} is missing")
+                bodies.append(message.body)
+        return stored.reference.join(bodies)
     # Copy the location: a compaction may update `stored` during the fetch.
     sequence, offset = stored.segment, stored.offset
     message = await connection.fetch(sequence)
@@ -161,16 +167,6 @@ def _begins_anew(connection: Connection, message: Fetched) -> bool:
     if not connection.subjects.is_log(message.subject):
         return False
     return next(read_message(message.sequence, message.body)).kind is Kind.OWNER
-
-
-async def fetch_all(connection: Connection, first: int, last: int) -> AsyncIterator[Fetched]:
-    """Yield every message of a range, in order. Raises JetStreamError, and FrameCorrupt if one is
-    missing."""
-    async with aclosing(_fetch_places(connection, first, last)) as places:
-        async for sequence, message in places:
-            if message is None:
-                raise FrameCorrupt(f"message {sequence} is missing")
-            yield message
 
 
 async def _fetch_places(

@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
 State = Literal["waiting", "used"]
 
-# A row's values: JSON types or PerToken.
 Row = Mapping[str, object]
+"""Values are JSON types or PerToken."""
 Write = Callable[[Iterable[Row]], None]
-Schema = Any  # pyarrow has no type hints.
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +206,7 @@ def _parquet(path: Path, arrow: Any) -> Generator[Write]:
         yield write
 
 
-def parquet_schema(arrow: Any) -> Schema:
+def parquet_schema(arrow: Any) -> Any:
     """Return the columns, in the order of a row. User-defined structures are JSON strings."""
     text, long, whole = arrow.string(), arrow.int64(), arrow.int32()
     columns = {

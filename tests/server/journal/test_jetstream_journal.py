@@ -498,7 +498,7 @@ async def test_a_compaction_has_room_however_often_it_was_killed_before(
                 await journal.append(state)
             else:
                 assert len(names) == len(state)
-            journal._pace.press()
+            journal._pace.pressed = True
             await journal.append([record("more")])
             state = [*state, record("more")]
             async with asyncio.timeout(20):

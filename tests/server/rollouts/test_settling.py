@@ -369,7 +369,7 @@ async def test_a_compaction_does_not_bring_back_what_went_with_its_run(tmp_path:
             count = len(journal._batch)
             written = await write_batch()
             if count > 1:
-                journal._pace.press()
+                journal._pace.pressed = True
             return written
 
         journal._segments.write = late
