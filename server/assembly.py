@@ -411,7 +411,7 @@ class Serving:
 
     async def _switched(self, switched: Switched) -> None:
         self.metrics.weights_switched(switched.pause_seconds)
-        recorded = self.journal.begin_append([weights_activated(switched.weight_version)])
+        recorded = self.journal.append([weights_activated(switched.weight_version)])
         await self._release_turns()
         # Before the switch is answered. Without the record, a restarted server would sample with the
         # weights it loads and take them for the beginning of the run.

@@ -72,7 +72,7 @@ class CompletedGroups:
         hit("closing.before_append")
         if completed.byte_count > MAX_GROUP_BYTES:
             dropped = group_dropped(completed.group_id, GROUP_TOO_LARGE)
-            return self._drop_too_large(completed, self._journal.begin_append([*records, dropped]))
+            return self._drop_too_large(completed, self._journal.append([*records, dropped]))
         appended: list[Appended] = [*records]
         if self._journal.on_disk:
             appended.append(
@@ -83,7 +83,7 @@ class CompletedGroups:
                     has_policy_tokens=completed.oldest_version is not None,
                 )
             )
-        appending = self._journal.begin_append(appended, hold_last=True)
+        appending = self._journal.append(appended, hold_last=True)
         return self._buffer_durable(completed, encoded, appending)
 
     async def _buffer_durable(
@@ -103,7 +103,7 @@ class CompletedGroups:
         elif stored:
             self._journal.release(stored[-1])
             # This record comes after the group's, even after a compaction: held records are copied.
-            self._journal.begin_append([group_dropped(completed.group_id, "RUN_REPLACED")])
+            self._journal.append([group_dropped(completed.group_id, "RUN_REPLACED")])
         self._queue.release(completed.group_id)
 
     def _is_wanted(self, completed: BufferedGroup) -> bool:

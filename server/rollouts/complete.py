@@ -206,7 +206,7 @@ class Closing:
                 records += self._leave_out(one)
         completed = settled[-1].completed
         if completed is None:
-            return _written(self._journal.begin_append([*records, group_changed(group)]))
+            return _written(self._journal.append([*records, group_changed(group)]))
         return self._completed.complete(completed, records)
 
     def _leave_out(self, settled: Settled) -> list[Record]:

@@ -208,7 +208,7 @@ class Opening:
             # Queued before the trajectory's own record, for which the caller waits.
             joined = self._queue.attempt_of(record.trajectory_id)
             assert joined is not None
-            self._journal.begin_append([group_changed(joined.group)])
+            self._journal.append([group_changed(joined.group)])
         self._store.add(record)
         if attempt is None and parent is None and not (request.group_id or record.single_turn):
             self._own.opened(record)

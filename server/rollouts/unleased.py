@@ -89,7 +89,7 @@ class OwnTrajectories:
             oldest.append(trajectory_id)
             byte_count -= taken
         if oldest:
-            self._journal.begin_append([trajectories_forgotten(self._forget_closed(oldest))])
+            self._journal.append([trajectories_forgotten(self._forget_closed(oldest))])
 
     def restore(self) -> None:
         """Track the trajectories that recovery put into the store."""
@@ -136,7 +136,7 @@ class OwnTrajectories:
             for name in lost:
                 self._store.forget(name)
             self._leases.remember_expired(lost, retried=False)
-            self._journal.begin_append(
+            self._journal.append(
                 [leases_expired(lost, retried=False), trajectories_forgotten(lost)]
             )
             self._changed.notify()

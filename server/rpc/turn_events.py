@@ -130,7 +130,7 @@ class TurnEvents:
             self._store.forget(record.trajectory_id)
             self._own.withdrawn(record.trajectory_id)
             if not record.single_turn:
-                self._journal.begin_append([trajectories_forgotten([record.trajectory_id])])
+                self._journal.append([trajectories_forgotten([record.trajectory_id])])
 
     async def finished(self, turn: Turn, attempt: TurnAttempt) -> rollout_service_pb2.TurnFinished:
         finished = TurnFinished(

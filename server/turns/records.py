@@ -63,7 +63,7 @@ class TurnRecorder:
         refers_from = self._journal.refers_from
         new = [] if refers_from is None else list(record.unrecorded_from(refers_from))
         opened = [trajectory_opened(record)] if opens else []
-        appending = self._journal.begin_append([*opened, turn_changed(record)])
+        appending = self._journal.append([*opened, turn_changed(record)])
         record.written.update(dict.fromkeys(new, appending))
         return appending
 

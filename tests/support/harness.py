@@ -348,13 +348,13 @@ def hold_back_switches(
     future to make that record count as durable."""
     written: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
     journal = harness.serving.journal
-    begin_append = journal.begin_append
+    append = journal.append
 
     def held(records: Any, **options: Any) -> Any:
         kinds = [r.WhichOneof("record") for r in records if not isinstance(r, EncodedRecord)]
-        return written if "weights_activated" in kinds else begin_append(records, **options)
+        return written if "weights_activated" in kinds else append(records, **options)
 
-    monkeypatch.setattr(journal, "begin_append", held)
+    monkeypatch.setattr(journal, "append", held)
     return written
 
 

@@ -69,7 +69,7 @@ class Evaluator:
         """Runs evaluations that begin from now on in this task group."""
         self._group = group
         for stream in self._streams:
-            stream.deliver_to(partial(self._take, stream))
+            stream.deliver = partial(self._take, stream)
 
     def version_active(self, step: int, weight_version: int) -> None:
         """Begins every evaluation that is due, now that the server samples these weights."""
@@ -229,11 +229,11 @@ class Evaluator:
                 async with asyncio.timeout_at(since + one.config.patience_seconds):
                     await current.changed.wait()
             except TimeoutError:
-                there = all(stream.is_ready for stream in self._streams)
+                there = all(stream.ready.is_set() for stream in self._streams)
                 if there and all(stream.since <= since for stream in self._streams):
                     return False
                 for stream in self._streams:
-                    await stream.ready()
+                    await stream.ready.wait()
                 continue
             current.changed.clear()
             return True

@@ -199,7 +199,7 @@ class Sender:
     def switch(self, weight_version: int) -> asyncio.Future[SwitchReceipt] | None:
         """Request a version, which the trainer holds as of this call. None if the server is past it."""
         if weight_version < self.inherited:
-            self.exchange.hold(weight_version)
+            self.exchange.held_version = weight_version
             return None
         self.inherited = 0
         return self.exchange.switch(weight_version)

@@ -67,7 +67,7 @@ class Disk:
     def __init__(self, harness: Harness, kind: str) -> None:
         self.reached, self.go_on = asyncio.Event(), asyncio.Event()
         journal: Any = harness.serving.journal
-        begin_append = journal.begin_append
+        append = journal.append
 
         def late(records: Any, **fields: Any) -> Any:
             async def end() -> Any:
@@ -76,10 +76,10 @@ class Disk:
                 await self.go_on.wait()
                 return found
 
-            appending = begin_append(records, **fields)
+            appending = append(records, **fields)
             return asyncio.ensure_future(end()) if kind in kinds(records, **fields) else appending
 
-        journal.begin_append = late
+        journal.append = late
 
 
 async def compact(harness: Harness) -> None:
@@ -369,11 +369,11 @@ async def test_a_compaction_does_not_bring_back_what_went_with_its_run(tmp_path:
             count = len(journal._batch)
             written = await write_batch()
             if count > 1:
-                journal._pace.press()
+                journal._pace.pressed = True
             return written
 
         journal._segments.write = late
-        journal.begin_append([step_final(0)])
+        journal.append([step_final(0)])
         await until(lambda: not journal._queue)
         last = asyncio.ensure_future(harness.complete(given.trajectory_id))
         await until(lambda: len(journal._queue) == 1)

@@ -547,9 +547,8 @@ async def test_room_is_waited_for_anew_where_the_server_was_away(
     monkeypatch.setattr(retrying, "RETRY_SECONDS", 0.01)
     full, away = ServerFull("QUEUE_FULL", 0.04), ServerLost("away")
     said = [full, full, away, full, None]
-
-    async def ready() -> None:
-        pass
+    ready = asyncio.Event()
+    ready.set()
 
     async def attempt() -> str:
         if (error := said.pop(0)) is not None:
