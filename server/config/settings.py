@@ -38,6 +38,10 @@ class ConfigError(Exception):
     """The configuration cannot be used. The message names the offending value."""
 
 
+class AddressInUse(Exception):
+    """The server cannot listen on the address."""
+
+
 class WeightsSection(Section):
     """How the server receives weight versions and switches to them."""
 

@@ -35,51 +35,48 @@ class Gone(Exception):
     """The connection was lost, or its client stopped reading."""
 
 
-class Bodies:
-    def __init__(
-        self, callers: Callers, check_memory: Callable[[int], None], stalled_seconds: float
-    ) -> None:
-        """`check_memory` raises MEMORY_BUDGET if this many bytes do not fit."""
-        self._callers = callers
-        self._check_memory = check_memory
-        self._stalled_seconds = stalled_seconds
-
-    @contextlib.asynccontextmanager
-    async def read(self, scope: Scope, receive: Receive) -> AsyncGenerator[bytes]:
-        """Yields the whole body, which is charged to its caller's account until the block exits."""
-        most = self._callers.message_bytes
-        announced = Headers(scope=scope).get("content-length", "0")
-        body, size, more = bytearray(), int(announced) if announced.isdigit() else 0, True
-        now = asyncio.get_running_loop().time
-        with self._callers.arriving(self._check_memory) as keep:
-            try:
-                # The timeout covers a whole piece. A byte at a time could hold the body in memory forever.
-                async with asyncio.timeout(self._stalled_seconds) as limit:
-                    while more and size <= most:
-                        message = await receive()
-                        if message["type"] == "http.disconnect":
-                            raise Gone
-                        part = message.get("body", b"")
-                        keep(len(part))
-                        before = len(body) // PIECE_BYTES
-                        body += part
-                        if len(body) // PIECE_BYTES > before:
-                            limit.reschedule(now() + self._stalled_seconds)
-                        more, size = message.get("more_body", False), max(size, len(body))
-            except TimeoutError:
-                raise DomainError(
-                    Reason.MALFORMED_MESSAGE,
-                    f"the body stalled at {len(body)} bytes: less than {PIECE_BYTES} more arrived within "
-                    f"{self._stalled_seconds:g} s",
-                    {"body_bytes": len(body), "seconds": self._stalled_seconds},
-                ) from None
-            if size > most:
-                raise DomainError(
-                    Reason.MESSAGE_TOO_LARGE,
-                    f"the body has at least {size} bytes; at most {most} are allowed",
-                    {"message_bytes": size, "limit": most},
-                )
-            yield bytes(body)
+@contextlib.asynccontextmanager
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    callers: Callers,
+    check_memory: Callable[[int], None],
+    stalled_seconds: float,
+) -> AsyncGenerator[bytes]:
+    """Yields the whole body, which is charged to its caller's account until the block exits."""
+    most = callers.message_bytes
+    announced = Headers(scope=scope).get("content-length", "0")
+    body, size, more = bytearray(), int(announced) if announced.isdigit() else 0, True
+    now = asyncio.get_running_loop().time
+    with callers.arriving(check_memory) as keep:
+        try:
+            # The timeout covers a whole piece. A byte at a time could hold the body in memory forever.
+            async with asyncio.timeout(stalled_seconds) as limit:
+                while more and size <= most:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Gone
+                    part = message.get("body", b"")
+                    keep(len(part))
+                    before = len(body) // PIECE_BYTES
+                    body += part
+                    if len(body) // PIECE_BYTES > before:
+                        limit.reschedule(now() + stalled_seconds)
+                    more, size = message.get("more_body", False), max(size, len(body))
+        except TimeoutError:
+            raise DomainError(
+                Reason.MALFORMED_MESSAGE,
+                f"the body stalled at {len(body)} bytes: less than {PIECE_BYTES} more arrived within "
+                f"{stalled_seconds:g} s",
+                {"body_bytes": len(body), "seconds": stalled_seconds},
+            ) from None
+        if size > most:
+            raise DomainError(
+                Reason.MESSAGE_TOO_LARGE,
+                f"the body has at least {size} bytes; at most {most} are allowed",
+                {"message_bytes": size, "limit": most},
+            )
+        yield bytes(body)
 
 
 class Sending:
@@ -91,7 +88,7 @@ class Sending:
         self._put = send
         self._cut_off = cut_off
         self._stalled_seconds = stalled_seconds
-        self._unread = unread
+        self._unread: Unread = unread
         self._begun = self._ended = False
 
     async def json(
@@ -116,7 +113,7 @@ class Sending:
                 await self._piece(b"")
 
     async def _piece(self, data: bytes) -> None:
-        """Sends a piece once the previous one has been taken."""
+        """Waits until the previous piece has been taken."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
@@ -126,7 +123,7 @@ class Sending:
     async def refuse(self, surface: Surface, error: DomainError) -> None:
         """Does nothing once the answer has ended."""
         # The call has already ended, and its charges with it.
-        self._unread = _uncounted
+        self._unread = lambda _: contextlib.nullcontext()
         with contextlib.suppress(Gone):
             if not self._begun:
                 body = json.dumps(surface.error(error))
@@ -155,10 +152,6 @@ class Sending:
             raise Gone from None
 
 
-def _uncounted(_: int) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Cancels the work and raises Gone if the client disconnects."""
 
@@ -181,11 +174,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None
 
 def presented(scope: Scope) -> Presented:
     """What gRPC would present for the same caller."""
-    headers = [
-        (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
-    ]
-    names = {name for name, _ in headers}
-    if AUTHORIZATION not in names:
+    headers = Headers(scope=scope).items()
+    if AUTHORIZATION not in dict(headers):
         # Anthropic's SDKs send their API key in this header.
         headers = [
             (AUTHORIZATION, f"Bearer {value}") if name == "x-api-key" else (name, value)
