@@ -21,8 +21,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from penstock.common.arithmetic import computes_bfloat16
 
-__all__ = ["AsyncEngineArgs", "describe_options", "engine_arguments"]
-
 WORKER_EXTENSION = "penstock.server.vllm.worker.weight_engine.WorkerExtension"
 WEIGHT_TRANSFER_BACKEND = "penstock"
 KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
