@@ -16,13 +16,7 @@ from penstock.common.garbage import start_up_kept
 from penstock.common.secrets import without_secrets
 from penstock.server.config import settings as configuration
 from penstock.server.config.settings import AddressInUse, ConfigError, ServeConfig
-from penstock.server.engines import (
-    EngineSource,
-    HubSource,
-    ParserFailed,
-    VllmSource,
-    make_parser,
-)
+from penstock.server.engines import EngineSource, HubSource, ParserFailed, VllmSource, make_parser
 
 logger = logging.getLogger(__name__)
 

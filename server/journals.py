@@ -14,8 +14,7 @@ async def open_journal(section: JournalSection) -> Journal:
         return MemoryJournal()
     if section.url is not None:
         return await _open_stream(section)
-    if section.folder is None:
-        return MemoryJournal()
+    assert section.folder is not None, "durability needs a place"
     try:
         return LogJournal(
             section.folder,

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.http import errors as http_errors
@@ -56,7 +56,31 @@ class ChatCompletions:
     """The `surface.Surface` of OpenAI's chat completions."""
 
     def read(self, body: bytes) -> ChatRequest:
-        return read(requests.read_object(body))
+        found = requests.read_object(body)
+        requests.check_parameters(found, READ, NEUTRAL)
+        tools = requests.objects(found, "tools")
+        for index, tool in enumerate(tools):
+            if tool.get("type", "function") != "function":
+                raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool["type"])
+        if not requests.objects(found, "messages"):
+            raise FieldInvalid("messages", "must hold at least one message")
+        requests.check_tool_choice(found, "none")
+        # vLLM's model rejects a tool choice if there are no tools.
+        nothing = not tools and found.get("tool_choice") in (None, "none", "auto")
+        left_out = ("tools", "tool_choice") if nothing else ()
+        # vLLM's model returns lists as iterators, so the messages are read from the body itself.
+        given = {name: value for name, value in found.items() if name not in left_out}
+        request = requests.validated(api.ChatCompletionRequest, given)
+        options = request.stream_options
+        messages = requests.read_messages(found["messages"])
+        requests.check_end(messages, f"messages[{len(messages) - 1}]")
+        return ChatRequest(
+            messages,
+            requests.read_tools([tool["function"] for tool in tools]),
+            requests.sampling_of(found, SAMPLING),
+            bool(request.stream),
+            include_usage=options is not None and bool(options.include_usage),
+        )
 
     def whole(self, request: ChatRequest, reply: Reply) -> str:
         return whole(reply).model_dump_json()
@@ -76,34 +100,6 @@ class ChatCompletions:
 
     def error_event(self, error: DomainError) -> str:
         return f"data: {json.dumps(self.error(error))}\n\n"
-
-
-def read(body: dict[str, Any]) -> ChatRequest:
-    """Raises FIELD_INVALID."""
-    requests.check_parameters(body, READ, NEUTRAL)
-    tools = requests.objects(body, "tools")
-    for index, tool in enumerate(tools):
-        if tool.get("type", "function") != "function":
-            raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool["type"])
-    if not requests.objects(body, "messages"):
-        raise FieldInvalid("messages", "must hold at least one message")
-    requests.check_tool_choice(body, "none")
-    # vLLM's model rejects a tool choice if there are no tools.
-    nothing = not tools and body.get("tool_choice") in (None, "none", "auto")
-    left_out = ("tools", "tool_choice") if nothing else ()
-    # vLLM's model returns lists as iterators, so the messages are read from the body itself.
-    given = {name: value for name, value in body.items() if name not in left_out}
-    request = requests.validated(api.ChatCompletionRequest, given)
-    options = request.stream_options
-    messages = requests.read_messages(body["messages"])
-    requests.check_end(messages, f"messages[{len(messages) - 1}]")
-    return ChatRequest(
-        messages,
-        requests.read_tools([tool["function"] for tool in tools]),
-        requests.sampling_of(body, SAMPLING),
-        bool(request.stream),
-        include_usage=options is not None and bool(options.include_usage),
-    )
 
 
 def whole(reply: Reply) -> api.ChatCompletionResponse:

@@ -114,12 +114,12 @@ class Messages:
 
         async with contextlib.aclosing(self._converters.message_stream_converter(chat())) as events:
             async for event in events:
-                if event.startswith("event: content_block_start\n"):
-                    yield _with_signature(event)
-                elif reply.extra and event.startswith("event: message_delta\n"):
-                    yield _with_extra(event, reply)
-                else:
-                    yield event
+                kind = event.partition("\n")[0]
+                if kind == "event: content_block_start" or (
+                    reply.extra and kind == "event: message_delta"
+                ):
+                    event = _completed(event, reply)
+                yield event
         if failed:
             raise failed[0]
 
@@ -166,18 +166,14 @@ def _read_results(request: AnthropicMessagesRequest) -> None:
                 block.content = f"Error: {text}" if text else "Error"
 
 
-def _with_extra(event: str, reply: Reply) -> str:
-    """Adds fields that vLLM's model lacks to the event that ends a message."""
+def _completed(event: str, reply: Reply) -> str:
+    """Adds fields that vLLM omits to the beginning of a block, or to the end of a message."""
     head, data = event.split("data: ", 1)
     told = json.loads(data)
-    told["delta"] |= reply.extra
-    return f"{head}data: {json.dumps(told)}\n\n"
-
-
-def _with_signature(event: str) -> str:
-    """vLLM omits the field. It is empty here, because the signature follows at the end of the block."""
-    head, data = event.split("data: ", 1)
-    told = json.loads(data)
-    if told["content_block"]["type"] == "thinking":
-        told["content_block"].setdefault("signature", "")
+    block = told.get("content_block")
+    if block is None:
+        told["delta"] |= reply.extra
+    elif block["type"] == "thinking":
+        # Empty here, because the signature follows at the end of the block.
+        block.setdefault("signature", "")
     return f"{head}data: {json.dumps(told)}\n\n"

@@ -307,14 +307,6 @@ class AgentTurns:
             # The turn was whole before this request arrived.
             yield _written(turn, taken, answer.finished.policy_token_count)
 
-    async def whole(self, answer: Answer) -> rollout_service_pb2.TurnFinished:
-        """Raises the same errors as `follow`."""
-        async with contextlib.aclosing(self.follow(answer)) as pieces:
-            async for _ in pieces:
-                pass
-        assert answer.finished is not None
-        return answer.finished
-
     async def told(self, answer: Answer, message: Message) -> None:
         """Stores the message that the agent receives, if it differs from the parsed one. The journal has
         it before the agent receives the end of it. Raises JOURNAL_FAILED."""
