@@ -111,11 +111,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         level=os.environ.get("PENSTOCK_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    source = (
-        HubSource(config, engine_options)
-        if config.pool.engines
-        else VllmSource(config, engine_options)
-    )
+    source = (HubSource if config.pool.engines else VllmSource)(config, engine_options)
     if dry_run:
         import tomli_w
 

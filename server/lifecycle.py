@@ -37,8 +37,6 @@ from penstock.server.security.gate import Gate
 from penstock.wire.channel import server_options
 from penstock.wire.reasons import Reason
 
-FOR_EVER_SECONDS = 1e9
-
 
 def bind(
     listen: str, concurrent_calls: int, gate: Gate | None = None
@@ -147,7 +145,7 @@ class Lifecycle:
         """Return, with the reason, if gRPC itself has ended the server, which no call should cause."""
         try:
             # Without a timeout, cancelling this wait would cancel the server's termination itself.
-            await self._server.wait_for_termination(FOR_EVER_SECONDS)
+            await self._server.wait_for_termination(1e9)
         except Exception as error:
             return f"the gRPC server ended: {error!r}"
         return "the gRPC server ended"

@@ -32,6 +32,7 @@ class Asked:
     digest: bytes
     """Digest of the request as received."""
     says_retry: bool
+    trace: Context = field(repr=False)
 
 
 @dataclass(slots=True, eq=False)

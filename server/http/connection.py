@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 
 from penstock.server.core.errors import DomainError
 from penstock.server.http import errors as http_errors
-from penstock.server.http.server import CLIENT_NAMES, WRITE_BUFFER_BYTES
+from penstock.server.http.server import CLIENT_NAMES, CUT_OFF, WRITE_BUFFER_BYTES
 from penstock.server.http.surface import Surface
 from penstock.server.security.callers import Callers
 from penstock.server.security.credentials import AUTHORIZATION
@@ -35,61 +35,75 @@ class Gone(Exception):
     """The connection was lost, or its client stopped reading."""
 
 
-@contextlib.asynccontextmanager
-async def read_body(
-    scope: Scope,
-    receive: Receive,
-    callers: Callers,
-    check_memory: Callable[[int], None],
-    stalled_seconds: float,
-) -> AsyncGenerator[bytes]:
-    """Yields the whole body, which is charged to its caller's account until the block exits."""
-    most = callers.message_bytes
-    announced = Headers(scope=scope).get("content-length", "0")
-    body, size, more = bytearray(), int(announced) if announced.isdigit() else 0, True
-    now = asyncio.get_running_loop().time
-    with callers.arriving(check_memory) as keep:
-        try:
-            # The timeout covers a whole piece. A byte at a time could hold the body in memory forever.
-            async with asyncio.timeout(stalled_seconds) as limit:
-                while more and size <= most:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise Gone
-                    part = message.get("body", b"")
-                    keep(len(part))
-                    before = len(body) // PIECE_BYTES
-                    body += part
-                    if len(body) // PIECE_BYTES > before:
-                        limit.reschedule(now() + stalled_seconds)
-                    more, size = message.get("more_body", False), max(size, len(body))
-        except TimeoutError:
-            raise DomainError(
-                Reason.MALFORMED_MESSAGE,
-                f"the body stalled at {len(body)} bytes: less than {PIECE_BYTES} more arrived within "
-                f"{stalled_seconds:g} s",
-                {"body_bytes": len(body), "seconds": stalled_seconds},
-            ) from None
-        if size > most:
-            raise DomainError(
-                Reason.MESSAGE_TOO_LARGE,
-                f"the body has at least {size} bytes; at most {most} are allowed",
-                {"message_bytes": size, "limit": most},
-            )
-        yield bytes(body)
-
-
-class Sending:
-    """Sends one answer, and charges it to its caller's account until it is read."""
+class HttpCall:
+    """One request and its answer. The answer is charged to its caller's account until it is read."""
 
     def __init__(
-        self, send: Send, cut_off: Callable[[], None], stalled_seconds: float, unread: Unread
+        self, scope: Scope, receive: Receive, send: Send, callers: Callers, stalled_seconds: float
     ) -> None:
+        self.scope = scope
+        self._receive = receive
         self._put = send
-        self._cut_off = cut_off
+        self._callers = callers
         self._stalled_seconds = stalled_seconds
-        self._unread: Unread = unread
+        self._unread: Unread = callers.unread
         self._begun = self._ended = False
+
+    @contextlib.asynccontextmanager
+    async def body(self, check_memory: Callable[[int], None]) -> AsyncGenerator[bytes]:
+        """Yields the whole body, which is charged to its caller's account until the block exits."""
+        most = self._callers.message_bytes
+        announced = Headers(scope=self.scope).get("content-length", "0")
+        body, size, more = bytearray(), int(announced) if announced.isdigit() else 0, True
+        now = asyncio.get_running_loop().time
+        with self._callers.arriving(check_memory) as keep:
+            try:
+                # The timeout covers a whole piece. A byte at a time could hold the body in memory forever.
+                async with asyncio.timeout(self._stalled_seconds) as limit:
+                    while more and size <= most:
+                        message = await self._receive()
+                        if message["type"] == "http.disconnect":
+                            raise Gone
+                        part = message.get("body", b"")
+                        keep(len(part))
+                        before = len(body) // PIECE_BYTES
+                        body += part
+                        if len(body) // PIECE_BYTES > before:
+                            limit.reschedule(now() + self._stalled_seconds)
+                        more, size = message.get("more_body", False), max(size, len(body))
+            except TimeoutError:
+                raise DomainError(
+                    Reason.MALFORMED_MESSAGE,
+                    f"the body stalled at {len(body)} bytes: less than {PIECE_BYTES} more arrived within "
+                    f"{self._stalled_seconds:g} s",
+                    {"body_bytes": len(body), "seconds": self._stalled_seconds},
+                ) from None
+            if size > most:
+                raise DomainError(
+                    Reason.MESSAGE_TOO_LARGE,
+                    f"the body has at least {size} bytes; at most {most} are allowed",
+                    {"message_bytes": size, "limit": most},
+                )
+            yield bytes(body)
+
+    async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Cancels the work and raises Gone if the client disconnects."""
+
+        async def gone() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+
+        working = asyncio.create_task(work)
+        leaving = asyncio.create_task(gone())
+        try:
+            await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise Gone
+            working.result()
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
 
     async def json(
         self, text: str, status: int = 200, headers: Mapping[str, str] | None = None
@@ -144,32 +158,12 @@ class Sending:
             async with asyncio.timeout(self._stalled_seconds):
                 await self._put(message)
         except TimeoutError:
-            self._cut_off()
+            self.scope[CUT_OFF]()
             self._ended = True
             logger.warning(
                 "client read nothing for %g s; closed the connection", self._stalled_seconds
             )
             raise Gone from None
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Cancels the work and raises Gone if the client disconnects."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(gone())
-    try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Gone
-        working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 def presented(scope: Scope) -> Presented:

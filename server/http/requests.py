@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+ROLES = {"developer": "system"} | {name: name for name in ("system", "user", "assistant", "tool")}
 # Types of message parts that are text, and the key that holds it.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 JsonObject = dict[str, Any]

@@ -28,9 +28,3 @@ class Surface(Protocol):
     # An error: as the body of an answer, or as the last event of a stream.
     def error(self, error: DomainError) -> Mapping[str, object]: ...
     def error_event(self, error: DomainError) -> str: ...
-
-
-class Counting(Surface, Protocol):
-    def read_count(self, body: bytes) -> AgentRequest:
-        """Raises DomainError."""
-        ...

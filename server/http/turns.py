@@ -60,8 +60,6 @@ from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
-
     from penstock.server.text.messages import Message
 
 GenerateRequest = twin(rollout_service_pb2.GenerateRequest)
@@ -87,22 +85,25 @@ class AgentTurns:
     )
 
     @contextlib.asynccontextmanager
-    async def ask(self, asked: Asked, trace: Context) -> AsyncGenerator[Answer]:
+    async def ask(self, asked: Asked) -> AsyncGenerator[Answer]:
         """Yields an answer whose turn has begun. If its last follower leaves before it is whole, the turn
         is aborted. Raises DomainError."""
         if asked.attempt_id:
             # Of two concurrent requests, the second must see what the first one stored.
             async with self._locks.setdefault(asked.attempt_id, asyncio.Lock()):
-                answer = await self._begin(asked, trace)
+                answer = await self._begin(asked)
         else:
             if asked.request.previous is not None:
                 raise no_answer(asked.request.previous)
-            answer = await self._open(asked, f"http-{uuid.uuid4().hex}", trace)
+            answer = await self._open(asked, f"http-{uuid.uuid4().hex}")
         answer.note.followers += 1
         try:
             yield answer
         except DomainError:
-            if asked.attempt_id and self._withdrawn(answer):
+            # If the turn failed before its first token, the store has no trace of it.
+            record = answer.turn.record
+            held = self.store.find(record.trajectory_id) is record
+            if asked.attempt_id and answer.finished is None and not held:
                 self._refused.add(asked.digest)
             raise
         finally:
@@ -112,14 +113,9 @@ class AgentTurns:
             if not asked.attempt_id:
                 self.events.forget_soon(answer.turn)
 
-    def _withdrawn(self, answer: Answer) -> bool:
-        """Whether the turn failed before its first token. The store then has no trace of it."""
-        record = answer.turn.record
-        return answer.finished is None and self.store.find(record.trajectory_id) is not record
-
     # From a request to a turn that has begun.
 
-    async def _begin(self, asked: Asked, trace: Context) -> Answer:
+    async def _begin(self, asked: Asked) -> Answer:
         self.queue.attempt_of(asked.attempt_id)
         records = self._open_records(asked.attempt_id)
         says_retry = asked.says_retry and not self._refused.take(asked.digest)
@@ -135,9 +131,9 @@ class AgentTurns:
             record, note = min(
                 retried, key=lambda it: (it[1].delivered, it[1].followers, -it[1].asked_at)
             )
-            return await self._again(record, note, asked, trace)
+            return await self._again(record, note, asked)
         try:
-            return await self._begin_new(records, asked, trace)
+            return await self._begin_new(records, asked)
         except DomainError:
             self._refused.add(asked.digest)
             raise
@@ -156,9 +152,7 @@ class AgentTurns:
             )
         return [root, *root.open_branches()]
 
-    async def _begin_new(
-        self, records: Sequence[TrajectoryRecord], asked: Asked, trace: Context
-    ) -> Answer:
+    async def _begin_new(self, records: Sequence[TrajectoryRecord], asked: Asked) -> Answer:
         request = asked.request
         if records:
             if request.previous is None:
@@ -167,37 +161,33 @@ class AgentTurns:
                 found = named(records, request.previous, request)
             if found.record is not None and not found.new_messages:
                 found = self._cut_off(found, found.record, asked)
-            answer, kind = await self._go_by(found, records[0], asked, trace), found.kind
+            answer, kind = await self._go_by(found, records[0], asked), found.kind
         else:
             if request.previous is not None:
                 raise no_answer(request.previous)
-            answer, kind = await self._open(asked, asked.attempt_id, trace), MatchKind.NEW
+            answer, kind = await self._open(asked, asked.attempt_id), MatchKind.NEW
         self.metrics.conversation(kind.value)
         return answer
 
-    async def _again(
-        self, record: TrajectoryRecord, note: Answered, asked: Asked, trace: Context
-    ) -> Answer:
+    async def _again(self, record: TrajectoryRecord, note: Answered, asked: Asked) -> Answer:
         """Returns the turn of the request that a retry repeats."""
         # The turn can also have ended normally at the moment its last follower left.
         if note.finished is None and note.turn.resumable:
-            return await self._resume(record, asked, trace)
+            return await self._resume(record, asked)
         self.ownership.check_own(record.trajectory_id)
         how = self.opening.how(_options(asked.request.stream))
-        return Answer(note.turn, how, trace, note, note.finished)
+        return Answer(note.turn, how, asked.trace, note, note.finished)
 
-    async def _go_by(
-        self, found: Match, root: TrajectoryRecord, asked: Asked, trace: Context
-    ) -> Answer:
+    async def _go_by(self, found: Match, root: TrajectoryRecord, asked: Asked) -> Answer:
         """Begins the turn that a match calls for."""
         record = found.record
         if found.kind is MatchKind.BRANCHED or record is None:
             branch = f"{root.trajectory_id}/{uuid.uuid4().hex[:12]}"
             after = None if asked.request.previous is None else found.message_count
-            return await self._open(asked, branch, trace, record or root, after)
+            return await self._open(asked, branch, record or root, after)
         if not found.new_messages:
             # The request is worded differently, or the server restarted: sample as this request asks.
-            return await self._resume(record, asked, trace, self._sampling(asked))
+            return await self._resume(record, asked, self._sampling(asked))
         self.ownership.begin_turn(record.trajectory_id)
         turn, how = await self.opening.extend(
             ContinueRequest(
@@ -205,16 +195,15 @@ class AgentTurns:
                 sampling_params=self._sampling(asked),
                 stream_options=_options(asked.request.stream),
             ),
-            trace,
+            asked.trace,
             Said(list(found.new_messages)),
         )
-        return self._answer(turn, how, asked, trace)
+        return self._answer(turn, how, asked)
 
     async def _open(
         self,
         asked: Asked,
         trajectory_id: str,
-        trace: Context,
         parent: TrajectoryRecord | None = None,
         after: int | None = None,
     ) -> Answer:
@@ -227,16 +216,15 @@ class AgentTurns:
                 sampling_params=self._sampling(asked),
                 stream_options=_options(asked.request.stream),
             ),
-            trace,
+            asked.trace,
             Said(asked.request.messages, asked.request.tools, after),
         )
-        return self._answer(turn, how, asked, trace)
+        return self._answer(turn, how, asked)
 
     async def _resume(
         self,
         record: TrajectoryRecord,
         asked: Asked,
-        trace: Context,
         params: rollout_service_pb2.SamplingParams | None = None,
     ) -> Answer:
         """Resumes at the exact token. Without `params` the sampling is unchanged."""
@@ -244,8 +232,8 @@ class AgentTurns:
         request = _resumption(record, asked.request.stream)
         if params is not None:
             request.sampling_params.CopyFrom(params)
-        turn, how = await self.opening.extend(request, trace)
-        return self._answer(turn, how, asked, trace)
+        turn, how = await self.opening.extend(request, asked.trace)
+        return self._answer(turn, how, asked)
 
     def _cut_off(self, found: Match, record: TrajectoryRecord, asked: Asked) -> Match:
         """Resumes an interrupted turn; branches if it cannot continue with this request's parameters."""
@@ -259,11 +247,11 @@ class AgentTurns:
             return found
         return replace(found, kind=MatchKind.BRANCHED)
 
-    def _answer(self, turn: Turn, how: StreamWish, asked: Asked, trace: Context) -> Answer:
+    def _answer(self, turn: Turn, how: StreamWish, asked: Asked) -> Answer:
         note = turn.record.answered
         if note is None or note.turn is not turn or note.digest != asked.digest:
             note = turn.record.answered = Answered(turn, asked.digest)
-        return Answer(turn, how, trace, note)
+        return Answer(turn, how, asked.trace, note)
 
     def _sampling(self, asked: Asked) -> rollout_service_pb2.SamplingParams:
         """Merges the request's sampling parameters over those of its task."""
@@ -293,7 +281,7 @@ class AgentTurns:
                 async for event in events:
                     count = turn.policy_token_count
                     if count > taken and not how.final_only:
-                        yield _written(turn, taken, count)
+                        yield turn.policy_tokens(count)[taken:].tolist()
                         taken = count
                     ended = event.get("finished")
                     if ended is None:
@@ -305,7 +293,7 @@ class AgentTurns:
                 await self._go_on(answer)
         if taken < answer.finished.policy_token_count and not how.final_only:
             # The turn was whole before this request arrived.
-            yield _written(turn, taken, answer.finished.policy_token_count)
+            yield turn.policy_tokens(answer.finished.policy_token_count)[taken:].tolist()
 
     async def told(self, answer: Answer, message: Message) -> None:
         """Stores the message that the agent receives, if it differs from the parsed one. The journal has
@@ -337,10 +325,6 @@ class AgentTurns:
                 f"another caller has continued {record.trajectory_id}",
                 {"trajectory_id": record.trajectory_id},
             )
-
-
-def _written(turn: Turn, begin: int, end: int) -> list[int]:
-    return turn.policy_tokens(end)[begin:].tolist()
 
 
 def _options(stream: bool) -> rollout_service_pb2.StreamOptions:
