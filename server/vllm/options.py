@@ -22,6 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from penstock.common.arithmetic import computes_bfloat16
 
 WORKER_EXTENSION = "penstock.server.vllm.worker.weight_engine.WorkerExtension"
+KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 GIB = 1 << 30
 
 DEFAULTS = (
@@ -64,11 +65,7 @@ def engine_arguments(options: Sequence[str]) -> AsyncEngineArgs:
             f"got {arguments.worker_extension_cls!r}"
         )
     arguments.worker_extension_cls = WORKER_EXTENSION
-    if (
-        on_cpu
-        and arguments.kv_cache_memory_bytes is None
-        and not os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    ):
+    if on_cpu and arguments.kv_cache_memory_bytes is None and not os.environ.get(KV_CACHE_SPACE):
         # vLLM would reserve nearly all of the machine's memory.
         arguments.kv_cache_memory_bytes = max(1, min(4, _memory_bytes() // (8 * GIB))) * GIB
     if arguments.enable_lora:
