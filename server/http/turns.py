@@ -173,7 +173,7 @@ class AgentTurns:
         """Returns the turn of the request that a retry repeats."""
         # The turn can also have ended normally at the moment its last follower left.
         if note.finished is None and note.turn.resumable:
-            return await self._resume(record, asked)
+            return await self._extend(record, asked)
         self.ownership.check_own(record.trajectory_id)
         how = self.opening.how(_options(asked.request.stream))
         return Answer(note.turn, how, asked.trace, note, note.finished)
@@ -185,20 +185,10 @@ class AgentTurns:
             branch = f"{root.trajectory_id}/{uuid.uuid4().hex[:12]}"
             after = None if asked.request.previous is None else found.message_count
             return await self._open(asked, branch, record or root, after)
-        if not found.new_messages:
-            # The request is worded differently, or the server restarted: sample as this request asks.
-            return await self._resume(record, asked, self._sampling(asked))
-        self.ownership.begin_turn(record.trajectory_id)
-        turn, how = await self.opening.extend(
-            ContinueRequest(
-                trajectory_id=record.trajectory_id,
-                sampling_params=self._sampling(asked),
-                stream_options=_options(asked.request.stream),
-            ),
-            asked.trace,
-            Said(list(found.new_messages)),
-        )
-        return self._answer(turn, how, asked)
+        # Without new messages the request is worded differently, or the server restarted. Even then the
+        # rest is sampled as this request asks.
+        said = Said(list(found.new_messages)) if found.new_messages else None
+        return await self._extend(record, asked, self._sampling(asked), said)
 
     async def _open(
         self,
@@ -221,18 +211,19 @@ class AgentTurns:
         )
         return self._answer(turn, how, asked)
 
-    async def _resume(
+    async def _extend(
         self,
         record: TrajectoryRecord,
         asked: Asked,
         params: rollout_service_pb2.SamplingParams | None = None,
+        said: Said | None = None,
     ) -> Answer:
-        """Resumes at the exact token. Without `params` the sampling is unchanged."""
+        """Without `params` sampling is unchanged; without `said` the turn resumes at the exact token."""
         self.ownership.begin_turn(record.trajectory_id)
-        request = _resumption(record, asked.request.stream)
+        request = _continuation(record, asked.request.stream)
         if params is not None:
             request.sampling_params.CopyFrom(params)
-        turn, how = await self.opening.extend(request, asked.trace)
+        turn, how = await self.opening.extend(request, asked.trace, said)
         return self._answer(turn, how, asked)
 
     def _cut_off(self, found: Match, record: TrajectoryRecord, asked: Asked) -> Match:
@@ -311,7 +302,7 @@ class AgentTurns:
         """Resumes an aborted turn once there is room for it, unless another request already has."""
         turn, record = answer.turn, answer.turn.record
         while record.turn is turn and turn.resumable:
-            resumption = _resumption(record, not answer.how.final_only)
+            resumption = _continuation(record, not answer.how.final_only)
             try:
                 await self.opening.extend(resumption, answer.trace)
             except DomainError as refusal:
@@ -331,5 +322,5 @@ def _options(stream: bool) -> rollout_service_pb2.StreamOptions:
     return StreamOptions(final_only=not stream)
 
 
-def _resumption(record: TrajectoryRecord, stream: bool) -> rollout_service_pb2.ContinueRequest:
+def _continuation(record: TrajectoryRecord, stream: bool) -> rollout_service_pb2.ContinueRequest:
     return ContinueRequest(trajectory_id=record.trajectory_id, stream_options=_options(stream))
