@@ -47,7 +47,7 @@ from penstock.server.engine.protocol import (
     StagedWeights,
 )
 from penstock.server.vllm.collective import VllmCollective
-from penstock.server.vllm.process import EngineOwner, VllmLoad
+from penstock.server.vllm.process import EngineOwner
 from penstock.server.vllm.translation import cut, describe, sampling_params, update_info
 
 if TYPE_CHECKING:
@@ -62,10 +62,9 @@ PROBE_PRIORITY = -(1 << 40)
 class VllmEngine(VllmCollective):
     """vLLM as a `penstock.server.engine.protocol.LocalEngine`, which documents each method."""
 
-    def __init__(self, owner: EngineOwner, llm: AsyncLLM, load: VllmLoad) -> None:
+    def __init__(self, owner: EngineOwner, llm: AsyncLLM) -> None:
         super().__init__(owner, llm)
         self.description = describe(llm)
-        self._load = load
         self._prepared: StagedWeights | None = None
         """The version last prepared in the engine process and not loaded since."""
         self._adapters: dict[int, LoRARequest] = {}
@@ -74,10 +73,8 @@ class VllmEngine(VllmCollective):
     @classmethod
     async def start(cls, arguments: AsyncEngineArgs) -> VllmEngine:
         """Does not block the event loop. Raises what vLLM raises on arguments it cannot serve."""
-        load = VllmLoad()
-        owner = EngineOwner(arguments, load)
-        llm = await owner.build()
-        engine = cls(owner, llm, load)
+        owner = EngineOwner(arguments)
+        engine = cls(owner, await owner.build())
         try:
             await engine._begin()
         except BaseException:
@@ -216,7 +213,7 @@ class VllmEngine(VllmCollective):
         return np.asarray(scored, np.float32)
 
     def stats(self) -> EngineStats:
-        return self._load.stats(idle=self._llm.get_num_unfinished_requests() == 0)
+        return self._owner.load.stats(idle=self._llm.get_num_unfinished_requests() == 0)
 
     async def _submit(
         self, request: EngineRequest, params: SamplingParams | None = None

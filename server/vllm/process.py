@@ -121,9 +121,9 @@ class EngineProcess:
 class EngineOwner:
     """The thread that builds the engine, and to whose life the engine process is bound."""
 
-    def __init__(self, arguments: AsyncEngineArgs, load: VllmLoad) -> None:
+    def __init__(self, arguments: AsyncEngineArgs) -> None:
+        self.load = VllmLoad()
         self._arguments = arguments
-        self._load = load
         self._loop = asyncio.get_running_loop()
         self._built: asyncio.Future[AsyncLLM] = self._loop.create_future()
         self._released = threading.Event()
@@ -143,7 +143,7 @@ class EngineOwner:
 
     def _own(self) -> None:
         try:
-            llm = _build(self._arguments, self._load)
+            llm = _build(self._arguments, self.load)
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._built.set_exception, error)
         else:
