@@ -384,12 +384,7 @@ class Serving:
     @cached_property
     def state(self) -> JournaledState:
         return JournaledState(
-            self.queue,
-            self.store,
-            self.buffer,
-            self.admission,
-            self.own,
-            self.session,
+            self.queue, self.store, self.buffer, self.admission, self.own, self.session
         )
 
     # What parts do to others

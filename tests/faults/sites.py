@@ -237,7 +237,8 @@ async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
     """A server around real vLLM, with a tied model. Every version has different weights."""
     pytest.importorskip("vllm")
     from penstock.server.text.renderer import TokenizerRenderer
-    from penstock.server.vllm.engine import VllmEngine, engine_arguments
+    from penstock.server.vllm.engine import VllmEngine
+    from penstock.server.vllm.options import engine_arguments
 
     path = make_tiny_model(folder / "model", tied=True)
     tensors = versions_of(path)

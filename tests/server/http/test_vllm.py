@@ -138,7 +138,8 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ru
     from penstock.server.http.server import open_http
     from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.security.gate import open_gate
-    from penstock.server.vllm.engine import VllmEngine, engine_arguments
+    from penstock.server.vllm.engine import VllmEngine
+    from penstock.server.vllm.options import engine_arguments
     from penstock.server.vllm.parsers import VllmParsers
 
     model = taught(tmp_path_factory.mktemp("model"))

@@ -175,7 +175,8 @@ async def server(
     from penstock.server.config import settings as config
     from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.text.renderer import TokenizerRenderer
-    from penstock.server.vllm.engine import VllmEngine, engine_arguments
+    from penstock.server.vllm.engine import VllmEngine
+    from penstock.server.vllm.options import engine_arguments
 
     stage = tmp_path_factory.mktemp("stage")
     loaded = config.load(None, ["listen=127.0.0.1:0", f"weights.stage_folder={stage}"])

@@ -58,7 +58,8 @@ async def wire(models: list[Path]) -> AsyncGenerator[Any]:
     from penstock.server.config import settings as config
     from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.text.renderer import TokenizerRenderer
-    from penstock.server.vllm.engine import VllmEngine, engine_arguments
+    from penstock.server.vllm.engine import VllmEngine
+    from penstock.server.vllm.options import engine_arguments
 
     loaded = config.load(None, ["listen=127.0.0.1:0"])
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
