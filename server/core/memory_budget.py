@@ -1,4 +1,4 @@
-"""Bounds the memory of trajectories, groups and tasks.
+"""Bounds the memory that grows with the callers:
 
     open trajectories    their tokens and log-probabilities; while a turn is in flight, also those it may
                          still write; outcomes, until the group is complete
@@ -10,14 +10,12 @@
     kept                 completed groups that are also in the journal, until their first delivery: up to a
                          sixteenth of the budget, and only memory that nothing else needs
 
-Order: a call states how much it is about to add. It is then either refused with MEMORY_BUDGET,
-which changes nothing, or added. Shortly before the bound no new group begins, so that those under
-way can finish.
+A call states how much it is about to add. It is then either refused with MEMORY_BUDGET, which changes
+nothing, or added. Shortly before the bound no new group begins, so that those under way can finish.
 
-The budget does not include memory that does not grow with the callers. That is the model, staged
-weights (`max_staged` and the held one), and marks of closed trajectories (some hundred bytes each,
-a bounded number). Nor does it include each open call's request, or incomplete gRPC requests. gRPC
-does not report how much it holds of those, but holds them for at most `limits.stalled_seconds`.
+Not included are the model, staged weights, marks of closed trajectories (some hundred bytes each, a bounded
+number), each open call's request, and incomplete gRPC requests. gRPC does not report how much it holds of
+those, but holds them for at most `limits.stalled_seconds`.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from penstock.wire.reasons import Reason
 
 # No group begins above this fraction of the budget.
 BEGIN_BELOW = 0.8
-OF_PHYSICAL_MEMORY = 4
 # Divisor of the budget for groups that are kept in memory although they are on disk.
 KEPT_PART = 16
 
@@ -56,7 +53,7 @@ class Kept(Protocol):
 
 def default_bytes() -> int:
     """A quarter of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // OF_PHYSICAL_MEMORY
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
 class MemoryBudget:
@@ -90,13 +87,11 @@ class MemoryBudget:
         missing = used + byte_count - self.limit_bytes
         if 0 < missing <= self._last.byte_count:
             self._last.give_way(missing)
-            return
-        if missing > 0:
+        elif missing > 0:
             raise DomainError(
                 Reason.MEMORY_BUDGET,
                 f"{used} of {self.limit_bytes} bytes are in use; {byte_count} more do not fit",
                 {"used_bytes": used, "byte_count": byte_count, "limit": self.limit_bytes},
-                retry_after_seconds=1.0,
             )
 
     def may_begin(self) -> bool:

@@ -39,7 +39,7 @@ from itertools import chain, islice
 from typing import Protocol
 
 from penstock.server.core.aio import Broadcast
-from penstock.server.core.reason_counts import ReasonCounts
+from penstock.server.core.telemetry import ReasonCounts
 from penstock.server.journal.protocol import FilePlace, Journal, Stored
 from penstock.server.turns.encoding import EncodedGroup, group_in
 from penstock.v1 import task_service_pb2, trainer_service_pb2, trajectory_pb2

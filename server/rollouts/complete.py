@@ -26,7 +26,7 @@ from typing import Any
 from penstock.server.core.aio import OwnTasks
 from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
-from penstock.server.core.reason_counts import ReasonCounts
+from penstock.server.core.telemetry import ReasonCounts
 from penstock.server.groups.attempts import Attempt, Group, Settled, group_changed
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.protocol import Journal, Record

@@ -1,11 +1,10 @@
 """Decides who may call what, in one place that every rpc passes, including health and reflection.
 
-Order of the checks: the server has room -> the caller's metadata is within bounds -> authentication
--> the caller's role may use the rpc -> its account has room -> the message is read, and within
-bounds -> the handler. No message is read before the last check, so that refusing a call costs
-little. To make that possible, every rpc is registered as a stream of requests and a stream of
-answers, which it is on the wire. A call only ends when its last answer has been read. Until then
-gRPC holds the answer, and the caller's account is charged for it.
+Order of the checks: the server has room -> the caller's metadata is within bounds -> authentication -> the
+caller's role may use the rpc -> its account has room -> the message is read, and within bounds -> the
+handler. Refusing a call costs little, because no message is read before. So every rpc is registered as a
+stream of requests and a stream of answers, which it is on the wire. A call only ends when its last answer
+has been read. Until then gRPC holds the answer, and the caller's account is charged for it.
 
     TOKEN_MISSING, TOKEN_INVALID     the caller is not authenticated
     ROLE_NOT_ALLOWED                 the caller's role may not use the rpc
@@ -14,10 +13,8 @@ gRPC holds the answer, and the caller's account is charged for it.
                                      need no authentication
     CREDENTIAL_ENDED                 the token of an open stream expired or was revoked
 
-CREDENTIAL_ENDED is UNAVAILABLE: a client that reconnects presents its current token, which is
-checked again.
-
-`ANYBODY` and `ALLOWED` list every rpc of every service. A method in neither is refused to all callers.
+CREDENTIAL_ENDED is UNAVAILABLE: a client that reconnects presents its current token. A method that is in
+neither `ANYBODY` nor `ALLOWED` is refused to all callers.
 """
 
 from __future__ import annotations
@@ -26,8 +23,16 @@ import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,7 +43,7 @@ from penstock.common.token_file import Role
 from penstock.server.config.settings import ServeConfig
 from penstock.server.core.errors import DomainError
 from penstock.server.rpc.boundary import ServicerContext, linger, refuse
-from penstock.server.security.callers import RETRY_SECONDS, VISIT, Callers
+from penstock.server.security.callers import VISIT, Callers
 from penstock.server.security.credentials import AuthContext, Caller, Credentials, host_of
 from penstock.wire.channel import MAX_METADATA_BYTES, is_loopback
 from penstock.wire.reasons import Reason
@@ -207,7 +212,6 @@ class Gate(grpc.aio.ServerInterceptor):
                 Reason.QUEUE_FULL,
                 f"{count} {what} are open, the most this server allows",
                 {"call_count": count, "limit": most},
-                retry_after_seconds=RETRY_SECONDS,
             )
 
     def _admit(self, method: str, presented: Presented) -> Caller:
@@ -234,8 +238,24 @@ class Gate(grpc.aio.ServerInterceptor):
             {"caller": caller.name, "role": role, "method": method, "allowed": names},
         )
 
-    def while_in_force(self, caller: Caller) -> _InForce:
-        return _InForce(self._open, caller, self.credentials.seconds_left(caller))
+    @asynccontextmanager
+    async def while_in_force(self, caller: Caller) -> AsyncGenerator[None]:
+        """Ends the enclosed work with CREDENTIAL_ENDED when the caller's token or certificate expires."""
+        limit = asyncio.timeout(self.credentials.seconds_left(caller))
+        self._open[limit] = caller
+        try:
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DomainError(
+                Reason.CREDENTIAL_ENDED,
+                f"the credential of {caller} is no longer valid; call again with a current one",
+                {"caller": caller.name},
+            ) from error
+        finally:
+            del self._open[limit]
 
     def _end_revoked(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -252,7 +272,7 @@ def open_gate(config: ServeConfig) -> Gate:
     gate = Gate(Credentials(security), callers, limits.concurrent_calls, limits.stalled_seconds)
     open_to_others = [address for address in config.addresses.values() if not is_loopback(address)]
     if security.insecure and open_to_others:
-        asked = "presents a token" if gate.credentials.asked_for else "reaches it"
+        asked = "reaches it" if gate.credentials.tokens is None else "presents a token"
         how = "in plaintext" if security.certificate is None else "by TLS"
         logger.warning(
             "security.insecure is set: %s accepts calls %s from anyone who %s",
@@ -266,31 +286,6 @@ def open_gate(config: ServeConfig) -> Gate:
 def _presented(context: ServicerContext) -> Presented:
     metadata = cast("tuple[tuple[str, str | bytes], ...]", context.invocation_metadata() or ())
     return Presented(metadata, context.peer(), context.auth_context)
-
-
-class _InForce:
-    """Ends the enclosed work with CREDENTIAL_ENDED when the caller's token or certificate expires."""
-
-    def __init__(
-        self, register: dict[asyncio.Timeout, Caller], caller: Caller, seconds: float | None
-    ) -> None:
-        self._register, self._caller = register, caller
-        self._limit = asyncio.timeout(seconds)
-
-    async def __aenter__(self) -> None:
-        await self._limit.__aenter__()
-        self._register[self._limit] = self._caller
-
-    async def __aexit__(self, *raised: Any) -> None:
-        del self._register[self._limit]
-        try:
-            await self._limit.__aexit__(*raised)
-        except TimeoutError as error:
-            raise DomainError(
-                Reason.CREDENTIAL_ENDED,
-                f"the credential of {self._caller} is no longer valid; call again with a current one",
-                {"caller": self._caller.name},
-            ) from error
 
 
 class _Counted:
