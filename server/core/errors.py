@@ -1,7 +1,7 @@
 """The table of errors: maps domain errors to status codes and error details.
 
-Every refusal in the server is a `DomainError`. `rpc/boundary.py` turns it into a status; inside a stream it
-becomes a `Rejection`. Everything in the message is also in the metadata, so that clients need not parse it.
+Every refusal in the server is a `DomainError`. `rpc/boundary.py` turns it into a status; inside a stream
+it becomes a `Rejection`. The metadata has everything in the message, so that clients need not parse it.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@
 A call states how much it is about to add. It is then either refused with MEMORY_BUDGET, which changes
 nothing, or added. Shortly before the bound no new group begins, so that those under way can finish.
 
-Not included are the model, staged weights, marks of closed trajectories (some hundred bytes each, a bounded
-number), each open call's request, and incomplete gRPC requests. gRPC does not report how much it holds of
-those, but holds them for at most `limits.stalled_seconds`.
+Not included are the model, staged weights, marks of closed trajectories (some hundred bytes each, a
+bounded number), each open call's request, and incomplete gRPC requests. gRPC does not report how much it
+holds of those, but holds them for at most `limits.stalled_seconds`.
 """
 
 from __future__ import annotations

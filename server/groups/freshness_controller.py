@@ -1,37 +1,31 @@
 """Controls how many groups may be outstanding: enough to keep the trainer busy, and no more.
 
-Lag is a cost, not a budget to spend. Every completed group that waits in the buffer while the
-trainer works ages by a version per step. So the number of outstanding groups should be the smallest
-one that still has a batch finished whenever the trainer asks. That number depends on how long
-groups take compared to a step. This is not known in advance, and it changes as the policy learns to
+Every completed group that waits in the buffer while the trainer works ages by a version per step. So the
+number of outstanding groups should be the smallest one that still has a batch finished whenever the
+trainer asks. It depends on how long groups take compared to a step, which changes as the policy learns to
 write longer. So the controller finds the number by feedback, once per step.
 
 The feedback is an integral. Each step moves the target by how much longer, or shorter, than
-`TOLERATED_WAIT` the trainer starved. Summed over a run, the moves telescope to the distance between
-the first value and the last, which is bounded. So wherever the target stays clear of its limits,
-the mean wait tends to `TOLERATED_WAIT`, for every distribution of lengths and every batch size. For
-batches of one or two groups it is up to four times that, because the move of one step is capped.
+`TOLERATED_WAIT` the trainer starved. Summed over a run, the moves telescope to the distance between the
+first value and the last, which is bounded. So wherever the target stays clear of its limits, the mean wait
+tends to `TOLERATED_WAIT`, for every distribution of lengths and every batch size. For batches of one or
+two groups it is up to four times that, because the move of one step is capped. Fixed steps up and down (an
+eighth and a sixteenth of a batch) settled anywhere from 0.5 % to 28 % (`benchmarks/staleness/gate.py`).
 
-Fixed steps up and down do not achieve this. Steps of an eighth and a sixteenth of a batch settled
-where their frequencies balance. That was anywhere from 0.5 % to 28 %, for batches of 1 to 64 groups
-and the loads of `benchmarks/staleness/gate.py`.
+Starvation raises the target, but by no more groups than were lacking when the trainer asked: if groups are
+fast, one missing group costs as much time as many. Groups that the previous step added do not count as
+lacking either, because they started too late for this step. The rest of the starvation becomes *debt*.
+Steps without starvation pay the debt before they lower the target again.
 
-The controller has two parts, the target and a *debt*. Starvation raises the target, but by no more
-groups than were lacking when the trainer asked. If groups are fast, one missing group costs as much
-time as many. Groups that the previous step added do not count as lacking either, because they
-started too late for this step. The rest of the starvation becomes debt. Steps without starvation
-pay the debt before they lower the target again.
+Some targets are a cliff, with no wait above and a long one below. One is at two batches, of which one is
+being trained: below it every step waits for a whole group. The controller stays at such an edge, and tries
+one group less only as seldom as the tolerated wait allows. Without the debt, each such step left the
+target half a batch or more too high for dozens of steps.
 
-Some targets are a cliff, with no wait above and a long one below. The controller stays at such an
-edge, and tries one group less only as seldom as the tolerated wait allows. There is one at two
-batches, of which one is being trained: below it every step waits for a whole group. With the target
-alone, each such step left the target half a batch or more too high for dozens of steps.
-
-Not all starvation happens at an edge. A step is at no edge if the previous step also starved and
-more groups are lacking than that step added. The same holds for the third starving step in a row.
-Such a step raises the target by all that it starved. Without this rule a trainer of 32 or more
-engines, whose groups take several steps, idled for 28 % of its fifth to tenth step. With it the
-figure is 3 % (`benchmarks/simulation/tables.py`, `max_lag` 4).
+A step is at no edge if the previous step also starved and more groups are lacking than that step added.
+The same holds for the third starving step in a row. Such a step raises the target by all that it starved.
+Without this rule a trainer of 32 or more engines, whose groups take several steps, idled for 28 % of its
+fifth to tenth step; with it, for 3 % (`benchmarks/simulation/tables.py`, `max_lag` 4).
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ class Closing:
             # Not in a separate task: it would start waiting later and miss a deadline set before that.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
-                    await self._queue.deadline_sooner.wait()
+                    await self._queue.leases.sooner.wait()
 
     def _settle_expired(self, expired: Sequence[_Expired]) -> asyncio.Task[None]:
         """In order; the last attempt may complete the group."""

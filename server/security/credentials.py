@@ -5,10 +5,10 @@
     certificate, key, tokens    TLS and a bearer token
     ... and client_ca           mutual TLS; without a token, the certificate's common name is the caller
 
-A call with a token is judged by the token alone. The files may change while the server runs: the token file
-is checked at each call, the others for each new connection; open connections stay open. If a new file cannot
-be read, the server logs that and keeps the previous content. Removing the token file revokes nothing;
-removing an entry does.
+A call with a token is judged by the token alone. The files may change while the server runs: the token
+file is checked at each call, the others for each new connection; open ones stay open. If a new file cannot
+be read, the server logs that and keeps the previous content. Removing an entry revokes it; removing the
+token file revokes nothing.
 
 No token, and nothing sent in place of one, ever appears in an error or a log.
 """
@@ -95,7 +95,7 @@ class TokenStore:
         """The caller has to check the entry's expiry."""
         digest = hash_token(token)
         found = None
-        # Look up by the start of the hash, which reveals nothing about the token. Compare in constant time.
+        # Look up by the start of the hash, which reveals nothing. Compare in constant time.
         for entry in self._by_start.get(digest[:4], ()):
             if hmac.compare_digest(entry.sha256, digest):
                 found = entry

@@ -1,8 +1,8 @@
 """Converts text and messages to tokens and back, so that callers need no tokenizer.
 
-The first turn of a conversation renders it with the chat template. Later turns only encode the new messages
-and append them to the policy's tokens, which are never decoded and encoded again. Rendering a probe shows
-what the template puts between an assistant's message and the following ones.
+The first turn of a conversation renders it with the chat template. Later turns only encode the new
+messages and append them to the policy's tokens, which are never decoded and encoded again. Rendering a
+probe shows what the template puts between an assistant's message and the following ones.
 
 Control tokens spelled in any outside text, tools and tool calls included, are data: they are encoded as
 ordinary characters, and the template sees placeholder marks instead. Not all control tokens of a template
@@ -188,9 +188,9 @@ class Renderer:
         tools: Sequence[Tool],
         name: str,
     ) -> Written:
-        """Parses the tokens of a turn into the assistant's message. The result is deterministic. Tool calls
-        for which the policy writes no id get one derived from `name`, which identifies the turn. The parser
-        sees special tokens; the message contains none."""
+        """Parses the tokens of a turn into the assistant's message. The result is deterministic. Tool
+        calls for which the policy writes no id get one derived from `name`, which identifies the turn. The
+        parser sees special tokens; the message contains none."""
         if self._parser is None:
             return Written(Message("assistant", self.decode(token_ids)))
         ids = list(token_ids)

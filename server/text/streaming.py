@@ -12,8 +12,8 @@ StreamParser = Callable[[str, Sequence[int]], tuple[str, str]]
 
 
 class TurnStream:
-    """Splits a turn with a parser; without one, all of it is content. If the parser fails, which may happen
-    on any text, the stream yields nothing more. The complete turn is parsed again anyway."""
+    """Splits a turn with a parser; without one, all of it is content. If the parser fails, which may
+    happen on any text, the stream yields nothing more. The complete turn is parsed again anyway."""
 
     def __init__(
         self,

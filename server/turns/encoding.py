@@ -1,8 +1,8 @@
 """Encodes groups and turns directly as bytes on the wire.
 
-A group is assembled once, as a list of pieces. Most of them are the byte buffers into which its
-tokens were sampled. The journal's record and the delivery consist of the same pieces, with a few
-others before and after them. So the server neither parses nor serializes a group again.
+A group is assembled once, as a list of pieces. Most are the byte buffers into which its tokens were
+sampled. The journal's record and the delivery consist of the same pieces, with a few others before and
+after them. So the server neither parses nor serializes a group again.
 
     Segment, Trajectory      small fields, by protobuf; then the arrays, or the segments, unchanged
     TrajectoryGroup          the same
@@ -10,9 +10,8 @@ others before and after them. So the server neither parses nor serializes a grou
                              a turn in the same way, with the tokens since the previous record
     ExchangeResponse         tags and lengths | group | delivery id, previous deliveries
 
-The record also has a short form. It omits large segments that the record of a turn already has, as
-is usually the case (`GroupReferred`, `penstock.wire.referred`). So their tokens are written once
-and not twice.
+The record also has a short form, without the large segments that the record of a turn already has
+(`GroupReferred`, `penstock.wire.referred`). So their tokens are written once and not twice.
 
 Fields of a message may come in any order, so small fields are written first.
 """
@@ -38,14 +37,11 @@ from penstock.wire.codec import TOKEN, twin
 from penstock.wire.messages import JournalRecord
 
 _Segment = twin(trajectory_pb2.Segment)
-_Trajectory = twin(trajectory_pb2.Trajectory)
 _TrajectoryGroup = twin(trajectory_pb2.TrajectoryGroup)
 _GroupFinished = twin(journal_pb2.GroupFinished)
 _GroupReferred = twin(journal_pb2.GroupReferred)
 _ReferredSegment = twin(journal_pb2.ReferredSegment)
 _GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
-
-LENGTH_DELIMITED = 2
 
 
 @lru_cache(4096)
@@ -59,7 +55,8 @@ def _varint(value: int) -> bytes:
 
 
 def _tag(descriptor: Descriptor, field: str) -> bytes:
-    return _varint(descriptor.fields_by_name[field].number << 3 | LENGTH_DELIMITED)
+    length_delimited = 2
+    return _varint(descriptor.fields_by_name[field].number << 3 | length_delimited)
 
 
 _TOKEN_IDS = _tag(trajectory_pb2.Segment.DESCRIPTOR, "token_ids")
@@ -148,23 +145,6 @@ def _around_arrays(
     )
 
 
-def _trajectory_head(record: TrajectoryRecord) -> bytes:
-    return _Trajectory(
-        trajectory_id=record.trajectory_id,
-        sample_index=record.sample_index,
-        outcome=record.outcome,
-        finish_reason=(
-            trajectory_pb2.FINISH_REASON_UNSPECIFIED
-            if record.turn is None
-            else record.turn.last_finish_reason
-        ),
-        turn_count=record.turn_count,
-        parent_trajectory_id=record.parent_trajectory_id,
-        parent_token_count=record.parent_token_count,
-        traceparent=record.traceparent,
-    ).SerializeToString()
-
-
 def encode_early(record: TrajectoryRecord) -> None:
     """Encodes a closed trajectory before its group is complete, so that less work is left for then. Skips
     a trajectory that is still being sampled or written."""
@@ -173,9 +153,9 @@ def encode_early(record: TrajectoryRecord) -> None:
 
 
 def encode_trajectory(record: TrajectoryRecord) -> EncodedTrajectory:
-    """Encodes a closed trajectory."""
+    """`record` is closed."""
     growing = record.growing
-    head = _trajectory_head(record)
+    head = record.head().SerializeToString()
     whole, short = _Pieces(head), _Pieces(head)
     left_out: list[LeftOut] = []
     position = record.parent_token_count

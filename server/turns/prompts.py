@@ -39,8 +39,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Messages passed alongside a request. Inside it, a tool's schema would be a Struct and lose its
-    key order."""
+    """Messages passed alongside a request. Inside it, a tool's schema would be a Struct and lose its key
+    order."""
 
     messages: list[Message]
     tools: list[Tool] = field(default_factory=list[Tool])
@@ -65,14 +65,10 @@ class Prompts:
             return await self._conversation(said.messages, said.tools, parent, said.after)
         kind = source.WhichOneof("prompt")
         if kind == "tokens":
-            found = requests.tokens("tokens", source, self._vocab_size)
-            return Prompt(PromptKind.TOKENS, found)
+            token_ids = requests.tokens("tokens", source.tokens, self._vocab_size)
+            return Prompt(PromptKind.TOKENS, token_ids)
         if kind == "text":
-            text = source.text
-            encoded = await _off_loop(
-                len(text), lambda: self._renderer.encode_text(text, first=True)
-            )
-            return Prompt(PromptKind.TEXT, encoded)
+            return Prompt(PromptKind.TEXT, await self._text(source.text, first=True))
         if kind == "conversation":
             messages, tools = requests.messages("conversation", source.conversation, first=True)
             return await self._conversation(messages, tools, parent)
@@ -116,19 +112,18 @@ class Prompts:
             return await self._next_messages(said.messages, record), said.messages
         kind = request.WhichOneof("observation")
         if kind == "tokens":
-            return requests.tokens("tokens", request, self._vocab_size), []
+            return requests.tokens("tokens", request.tokens, self._vocab_size), []
         if kind == "text":
-            text = request.text
-            encoded = await _off_loop(
-                len(text), lambda: self._renderer.encode_text(text, first=False)
-            )
-            return encoded, []
+            return await self._text(request.text, first=False), []
         if record.kind is not PromptKind.CONVERSATION:
             raise FieldInvalid(
                 "conversation", "may only extend a trajectory opened with a conversation"
             )
         messages, _ = requests.messages("conversation", request.conversation, first=False)
         return await self._next_messages(messages, record), messages
+
+    async def _text(self, text: str, *, first: bool) -> NDArray[np.int32]:
+        return await _off_loop(len(text), lambda: self._renderer.encode_text(text, first=first))
 
     async def _next_messages(
         self, messages: list[Message], record: TrajectoryRecord

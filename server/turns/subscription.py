@@ -1,5 +1,3 @@
-"""What a call on a turn reads: new tokens since it last looked, and the end."""
-
 from __future__ import annotations
 
 import asyncio
@@ -13,9 +11,8 @@ from penstock.v1 import trajectory_pb2
 class Subscription:
     """New tokens of one attempt at a turn, for one call.
 
-    Created before the attempt's task first runs, so that it misses nothing. It holds a cursor into the
-    record: the number of segments, and of tokens in the last of them, that it has yielded. It stops where
-    the attempt ended, so a slow caller does not receive what a later attempt has added since.
+    Created before the attempt's task first runs, so that it misses nothing. It stops where the attempt
+    ended, so a slow caller does not receive what a later attempt has added since.
     """
 
     def __init__(self, turn: Turn, *, flush_seconds: float, final_only: bool) -> None:
@@ -23,6 +20,7 @@ class Subscription:
         self._record = turn.record
         self._flush_seconds, self._final_only = flush_seconds, final_only
         self._taken = self._record.end
+        """A cursor into the record: up to here it has been yielded."""
 
     @property
     def overtaken(self) -> bool:
