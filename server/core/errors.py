@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
@@ -118,8 +118,6 @@ class DomainError(Exception):
 
 
 class FieldInvalid(DomainError):
-    """A field of a request is missing, malformed or out of range."""
-
     def __init__(self, field: str, description: str, got: object = None) -> None:
         metadata = {"field": field} if got is None else {"field": field, "got": got}
         suffix = "" if got is None else f", got {_short(got)!r}"
@@ -156,9 +154,7 @@ def to_status(error: DomainError) -> RpcStatus:
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     for detail in details:
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
+        status.details.add().Pack(detail)
     return RpcStatus(error.code, error.message, status.SerializeToString())
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.server.core.errors import DomainError
@@ -34,8 +35,6 @@ KEPT_PART = 16
 
 
 class GivesWay(Protocol):
-    """State that is freed as far as other parts need its memory."""
-
     @property
     def byte_count(self) -> int: ...
 
@@ -43,8 +42,6 @@ class GivesWay(Protocol):
 
 
 class Kept(Protocol):
-    """A cache, kept in memory only for speed."""
-
     @property
     def byte_count(self) -> int: ...
 
@@ -56,21 +53,20 @@ def default_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
+@dataclass(eq=False)
 class MemoryBudget:
-    def __init__(
-        self, limit_bytes: int, parts: Sequence[Callable[[], int]], kept: Kept, last: GivesWay
-    ) -> None:
-        """Each of `parts` returns the bytes that a part takes. `kept` is cleared if any part needs
-        memory; `last` frees as much as the other parts need."""
-        self.limit_bytes = limit_bytes
-        self.parts = parts
-        self._kept = kept
-        self._last = last
+    limit_bytes: int
+    parts: Sequence[Callable[[], int]]
+    """Each returns the bytes that a part takes."""
+    kept: Kept
+    """Cleared if any part needs memory."""
+    last: GivesWay
+    """Frees as much as the other parts need."""
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all parts and of the cache."""
-        return self._needed + self._kept.byte_count
+        return self._needed + self.kept.byte_count
 
     @property
     def _needed(self) -> int:
@@ -83,10 +79,10 @@ class MemoryBudget:
         """Make room for `byte_count` bytes; raise MEMORY_BUDGET if they do not fit."""
         used = self._needed
         if not self.may_keep(byte_count):
-            self._kept.clear()
+            self.kept.clear()
         missing = used + byte_count - self.limit_bytes
-        if 0 < missing <= self._last.byte_count:
-            self._last.give_way(missing)
+        if 0 < missing <= self.last.byte_count:
+            self.last.give_way(missing)
         elif missing > 0:
             raise DomainError(
                 Reason.MEMORY_BUDGET,
@@ -95,4 +91,4 @@ class MemoryBudget:
             )
 
     def may_begin(self) -> bool:
-        return self._needed - self._last.byte_count < BEGIN_BELOW * self.limit_bytes
+        return self._needed - self.last.byte_count < BEGIN_BELOW * self.limit_bytes

@@ -71,7 +71,6 @@ class ServerMetrics:
         self._lag.record(lag)
 
     def weights_staged(self, length_bytes: int, changed_tensors: int) -> None:
-        """Called when an upload is complete."""
         self._update_bytes.record(length_bytes)
         self._changed_tensors.record(changed_tensors)
         if not changed_tensors:

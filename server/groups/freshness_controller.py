@@ -41,45 +41,40 @@ EDGE_STEPS = 2
 """Steps in a row that can starve at an edge. Groups that the first one added are there for the third."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepObservation:
     """Measurements of one trainer step, from one version to the next."""
 
-    seconds: float
+    seconds: float = 0.0
     """Duration of the whole step: gathering the batch, training on it, publishing the weights."""
-    starved_seconds: float
+    starved_seconds: float = 0.0
     """Part of `seconds` with demand unmet because too few groups were finished."""
-    surplus: int
-    """Finished groups left over when the demand was met."""
-    lacking: int
+    surplus: int = 0
+    """Finished groups left over when the demand was last met."""
+    lacking: int = 0
     """Most groups that were requested and not finished."""
-    filled: bool
+    filled: bool = False
     """Whether the target is what prevented the admission of further groups."""
 
 
 class StepMeter:
     def __init__(self) -> None:
+        self.step = StepObservation()
+        """The step under way."""
         self._began: float | None = None
         self._unmet = 0
         """Groups that the batch still lacks."""
         self._starving_since: float | None = None
-        self._starved_seconds = 0.0
-        self._lacking = 0
-        """Most groups that the batch lacked while the trainer starved."""
-        self.surplus = 0
-        """Groups left over when the demand was last met."""
-        self.filled = False
-        """Whether the target has prevented an admission."""
 
     def demand(self, unmet: int, completed: int, now: float) -> None:
         """`unmet` is the number of groups that the batch still lacks."""
         if self._starving_since is not None:
-            self._starved_seconds += max(0.0, now - self._starving_since)
+            self.step.starved_seconds += max(0.0, now - self._starving_since)
         self._unmet = unmet
         # Under WAIT a trainer may wait for an old group while enough others are completed. It does
         # not starve then, because more groups would not help.
         lacking = unmet - completed
-        self._lacking = max(self._lacking, lacking)
+        self.step.lacking = max(self.step.lacking, lacking)
         self._starving_since = now if lacking > 0 else None
 
     def supply(self, completed: int, now: float) -> None:
@@ -89,23 +84,16 @@ class StepMeter:
     def close_step(self, completed: int, now: float) -> StepObservation | None:
         """Begin another step. Return the one that ends, if its beginning was seen."""
         self.demand(0, completed, now)
-        observed = None
-        if self._began is not None:
-            seconds = max(0.0, now - self._began)
-            observed = StepObservation(
-                seconds, self._starved_seconds, self.surplus, self._lacking, filled=self.filled
-            )
-        self._began = now
-        self._starved_seconds = 0.0
-        self._lacking = 0
-        self.surplus = 0
-        self.filled = False
-        return observed
+        ended, self.step = self.step, StepObservation()
+        began, self._began = self._began, now
+        if began is None:
+            return None
+        ended.seconds = max(0.0, now - began)
+        return ended
 
 
 class FreshnessController:
-    """Moves the limit on outstanding groups between `floor` and `ceiling`. The ceiling takes
-    precedence."""
+    """Moves the limit on outstanding groups between `floor` and `ceiling`, which takes precedence."""
 
     def __init__(self, groups_per_step: int, floor: int, ceiling: int) -> None:
         self._groups_per_step = groups_per_step

@@ -144,13 +144,9 @@ class StalenessGate:
             raise ValueError(f"trainer_version must be at least 0, got {trainer_version}")
         self.contract = contract
         self.trainer_version = trainer_version
-        self._controller = (
-            FreshnessController(
-                contract.groups_per_step, contract.fewest_outstanding, contract.max_outstanding
-            )
-            if freshness
-            else None
-        )
+        most = contract.max_outstanding
+        fewest = contract.fewest_outstanding if freshness else most
+        self._controller = FreshnessController(contract.groups_per_step, fewest, most)
         self.running: dict[str, int] = {}
         """The oldest version that may sample in each running group."""
         self.completed: dict[str, int] = {}
@@ -167,7 +163,7 @@ class StalenessGate:
     @property
     def target(self) -> int:
         """Most groups outstanding and delivered at this version."""
-        return self._controller.target if self._controller else self.contract.max_outstanding
+        return self._controller.target
 
     @property
     def outstanding(self) -> int:
@@ -190,7 +186,7 @@ class StalenessGate:
         self.trainer_version = trainer_version
         self._batch.clear()
         observed = self._meter.close_step(len(self.completed), now)
-        if observed is not None and self._controller and not restarted:
+        if observed is not None and not restarted:
             self._controller.observe(observed)
         if restarted:
             # The engine may continue with successors of this version, in the running groups too.
@@ -223,7 +219,7 @@ class StalenessGate:
                 f"trainer at {self.trainer_version}, {self.outstanding} outstanding"
             )
         self.adopt(group_id, active_version)
-        self._meter.filled = self._meter.filled or not self._has_place()
+        self._meter.step.filled = self._meter.step.filled or not self._has_place()
 
     def adopt(self, group_id: str, admission_version: int) -> None:
         """Take over a group that was running before this gate was made, without an admission check.
@@ -286,7 +282,7 @@ class StalenessGate:
         unmet = min(credit - len(delivered), self.contract.groups_per_step - self.delivered)
         self._meter.demand(unmet, len(self.completed), now)
         if delivered and unmet <= 0:
-            self._meter.surplus = len(self.completed)
+            self._meter.step.surplus = len(self.completed)
         return Selection(delivered, late)
 
     def _whole_batch(self, queue: Iterable[str], credit: int) -> tuple[str, ...]:

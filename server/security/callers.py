@@ -17,21 +17,17 @@ begins. A call over a limit is refused with CALLER_LIMIT and a retry delay; noth
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from penstock.server.config.limits import CallerLimits
 from penstock.server.core.errors import DomainError
+from penstock.server.security.credentials import Caller
+from penstock.server.turns.trajectory import Turn
 from penstock.wire.reasons import Reason
-
-if TYPE_CHECKING:
-    import asyncio
-
-    from penstock.server.config.limits import CallerLimits
-    from penstock.server.security.credentials import Caller
-    from penstock.server.turns.trajectory import Turn
 
 MOST_ACCOUNTS = 1024
 """Number of accounts above which idle ones are closed."""

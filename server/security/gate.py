@@ -2,9 +2,9 @@
 
 Order of the checks: the server has room -> the caller's metadata is within bounds -> authentication -> the
 caller's role may use the rpc -> its account has room -> the message is read, and within bounds -> the
-handler. Refusing a call costs little, because no message is read before. So every rpc is registered as a
-stream of requests and a stream of answers, which it is on the wire. A call only ends when its last answer
-has been read. Until then gRPC holds the answer, and the caller's account is charged for it.
+handler. Refusing a call costs little, because its message is read last. That is why every rpc is
+registered as a stream of requests and a stream of answers, which it is on the wire. A call only ends when
+its last answer has been read. Until then gRPC holds the answer, and the caller's account is charged for it.
 
     TOKEN_MISSING, TOKEN_INVALID     the caller is not authenticated
     ROLE_NOT_ALLOWED                 the caller's role may not use the rpc
@@ -23,15 +23,7 @@ import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Generator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -44,7 +36,7 @@ from penstock.server.config.settings import ServeConfig
 from penstock.server.core.errors import DomainError
 from penstock.server.rpc.boundary import ServicerContext, linger, refuse
 from penstock.server.security.callers import VISIT, Callers
-from penstock.server.security.credentials import AuthContext, Caller, Credentials, host_of
+from penstock.server.security.credentials import AuthContext, Caller, Credentials, Metadata, host_of
 from penstock.wire.channel import MAX_METADATA_BYTES, is_loopback
 from penstock.wire.reasons import Reason
 
@@ -96,7 +88,7 @@ Unread = Callable[[int], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    metadata: Sequence[tuple[str, str | bytes]]
+    metadata: Metadata
     peer: str
     """In gRPC's form: "ipv4:127.0.0.1:4711"."""
     auth_context: Callable[[], AuthContext]
@@ -140,13 +132,10 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def _guard(self, method: str, handler: RpcHandler) -> RpcHandler:
         """The wrapped handler reads its messages only after the call is admitted."""
-        rpc = cast("Any", handler)
-        decode = cast("Decode", rpc.request_deserializer)
-        encode = cast("Encode", rpc.response_serializer)
-        serve = cast(
-            "Serve", rpc.unary_unary or rpc.unary_stream or rpc.stream_unary or rpc.stream_stream
-        )
-
+        rpc: Any = handler
+        decode: Decode = rpc.request_deserializer
+        encode: Encode = rpc.response_serializer
+        serve: Serve = rpc.unary_unary or rpc.unary_stream or rpc.stream_unary or rpc.stream_stream
         # Exchange is never refused, because training groups is what frees memory. It sends one group at a
         # time.
         bounded = method != EXCHANGE
@@ -156,9 +145,11 @@ class Gate(grpc.aio.ServerInterceptor):
 
         async def visited(stream: AsyncIterator[bytes], grpc_context: ServicerContext) -> None:
             unread = self.callers.unread if bounded else self.callers.unread_group
-            context = cast("Any", _Counted(grpc_context, unread, encode))
+            context: Any = _Counted(grpc_context, unread, encode)
+            metadata: Any = grpc_context.invocation_metadata() or ()
+            presented = Presented(metadata, grpc_context.peer(), grpc_context.auth_context)
             try:
-                with self.visit(method, _presented(grpc_context)) as caller:
+                with self.visit(method, presented) as caller:
                     messages = _Messages(stream, decode, self.callers.message_bytes)
                     request = messages
                     if not rpc.request_streaming:
@@ -183,7 +174,8 @@ class Gate(grpc.aio.ServerInterceptor):
                 error.__context__ = None
                 raise error.with_traceback(None)  # noqa: B904
 
-        return grpc.stream_stream_rpc_method_handler(cast("Any", handle), None, None)
+        answering: Any = handle
+        return grpc.stream_stream_rpc_method_handler(answering, None, None)
 
     @contextmanager
     def visit(self, method: str, presented: Presented) -> Generator[Caller]:
@@ -281,11 +273,6 @@ def open_gate(config: ServeConfig) -> Gate:
             asked,
         )
     return gate
-
-
-def _presented(context: ServicerContext) -> Presented:
-    metadata = cast("tuple[tuple[str, str | bytes], ...]", context.invocation_metadata() or ())
-    return Presented(metadata, context.peer(), context.auth_context)
 
 
 class _Counted:

@@ -14,20 +14,18 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.common.token_file import Role
 from penstock.server.core.errors import DomainError
 from penstock.server.rpc.boundary import Call, Handler
 from penstock.server.rpc.leases import CallLeases
 from penstock.server.security.callers import VISIT, Callers
+from penstock.server.security.credentials import Caller
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import Turn
 from penstock.wire.reasons import Reason
-
-if TYPE_CHECKING:
-    from penstock.server.security.credentials import Caller
 
 MOST_OWNERS = 20_000
 """Most trajectories with a known owner, in addition to the open ones. The least recently called is
@@ -156,8 +154,7 @@ class Ownership:
         if caller.role is not Role.AGENT:
             return
         for trajectory_id in trajectory_ids:
-            if self._is_anothers(caller, trajectory_id):
-                raise _not_own(caller, f"trajectory {trajectory_id}", trajectory_id)
+            self._refuse_anothers(caller, trajectory_id, f"trajectory {trajectory_id}")
             if trajectory_id in self._owners:
                 self._owners.move_to_end(trajectory_id)
 
@@ -178,14 +175,14 @@ class Ownership:
             wanted = set(request.groups.group_ids)
             for turn in self._turns.in_flight:
                 record = turn.record
-                if record.group_id in wanted and self._is_anothers(caller, record.trajectory_id):
+                if record.group_id in wanted:
                     what = f"a turn of group {record.group_id}"
-                    raise _not_own(caller, what, record.trajectory_id)
+                    self._refuse_anothers(caller, record.trajectory_id, what)
 
-
-def _not_own(caller: Caller, what: str, trajectory_id: str) -> DomainError:
-    return DomainError(
-        Reason.ROLE_NOT_ALLOWED,
-        f"{what} belongs to another agent, not to {caller}",
-        {"caller": caller.name, "role": Role.AGENT, "trajectory_id": trajectory_id},
-    )
+    def _refuse_anothers(self, caller: Caller, trajectory_id: str, what: str) -> None:
+        if self._is_anothers(caller, trajectory_id):
+            raise DomainError(
+                Reason.ROLE_NOT_ALLOWED,
+                f"{what} belongs to another agent, not to {caller}",
+                {"caller": caller.name, "role": Role.AGENT, "trajectory_id": trajectory_id},
+            )

@@ -16,18 +16,15 @@ import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.server.core.errors import FieldInvalid
 from penstock.server.text.messages import Message, Tool, ToolCall
 from penstock.server.text.streaming import StreamParser, TurnStream
 from penstock.server.text.template import Guard, template_message, template_tool
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 PROBE = "penstock-probe-7f3a91"
 # A private-use plane, whose characters ordinary text has no reason to contain.
@@ -156,7 +153,7 @@ class Renderer:
         if messages[0].role == "tool":
             # Templates require a call before a tool's answer, and some write the call instead of the text.
             call_id = guard.text(messages[0].tool_call_id or "probe")
-            function = {"name": PROBE, "arguments": {}}
+            function: dict[str, object] = {"name": PROBE, "arguments": {}}
             before[1]["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
         suffix = _after_probe(self._apply([*before, *new], (), generate=True))
         if messages[0].role == "tool":

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.server.core.errors import FieldInvalid
 from penstock.server.text.messages import Message, Tool
@@ -21,9 +21,6 @@ from penstock.server.turns.history import History
 from penstock.server.turns.matching import kept_prefix
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
 from penstock.v1 import rollout_service_pb2, task_service_pb2
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Longer texts are tokenized off the event loop.
 LONG_TEXT = 16_384

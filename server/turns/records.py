@@ -17,11 +17,11 @@ from penstock.server.journal.protocol import Deferred, EncodedRecord, Journal, R
 from penstock.server.text.messages import Tool
 from penstock.server.turns import encoding
 from penstock.server.turns.history import HeldMessage, History
-from penstock.server.turns.requests import MIN_TEMPERATURE, sampling_message
+from penstock.server.turns.requests import read_sampling, sampling_message
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord, Turn
 from penstock.server.turns.turn import FINISH_REASONS, TurnAttempt, TurnSampling, TurnState
-from penstock.v1 import conversation_pb2, journal_pb2, rollout_service_pb2, trajectory_pb2
+from penstock.v1 import conversation_pb2, journal_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.messages import JournalRecord
 
@@ -177,7 +177,7 @@ def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged, store
         return
     if record.history is not None:
         _apply_messages(record, record.history, changed)
-    sampling = _sampling(changed.sampling_params)
+    sampling = read_sampling(changed.sampling_params)
     record.sampling = sampling
     record.turn_count = changed.turn_count
     attempt = TurnAttempt(
@@ -243,17 +243,3 @@ def _write_tool(tool: Tool) -> conversation_pb2.Tool:
 
 def _read_tool(tool: conversation_pb2.Tool) -> Tool:
     return Tool(tool.name, tool.description, json_format.MessageToDict(tool.parameters))
-
-
-def _sampling(params: rollout_service_pb2.SamplingParams) -> TurnSampling:
-    return TurnSampling(
-        # A temperature that travelled as 32-bit float may be slightly below the minimum.
-        temperature=max(params.temperature, MIN_TEMPERATURE) if params.temperature else 0.0,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        max_tokens=params.max_tokens,
-        stop_token_ids=tuple(params.stop_token_ids),
-        stop=tuple(params.stop),
-        seed=params.seed if params.HasField("seed") else None,
-        ignore_eos=params.ignore_eos,
-    )

@@ -6,10 +6,11 @@ Raises FieldInvalid (INVALID_ARGUMENT with BadRequest), TOKEN_OUT_OF_RANGE or MA
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from google.protobuf import duration_pb2, json_format, struct_pb2
+from numpy.typing import NDArray
 
 from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.engine.protocol import Sampling
@@ -18,9 +19,6 @@ from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire.codec import MalformedMessage, token_ids, twin
 from penstock.wire.reasons import Reason
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
@@ -116,9 +114,16 @@ def sampling(
     for text in params.stop:
         fine = 0 < len(text) <= MAX_STOP_LENGTH
         _check(fine, f"{field}.stop", f"must have 1 to {MAX_STOP_LENGTH} characters each", text)
+    return read_sampling(params)
+
+
+def read_sampling(params: rollout_service_pb2.SamplingParams) -> TurnSampling:
+    """Apply all defaults, without a check."""
+    temperature = params.temperature if params.HasField("temperature") else 1.0
     return TurnSampling(
+        # A temperature that travelled as 32-bit float may be slightly below the minimum.
         temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
-        top_p=top_p,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
         top_k=params.top_k,
         max_tokens=params.max_tokens,
         stop_token_ids=tuple(params.stop_token_ids),

@@ -77,17 +77,11 @@ class TrajectoryStore:
         record = self.find(trajectory_id)
         if record is not None:
             return record
+        reason, message = Reason.TRAJECTORY_UNKNOWN, f"no trajectory {trajectory_id!r}"
         if trajectory_id in self._closed:
-            raise DomainError(
-                Reason.TRAJECTORY_CLOSED,
-                f"trajectory {trajectory_id} is closed and no longer held",
-                {"trajectory_id": trajectory_id},
-            )
-        raise DomainError(
-            Reason.TRAJECTORY_UNKNOWN,
-            f"no trajectory {trajectory_id!r}",
-            {"trajectory_id": trajectory_id},
-        )
+            reason = Reason.TRAJECTORY_CLOSED
+            message = f"trajectory {trajectory_id} is closed and no longer held"
+        raise DomainError(reason, message, {"trajectory_id": trajectory_id})
 
     def charge(self, record: TrajectoryRecord) -> None:
         """Charge a record to the memory budget, including what its turn in flight may still add."""

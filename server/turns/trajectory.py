@@ -10,26 +10,21 @@ from __future__ import annotations
 import asyncio
 import time
 from asyncio import Future
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+from opentelemetry.trace import Span
 
-from penstock.server.engine.protocol import Finish
+from penstock.server.engine.protocol import Delta, Finish
+from penstock.server.journal.protocol import Part, Stored
+from penstock.server.turns.history import History
 from penstock.server.turns.turn import TRANSITIONS, TurnAttempt, TurnSampling, TurnState
-from penstock.v1 import trajectory_pb2
+from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire.codec import LOGPROB, TOKEN, twin
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from opentelemetry.trace import Span
-
-    from penstock.server.engine.protocol import Delta
-    from penstock.server.journal.protocol import Part, Stored
-    from penstock.server.turns.history import History
-    from penstock.v1 import rollout_service_pb2
 
 Segment = twin(trajectory_pb2.Segment)
 Trajectory = twin(trajectory_pb2.Trajectory)
@@ -90,15 +85,31 @@ class LeftOut(NamedTuple):
     token_count: int
 
 
+class Pieces:
+    """Bytes of a message on the wire, which are joined only when they are written."""
+
+    __slots__ = ("byte_count", "parts")
+
+    def __init__(self, first: Part) -> None:
+        self.parts: list[Part] = [first]
+        self.byte_count = len(first)
+
+    def add(self, part: Part) -> None:
+        self.parts.append(part)
+        self.byte_count += len(part)
+
+    def extend(self, parts: Iterable[Part], byte_count: int) -> None:
+        self.parts += parts
+        self.byte_count += byte_count
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedTrajectory:
     """A Trajectory message, in pieces that no longer change."""
 
-    parts: Sequence[Part]
-    byte_count: int
-    short: Sequence[Part]
+    whole: Pieces
+    short: Pieces
     """The same message without the arrays of some segments."""
-    short_byte_count: int
     left_out: Sequence[LeftOut]
     """The segments whose arrays `short` omits."""
 
@@ -108,9 +119,9 @@ class Answered:
     """The last request of an agent that sends whole conversations, kept to recognise a retry of it."""
 
     turn: Turn
-    """The turn that answers the request."""
+    """It answers the request."""
     digest: bytes
-    """Digest of the request."""
+    """Of the request."""
     followers: int = 0
     """Requests that are receiving the turn now."""
     delivered: bool = False
