@@ -153,7 +153,7 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
     from penstock.server.journals import open_journal
     from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.security.gate import open_gate
-    from penstock.server.text.renderer import TokenizerRenderer
+    from penstock.server.text.renderer import Renderer
 
     # Bind first: a port in use must not cost the minutes that a model takes to load.
     gate = open_gate(config)
@@ -184,7 +184,7 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
             parser = make_parser(config, tokenizer)
     except Exception as error:
         return _cannot_serve(source, error)
-    renderer = TokenizerRenderer(tokenizer, engine.description.eos_token_ids, parser)
+    renderer = Renderer(tokenizer, engine.description.eos_token_ids, parser)
     serving = Serving(engine, renderer, config, journal, gate, http)
     life = Lifecycle(serving, server)
     await life.start()

@@ -16,7 +16,6 @@ from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.core.telemetry import ServerMetrics
 from penstock.server.engine.protocol import LocalEngine
 from penstock.server.groups.admission import Admission
-from penstock.server.groups.attempts import LeaseRules
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.memory import MemoryJournal
@@ -138,11 +137,11 @@ class Serving:
 
     @cached_property
     def queue(self) -> TaskQueue:
-        leases, limits = self.config.leases, self.config.limits
+        limits = self.config.limits
         return TaskQueue(
             self.changed,
             self.admission,
-            LeaseRules(leases.seconds, leases.grace_seconds, leases.max_attempts),
+            self.config.leases,
             time.monotonic,
             max_pending=limits.pending_tasks,
             max_evaluation_groups=limits.evaluation_groups,

@@ -26,7 +26,7 @@ from typing import Any
 from penstock.server.core.aio import OwnTasks
 from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
-from penstock.server.core.reason_counts import ReasonCounts
+from penstock.server.core.telemetry import ReasonCounts
 from penstock.server.groups.attempts import Attempt, Group, Settled, group_changed
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.protocol import Journal, Record
@@ -254,7 +254,7 @@ class Closing:
             # Not in a separate task: it would start waiting later and miss a deadline set before that.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
-                    await self._queue.deadline_sooner.wait()
+                    await self._queue.leases.sooner.wait()
 
     def _settle_expired(self, expired: Sequence[_Expired]) -> asyncio.Task[None]:
         """In order; the last attempt may complete the group."""

@@ -22,9 +22,8 @@ from penstock.server.rpc.leases import CallLeases
 from penstock.server.text.messages import Message
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns.policy_messages import PolicyMessages
-from penstock.server.turns.runner import TurnRunner
+from penstock.server.turns.runner import Subscription, TurnRunner
 from penstock.server.turns.store import TrajectoryStore
-from penstock.server.turns.subscription import Subscription
 from penstock.server.turns.trajectory import PromptKind, Turn
 from penstock.server.turns.turn import TurnAttempt
 from penstock.v1 import conversation_pb2, rollout_service_pb2, trajectory_pb2

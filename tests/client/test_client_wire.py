@@ -584,7 +584,7 @@ def run_out(harness: Harness, trajectory_id: str) -> None:
     attempt = harness.serving.queue.attempt_of(trajectory_id)
     assert attempt is not None
     attempt.deadline = 0.0
-    harness.serving.queue.deadline_sooner.notify()
+    harness.serving.queue.leases.sooner.notify()
 
 
 def ran_out(harness: Harness, trajectory_id: str) -> bool:

@@ -236,7 +236,7 @@ OPTIONS += ("--max-num-batched-tokens", "16384", "--kv-cache-memory-bytes", str(
 async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
     """A server around real vLLM, with a tied model. Every version has different weights."""
     pytest.importorskip("vllm")
-    from penstock.server.text.renderer import TokenizerRenderer
+    from penstock.server.text.renderer import Renderer, load_tokenizer
     from penstock.server.vllm.engine import VllmEngine
     from penstock.server.vllm.options import engine_arguments
 
@@ -247,7 +247,7 @@ async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
     before = engines_of(os.getpid())
     engine = await VllmEngine.start(engine_arguments(["--model", str(path), *OPTIONS]))
     (process,) = [p for p in engines_of(os.getpid()) if p not in before]
-    renderer = TokenizerRenderer.load(str(path), engine.description.eos_token_ids)
+    renderer = Renderer(load_tokenizer(str(path)), engine.description.eos_token_ids)
     serving = Serving(engine, renderer, loaded)
     life = Lifecycle(serving, server)
     await life.start()

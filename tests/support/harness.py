@@ -223,7 +223,7 @@ class Harness:
         for group in queue.groups:
             for attempt in group.attempts:
                 attempt.deadline -= seconds
-        queue.deadline_sooner.notify()
+        queue.leases.sooner.notify()
 
     async def resume(self, trajectory_id: str, **fields: Any) -> Turn:
         return await collect(

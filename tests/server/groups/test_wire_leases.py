@@ -110,7 +110,7 @@ async def test_a_deadline_that_moves_just_before_it_is_waited_for_counts(harness
     async with leasing(harness) as call:
         await take(call)
         queue.next_deadline = and_then_it_moves  # type: ignore[method-assign]
-        queue.deadline_sooner.notify()
+        queue.leases.sooner.notify()
         assert (await take(call)).retry_count == 1
 
 

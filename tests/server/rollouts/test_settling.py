@@ -111,7 +111,7 @@ async def test_siblings_that_run_out_together_are_written_down_together(tmp_path
         call.cancel()
     async with on_disk(left) as harness:
         assert await delivered(harness) == [("LEASE_EXPIRED", 0.0)] * 2
-        assert harness.serving.queue.open_group_count == 0
+        assert len(harness.serving.queue.groups) == 0
 
 
 async def test_a_sibling_that_ends_while_others_run_out_is_delivered_with_what_became_of_them(
@@ -126,7 +126,7 @@ async def test_a_sibling_that_ends_while_others_run_out_is_delivered_with_what_b
         (group,) = harness.serving.queue.groups
         for attempt in group.attempts[:2]:
             attempt.deadline -= 3600
-        harness.serving.queue.deadline_sooner.notify()
+        harness.serving.queue.leases.sooner.notify()
         await disk.reached.wait()
         await harness.complete(leases[2].trajectory_id, 0.5)
         disk.go_on.set()
@@ -173,7 +173,7 @@ async def test_an_attempt_with_a_branch_that_ran_out_waits_for_its_sibling_over_
         await harness.generate("branch", **branch)
         (group,) = harness.serving.queue.groups
         group.attempts[0].deadline -= 3600
-        harness.serving.queue.deadline_sooner.notify()
+        harness.serving.queue.leases.sooner.notify()
         await until(lambda: group.attempts[0].state.final)
         await harness.serving.journal.append(())
         left = killed(tmp_path / "s")
@@ -222,7 +222,7 @@ async def test_a_race_is_over_in_one_place(tmp_path: Path) -> None:
 
         harness.engine.abort = slow  # type: ignore[method-assign]
         last = asyncio.ensure_future(harness.complete(second.trajectory_id, 0.5))
-        await until(lambda: harness.serving.queue.open_group_count == 0)
+        await until(lambda: len(harness.serving.queue.groups) == 0)
         await compact(harness)
         left = killed(tmp_path / "s")
         go_on.set()
@@ -653,7 +653,7 @@ async def test_what_agents_and_trainers_nest_can_be_read_wherever_it_is_held(
         call.cancel()
     async with on_disk(left) as harness:
         queue = harness.serving.queue
-        assert queue.pending.count + queue.open_group_count == 1
+        assert queue.pending.count + len(queue.groups) == 1
         assert len(list(harness.serving.buffer.groups)) == 1
 
 
