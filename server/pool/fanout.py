@@ -1,32 +1,27 @@
 """Distributes one weight version from the hub to its engine servers.
 
-Each host receives the bytes once. The first engine server on a host, its *leader*, gets them from
-the hub or from another host, and the others on that host read the leader's memory. On the hub's own
-host all read the hub's memory. An engine server that cannot read the offered memory is sent the
-bytes, so a wrong guess about hosts costs only time. If a leader fails, or takes longer than half of
-`stage_seconds`, the next engine on its host leads.
+Each host receives the bytes once. The first engine server on a host, its *leader*, gets them from the hub
+or from another host, and the others on that host read the leader's memory. On the hub's own host all read
+the hub's memory. An engine server that cannot read the offered memory is sent the bytes, so a wrong guess
+about hosts costs only time. If a leader fails, or takes longer than half of `stage_seconds`, the next
+engine on its host leads.
 
 A leader that reports holding the previous version is sent only what changed, if that is fewer bytes than
 the tree would carry (`differences`). Its host then has the whole version, and hands it on to other hosts.
-
-An adapter is only a few megabytes, so each engine server gets it from the hub. Engine servers hand
-no adapters on.
-
-Every engine server verifies every byte itself, against the hub's checksums.
+An adapter is only a few megabytes: each engine server gets it from the hub, and hands none on. Every
+engine server verifies every byte itself, against the hub's checksums.
 
 The hosts form a tree. The hub hands the version to `most` hosts, each of those to as many more, and so on;
-with one each, it is a chain. A host passes on what it has while it still receives. So the last host has
-all of it about as soon as the first, and no connection carries it more often than there are branches.
-
-What a failure does. A failed host leaves the tree. The hosts that took the version from it start
-over with another one, and after a second failure with the hub.
+with one each, it is a chain. A host passes on what it has while it still receives, so the last host has
+all of it about as soon as the first. If a host fails, it leaves the tree. Those that took the version from
+it start over with another one, and after a second failure with the hub.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from penstock.common.memory_file import host_id
@@ -42,12 +37,6 @@ from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
-POLICIES: Mapping[str, weights_pb2.InFlightPolicy.ValueType] = {
-    "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
-    "recompute": weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE,
-    "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
-    "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
-}
 PEERS_TRIED = 2
 """Number of hosts that are asked before the hub sends the version itself."""
 
@@ -158,20 +147,17 @@ class Fanout:
         """Returns the existing task of the same process, unless it failed. The task raises Unanswered and
         EngineRefused."""
         if self._processes.get(member) != member.server_id:
-            self._begin_anew(member)
+            # The weights of the previous process at this address are gone.
+            self.end(member)
+            if member in self._processes:
+                self._branches.drop(member)
+            self._processes[member] = member.server_id
         task = self._sending.get(member)
         failed = task is not None and task.done() and (task.cancelled() or task.exception())
         if task is None or failed:
             name = f"version {self.weight_version} to {member.address}"
             task = self._sending[member] = asyncio.create_task(self._stage(member), name=name)
         return task
-
-    def _begin_anew(self, member: Member) -> None:
-        """The weights of the previous process at this address are gone."""
-        self.end(member)
-        if member in self._processes:
-            self._branches.drop(member)
-        self._processes[member] = member.server_id
 
     def settle(self, member: Member, *, accepted: bool) -> None:
         """Record whether the engine took the version. Only the first call counts."""
@@ -234,7 +220,6 @@ class Fanout:
                 leading.cancel()
 
     def _follow_no_more(self, host: str, leading: Leading) -> None:
-        """Let the next engine of the host lead, unless another one already does."""
         if self._leaders.get(host) is leading:
             del self._leaders[host]
 

@@ -12,12 +12,12 @@ States and transitions (docs/pool.md has a diagram):
 
 This module holds only state and arithmetic. `roster` contacts the engine server and decides when.
 
-Version numbers: `wire_versions` maps the engine server's version numbers to the pool's. An engine
-server that was never given weights samples the model as loaded, which is version 0 on both sides.
+Version numbers: `wire_versions` maps the engine server's version numbers to the pool's. An engine server
+that was never given weights samples the model as loaded, which is version 0 on both sides.
 
-Weights: an engine samples full weights, or an adapter on top of full weights. An engine server takes any
-number of adapters in a row, but no full weights while it has an adapter. So the full weights below must be
-the pool's before it is given the pool's adapter; `full_version` tells whether they are.
+Weights: an engine server takes any number of adapters in a row, but no full weights while it has an
+adapter. So the full weights below (`full_version`) must be the pool's before it is given the pool's
+adapter.
 """
 
 from __future__ import annotations
@@ -158,8 +158,6 @@ class Member:
             self.address, turns, limit.value, slowness, self.given, self.between, limit.proven
         )
 
-    # Its own reports
-
     def heard(self, info: rollout_service_pb2.GetServerInfoResponse) -> bool:
         """Take in an answer of the engine server; returns whether it comes from a new process."""
         other = info.server_id != self.server_id
@@ -202,9 +200,7 @@ class Member:
 
     def pool_version(self, wire_version: int) -> int | None:
         """None if not known."""
-        if wire_version == 0:
-            return 0
-        return self.wire_versions.get(wire_version)
+        return self.wire_versions.get(wire_version) if wire_version else 0
 
     def wire_version(self, pool_version: int) -> int | None:
         """The newest number under which it was given the version; None if never."""
@@ -255,8 +251,6 @@ class Member:
         """As the pool's numbers."""
         known = (self.pool_version(wire) for wire in self.wire_adapters)
         return [version for version in known if version is not None] if self.answers else []
-
-    # Its turns
 
     def took(self, request_id: str) -> None:
         self.turns.add(request_id)

@@ -127,9 +127,8 @@ class Placing:
 
     def wake(self) -> None:
         """Place waiting requests, because an engine has room or came into rotation."""
-        first = [
-            queue[0] for version in list(self._queues) if (queue := self._first_that_wait(version))
-        ]
+        queues = map(self._first_that_wait, list(self._queues))
+        first = [queue[0] for queue in queues if queue]
         heapq.heapify(first)
         while first:
             waiting = heapq.heappop(first)

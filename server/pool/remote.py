@@ -1,8 +1,8 @@
-"""One engine server from the view of a hub: the calls and the meaning of their answers. Holds no state.
+"""One engine server from the view of a hub: the calls and the meaning of their answers.
 
-Every call ends in one of three ways: with its answer, with `Unanswered`, or with `EngineRefused`.
-`Unanswered` means that the process is gone, stops or cannot serve any caller, so the hub should try
-another engine server. `EngineRefused` means that it rejects this particular call.
+Every call returns its answer or raises `Unanswered` or `EngineRefused`. `Unanswered` means that the
+process is gone, stops or cannot serve any caller, so the hub should try another engine server.
+`EngineRefused` means that it rejects this particular call.
 """
 
 from __future__ import annotations
@@ -55,11 +55,6 @@ class EngineRefused(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.reason or failure.code.name}: {failure.message}")
         self.failure = failure
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it has no room now, but may have later."""
-        return self.failure.is_full
 
 
 class EngineServer:
@@ -114,7 +109,7 @@ class EngineServer:
             await call(AbortRequest(trajectories=selector), timeout=ABORT_SECONDS)
 
     async def generate(
-        self, request: rollout_service_pb2.GenerateRequest, metadata: Sequence[tuple[str, str]]
+        self, request: rollout_service_pb2.GenerateRequest, metadata: Iterable[tuple[str, str]]
     ) -> AsyncGenerator[rollout_service_pb2.GenerateResponse]:
         """Closing the generator early ends the turn."""
         method = self._channel.unary_stream(
@@ -214,10 +209,3 @@ def _answers() -> Generator[None]:
             problem = failure.message or failure.code.name
             raise (OutOfTime if late else Unanswered)(problem) from error
         raise EngineRefused(failure) from error
-
-
-FINISHED = {
-    trajectory_pb2.FINISH_REASON_STOP,
-    trajectory_pb2.FINISH_REASON_LENGTH,
-    trajectory_pb2.FINISH_REASON_ABORTED,
-}

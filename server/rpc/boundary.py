@@ -38,15 +38,9 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     )
 )
 
-# Decoders of request messages for the methods that do not use the codec.
-READERS: Mapping[str, Callable[[bytes], object]] = {
-    "penstock.v1.RolloutService/UpdateWeights": read_upload_message,
-}
-
-# Encoders of answers for the methods that do not use the codec. FetchWeights yields bytes already.
-WRITERS: Mapping[str, Callable[[Any], bytes]] = {
-    "penstock.v1.RolloutService/FetchWeights": bytes,
-}
+# Of the methods that do not use the codec. FetchWeights yields bytes already.
+READERS = {"penstock.v1.RolloutService/UpdateWeights": read_upload_message}
+WRITERS = {"penstock.v1.RolloutService/FetchWeights": bytes}
 
 LINGER_SECONDS = 10.0
 # At a load of 15 on two cores, one caller in 3,000 took longer than 0.05 s until its next message.

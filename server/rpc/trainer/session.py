@@ -21,7 +21,7 @@ from penstock.server.turns.encoding import Delivery
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.reasons import Reason
 
-LATE_POLICIES = {
+LATE_POLICIES: Mapping[int, LatePolicy] = {
     trainer_service_pb2.LATE_POLICY_UNSPECIFIED: LatePolicy.MASK,
     trainer_service_pb2.LATE_POLICY_MASK: LatePolicy.MASK,
     trainer_service_pb2.LATE_POLICY_WAIT: LatePolicy.WAIT,
@@ -68,19 +68,13 @@ class Session:
     )
     """Fails with the error that ends the session from outside."""
     switches: asyncio.Queue[trainer_service_pb2.SwitchWeights | None] = field(
-        default_factory=lambda: asyncio.Queue[trainer_service_pb2.SwitchWeights | None](
-            MAX_WAITING_SWITCHES
-        )
+        default_factory=lambda: asyncio.Queue(MAX_WAITING_SWITCHES)
     )
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def ended(self) -> bool:
         return self.state is SessionState.ENDED
-
-    @property
-    def half_closed(self) -> bool:
-        return self.state is SessionState.HALF_CLOSED
 
     def move(self, state: SessionState) -> None:
         """A session that has ended stays so; otherwise raises RuntimeError for a state that cannot
@@ -205,19 +199,13 @@ def read_contract(hello: trainer_service_pb2.Hello) -> StalenessContract:
             "hello.start_id", f"must have at most {MAX_ID_LENGTH} characters", hello.start_id
         )
     staleness = hello.staleness
-    if not 0 <= staleness.max_lag <= 1_000_000:
-        raise FieldInvalid(
-            "hello.staleness.max_lag", "must be from 0 to 1000000", staleness.max_lag
-        )
-    if not 1 <= staleness.groups_per_step <= 1_000_000:
-        raise FieldInvalid(
-            "hello.staleness.groups_per_step",
-            "must be from 1 to 1000000",
-            staleness.groups_per_step,
-        )
-    known = {int(number): value for number, value in LATE_POLICIES.items()}
-    if staleness.late_policy not in known:
+    for name, least in (("max_lag", 0), ("groups_per_step", 1)):
+        value = getattr(staleness, name)
+        if not least <= value <= 1_000_000:
+            problem = f"must be from {least} to 1000000"
+            raise FieldInvalid(f"hello.staleness.{name}", problem, value)
+    if staleness.late_policy not in LATE_POLICIES:
         raise FieldInvalid("hello.staleness.late_policy", "is unknown", staleness.late_policy)
     return StalenessContract(
-        staleness.max_lag, staleness.groups_per_step, known[staleness.late_policy]
+        staleness.max_lag, staleness.groups_per_step, LATE_POLICIES[staleness.late_policy]
     )
