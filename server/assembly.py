@@ -27,10 +27,10 @@ from penstock.server.rollouts.buffering import CompletedGroups
 from penstock.server.rollouts.complete import Closing
 from penstock.server.rollouts.start import Opening, StreamRules
 from penstock.server.rollouts.unleased import OwnTrajectories
-from penstock.server.rpc.health import Health
 from penstock.server.rpc.leases import CallLeases
 from penstock.server.rpc.rollout_servicer import RolloutServicer
 from penstock.server.rpc.server_info import ServerInfo
+from penstock.server.rpc.standard import Health
 from penstock.server.rpc.task_servicer import TaskServicer
 from penstock.server.rpc.trainer.delivery import Deliverer, Receipts
 from penstock.server.rpc.trainer.drops import Drops

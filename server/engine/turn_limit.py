@@ -48,7 +48,6 @@ class LoadReport:
     """An engine's report of its load, and the number of this hub's turns it then had."""
 
     turns: int
-    running: int
     waiting: int
     kv_cache_usage: float
     """From 0 to 1."""
@@ -65,10 +64,6 @@ class TurnLimit:
     """Whether the engine had more turns than this at the last report."""
     proven: bool = False
     """Whether it ever fell. Until then it shows what was tried, not what the engine can take."""
-
-    @classmethod
-    def begin(cls, rules: LimitRules) -> TurnLimit:
-        return cls(rules.first)
 
     def bounded(self, turns: int, rules: LimitRules) -> TurnLimit:
         """The limit of an engine that took this many turns and refused one more."""

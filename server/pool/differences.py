@@ -43,20 +43,15 @@ class Sendable:
     payload: memoryview
 
 
+@dataclass(eq=False)
 class Differing:
     """The difference of one version from the previous one, computed on first use."""
 
-    def __init__(
-        self,
-        base_version: int,
-        open_base: Callable[[], AbstractAsyncContextManager[StagedWeights | None]],
-        most_bytes: int,
-    ) -> None:
-        """`most_bytes` is the size up to which it is worth sending to every host."""
-        self.base_version = base_version
-        self._open_base = open_base
-        self._most_bytes = most_bytes
-        self._making: asyncio.Task[Sendable | None] | None = None
+    base_version: int
+    open_base: Callable[[], AbstractAsyncContextManager[StagedWeights | None]]
+    most_bytes: int
+    """Size up to which it is worth sending to every host."""
+    _making: asyncio.Task[Sendable | None] | None = None
 
     async def get(
         self, specs: Sequence[weights_pb2.TensorSpec], version: memoryview
@@ -77,7 +72,7 @@ class Differing:
     async def _make(
         self, specs: Sequence[weights_pb2.TensorSpec], version: memoryview
     ) -> Sendable | None:
-        async with self._open_base() as base:
+        async with self.open_base() as base:
             if base is None or not _comparable(specs, base):
                 return None
             try:
@@ -87,7 +82,7 @@ class Differing:
                 logger.error(problem, self.base_version, error)
                 return None
         length = found.length_bytes
-        if length > self._most_bytes:
+        if length > self.most_bytes:
             logger.info("sending whole weights, the difference would take %d bytes", length)
             return None
         # Copied, because the version's memory may be released before the difference has been sent.

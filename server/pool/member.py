@@ -128,7 +128,7 @@ class Member:
     """Usual seconds per token in the pool; 0 if not known."""
 
     def __post_init__(self) -> None:
-        self.limit = TurnLimit.begin(self.rules)
+        self.limit = TurnLimit(self.rules.first)
 
     @property
     def address(self) -> str:
@@ -164,7 +164,7 @@ class Member:
         self.misses = 0
         if other:
             self.server_id = info.server_id
-            self.limit = TurnLimit.begin(self.rules)
+            self.limit = TurnLimit(self.rules.first)
             self.wire_versions.clear()
             self.reserved.clear()
             self.pace = Pace()
@@ -178,7 +178,6 @@ class Member:
             self.state, self.problem = State.JOINING, ""
         self.host_id = info.host_id
         self.hands_on = weights_pb2.WEIGHT_SOURCE_KIND_PEER in info.weight_sources
-        self.load = info.load
         accepted = [info.active_weight_version, *info.staged_weight_versions]
         self.newest_wire_version = max(accepted)
         self.version = self.pool_version(info.active_weight_version)
@@ -186,16 +185,11 @@ class Member:
         base = info.delta_base_weight_version
         self.delta_base = self.pool_version(base) if base else None
         self.wire_adapters = tuple(info.adapter_weight_versions)
-        self.limit = self.limit.after(
-            LoadReport(
-                len(self.turns),
-                info.load.running_turn_count,
-                info.load.waiting_turn_count,
-                info.load.kv_cache_usage,
-                info.load.preemption_count,
-            ),
-            self.rules,
+        load = self.load = info.load
+        report = LoadReport(
+            len(self.turns), load.waiting_turn_count, load.kv_cache_usage, load.preemption_count
         )
+        self.limit = self.limit.after(report, self.rules)
         return other
 
     def pool_version(self, wire_version: int) -> int | None:
@@ -265,11 +259,6 @@ class Member:
     def sampled(self) -> None:
         self.misses = 0
         self.silence = self.silence.broken(self.clock())
-
-    @property
-    def silent_seconds(self) -> float:
-        """Seconds for which it has had turns but sampled nothing."""
-        return self.silence.seconds(self.clock())
 
     def speak(self) -> None:
         """End its silence: it sampled again, took weights, or is another process."""

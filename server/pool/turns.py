@@ -34,7 +34,7 @@ import numpy as np
 from penstock.server.engine.protocol import Delta, EngineRequest, Finish, RequestLost
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import Placing
-from penstock.server.pool.remote import EngineRefused, GenerateRequest, Unanswered
+from penstock.server.pool.remote import EngineRefused, GenerateRequest, TokenSequence, Unanswered
 from penstock.server.pool.roster import Roster
 from penstock.server.pool.rules import PoolRules
 from penstock.server.turns.requests import sampling_message
@@ -45,7 +45,6 @@ from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
-TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
 
 FINISHES = {reason: finish for finish, reason in FINISH_REASONS.items()}
@@ -150,7 +149,7 @@ class PoolTurns:
         if not member.turns:
             self._watched.discard(member)
             return
-        left = self.rules.silent_seconds - member.silent_seconds
+        left = self.rules.silent_seconds - member.silence.seconds(self.clock())
         over = left <= 0.0 and member.state is not State.SWITCHING
         if over and again:
             if not member.silent:

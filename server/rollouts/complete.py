@@ -43,10 +43,10 @@ from penstock.server.turns.records import trajectory_opened
 from penstock.server.turns.requests import check_depth
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore, outcome_digest
-from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
+from penstock.server.turns.trajectory import BYTES_PER_TOKEN, PromptKind, TrajectoryRecord
 from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import trajectory_pb2
-from penstock.wire.codec import LOGPROB, TOKEN, twin
+from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 Outcome = twin(trajectory_pb2.Outcome)
 Failure = twin(trajectory_pb2.Failure)
 
-BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
 # Per trajectory in the journal, in addition to its tokens and its outcome.
 RECORD_BYTES = 4096
 MAX_OUTCOME_BYTES = 1 << 20

@@ -87,10 +87,8 @@ class Opening:
         """Open a trajectory and start its first turn; `said` replaces the request's prompt."""
         self._check_not_draining()
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
-        if request.required_weight_version < 0:
-            raise FieldInvalid(
-                "required_weight_version", "must not be negative", request.required_weight_version
-            )
+        if (required := request.required_weight_version) < 0:
+            raise FieldInvalid("required_weight_version", "must not be negative", required)
         how = self.how(request.stream_options)
         attempt, parent = self._owners(request)
         task = None if attempt is None else attempt.group.task
@@ -109,13 +107,13 @@ class Opening:
         # The await above may have invalidated these checks. Nothing below awaits before the turn starts.
         self._check_not_draining()
         attempt, parent = self._owners(request)
-        self._check_required(request.required_weight_version)
+        self._check_required(required)
         record = TrajectoryRecord(
             trajectory_id,
             prompt.kind,
             sampling,
             priority=request.priority,
-            required_weight_version=request.required_weight_version,
+            required_weight_version=required,
             traceparent=telemetry.traceparent(context),
             history=prompt.history,
             single_turn=request.single_turn,

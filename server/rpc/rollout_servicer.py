@@ -97,8 +97,6 @@ class RolloutServicer:
             return GetTrajectoryResponse(trajectory=finished, open=False)
         record = self.store.get(trajectory_id)
         response = GetTrajectoryResponse(trajectory=record.message(), open=not record.closed)
-        if record.turn is not None and not record.turn.in_flight:
-            response.last_turn.CopyFrom(
-                await self.events.finished(record.turn, record.turn.attempt)
-            )
+        if (turn := record.turn) is not None and not turn.in_flight:
+            response.last_turn.CopyFrom(await self.events.finished(turn, turn.attempt))
         return response

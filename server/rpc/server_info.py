@@ -10,7 +10,7 @@ from penstock.common.memory_file import host_id
 from penstock.server.engine.protocol import Engine
 from penstock.server.groups.buffer import GroupBuffer
 from penstock.server.pool.engine import PoolEngine
-from penstock.server.rpc.health import Health
+from penstock.server.rpc.standard import Health
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weights.switch import Switcher, WeightSwitch
 from penstock.server.weights.versions import WeightVersions
@@ -51,7 +51,8 @@ class ServerInfo:
     ) -> rollout_service_pb2.GetServerInfoResponse:
         """Tensors only on request."""
         description = self.engine.description
-        load = self._load()
+        load, limits = self._load(), description.adapters
+        tensors = description.tensors.items() if request.with_tensors else ()
         return GetServerInfoResponse(
             server_version=metadata.version("penstock"),
             model=description.model,
@@ -64,13 +65,16 @@ class ServerInfo:
             replicas=self._replicas(load),
             weight_dtype=description.weight_dtype,
             delta_base_weight_version=self.weights.delta_base_version,
-            lora=self._lora(),
+            lora=limits and LoraSupport(max_rank=limits.max_rank, max_adapters=limits.max_adapters),
             http_port=self.http_port,
             adapter_weight_versions=self.switcher.adapter_versions,
             server_id=self._server_id,
             eos_token_ids=description.eos_token_ids,
             host_id=self._host_id,
-            tensors=self._tensors() if request.with_tensors else (),
+            tensors=[
+                TensorDescription(name=name, shape=tensor.shape, optional=tensor.optional)
+                for name, tensor in tensors
+            ],
             draining=self.health.draining,
             full_weight_version=self.switch.full_version,
         )
@@ -82,18 +86,6 @@ class ServerInfo:
             return [member.message() for member in self.engine.roster.members]
         active = self.switch.active_version
         return [ReplicaInfo(state=self._state(), active_weight_version=active, load=load)]
-
-    def _tensors(self) -> list[rollout_service_pb2.TensorDescription]:
-        return [
-            TensorDescription(name=name, shape=tensor.shape, optional=tensor.optional)
-            for name, tensor in self.engine.description.tensors.items()
-        ]
-
-    def _lora(self) -> rollout_service_pb2.LoraSupport | None:
-        limits = self.engine.description.adapters
-        if limits is None:
-            return None
-        return LoraSupport(max_rank=limits.max_rank, max_adapters=limits.max_adapters)
 
     def _load(self) -> rollout_service_pb2.ServerLoad:
         stats = self.engine.stats()

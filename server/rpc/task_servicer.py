@@ -87,11 +87,8 @@ class TaskServicer:
             request.whole_groups,
         )
         if not 1 <= request.concurrency <= requests.MAX_CONCURRENCY:
-            raise FieldInvalid(
-                "concurrency",
-                f"must be from 1 to {requests.MAX_CONCURRENCY}",
-                request.concurrency,
-            )
+            problem = f"must be from 1 to {requests.MAX_CONCURRENCY}"
+            raise FieldInvalid("concurrency", problem, request.concurrency)
         length = duration_pb2.Duration()
         length.FromNanoseconds(int(self.queue.leases.rules.seconds * 1e9))
         logger.info("agent %s leases up to %d attempts", holder.agent_id, holder.concurrency)
@@ -128,10 +125,8 @@ class TaskServicer:
         """Returns the leases that have expired."""
         ids = requests.identifiers("trajectory_ids", request.trajectory_ids)
         expired = [found for found in ids if not self.queue.renew(found)]
-        return RenewLeaseResponse(
-            expired_trajectory_ids=expired,
-            retried_trajectory_ids=[found for found in expired if self.queue.leases.retried(found)],
-        )
+        retried = filter(self.queue.leases.retried, expired)
+        return RenewLeaseResponse(expired_trajectory_ids=expired, retried_trajectory_ids=retried)
 
     async def complete_trajectory(
         self, request: task_service_pb2.CompleteTrajectoryRequest

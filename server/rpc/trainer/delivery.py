@@ -64,17 +64,13 @@ class Deliverer:
         self.admission.select(0)
 
     def demand(self, session: Session, demand: trainer_service_pb2.Demand) -> None:
-        if not 0 < demand.group_count <= MAX_CREDIT:
-            raise FieldInvalid(
-                "demand.group_count", f"must be from 1 to {MAX_CREDIT}", demand.group_count
-            )
+        if not 0 < (count := demand.group_count) <= MAX_CREDIT:
+            raise FieldInvalid("demand.group_count", f"must be from 1 to {MAX_CREDIT}", count)
         session.by_place = demand.by_place
         if demand.purpose == trajectory_pb2.PURPOSE_EVAL:
-            session.evaluation_credit = min(
-                MAX_CREDIT, session.evaluation_credit + demand.group_count
-            )
+            session.evaluation_credit = min(MAX_CREDIT, session.evaluation_credit + count)
         elif demand.purpose in (trajectory_pb2.PURPOSE_TRAIN, trajectory_pb2.PURPOSE_UNSPECIFIED):
-            session.credit = min(MAX_CREDIT, session.credit + demand.group_count)
+            session.credit = min(MAX_CREDIT, session.credit + count)
         else:
             raise FieldInvalid("demand.purpose", "is unknown", demand.purpose)
         self.changed.notify()
@@ -84,16 +80,11 @@ class Deliverer:
             selection = self.admission.select(session.credit)
             # The gate has forgotten the selected groups. Move them to their new place before the first
             # await, which may fail.
-            records = [
-                record for group_id in selection.late for record in self.drops.late(group_id)
-            ]
-            chosen = [
-                *selection.delivered,
-                *self.buffer.buffered_evaluations(session.evaluation_credit),
-            ]
-            groups = self.buffer.deliver(chosen)
+            records = [record for late in selection.late for record in self.drops.late(late)]
+            evaluations = self.buffer.buffered_evaluations(session.evaluation_credit)
+            groups = self.buffer.deliver([*selection.delivered, *evaluations])
             session.credit -= len(selection.delivered)
-            session.evaluation_credit -= len(chosen) - len(selection.delivered)
+            session.evaluation_credit -= len(evaluations)
             if records:
                 await self.journal.append(records)
             await self._send_groups(session, groups)

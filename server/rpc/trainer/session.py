@@ -139,21 +139,17 @@ class CurrentSession:
 
     def begin(self, hello: trainer_service_pb2.Hello, write: Write) -> Session:
         """Raises STALE_EPOCH."""
-        if hello.trainer_epoch <= self._epoch:
+        epoch = hello.trainer_epoch
+        if epoch <= self._epoch:
             raise DomainError(
                 Reason.STALE_EPOCH,
-                f"trainer epoch {hello.trainer_epoch} is not greater than {self._epoch}",
-                {"trainer_epoch": hello.trainer_epoch, "current": self._epoch},
+                f"trainer epoch {epoch} is not greater than {self._epoch}",
+                {"trainer_epoch": epoch, "current": self._epoch},
             )
-        self.end(
-            DomainError(
-                Reason.SESSION_REPLACED,
-                f"a trainer of epoch {hello.trainer_epoch} took over",
-                {"trainer_epoch": hello.trainer_epoch},
-            )
-        )
-        self._epoch = hello.trainer_epoch
-        self._fence_uploads(hello.trainer_epoch)
+        took_over = f"a trainer of epoch {epoch} took over"
+        self.end(DomainError(Reason.SESSION_REPLACED, took_over, {"trainer_epoch": epoch}))
+        self._epoch = epoch
+        self._fence_uploads(epoch)
         self._session = Session(hello.resume_step, write)
         return self._session
 
