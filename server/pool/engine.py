@@ -81,7 +81,7 @@ class PoolEngine:
     def stats(self) -> EngineStats:
         members = [member for member in self.roster.members if member.answers]
         return EngineStats(
-            running=self.turns.placed_count,
+            running=len(self.turns.placed),
             waiting=self.placing.waiting_count,
             kv_cache_usage=max((m.load.kv_cache_usage for m in members), default=0.0),
             preemptions=sum(m.load.preemption_count for m in members),

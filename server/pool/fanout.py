@@ -139,8 +139,7 @@ class Fanout:
         self.is_adapter = self.payload.adapter is not None
 
     def begin(self, member: Member) -> asyncio.Task[StagedThere]:
-        """Returns the existing task of the same process, unless it failed. The task raises Unanswered and
-        EngineRefused."""
+        """Reuses the process's task, unless it failed. The task raises Unanswered and EngineRefused."""
         if self._processes.get(member) != member.server_id:
             # The weights of the previous process at this address are gone.
             self.end(member)

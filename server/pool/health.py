@@ -79,8 +79,7 @@ class Pace:
         )
 
     def slowness(self, usual: float, turns: int, now: float) -> float:
-        """Its pace over the usual one, at least 1; exactly 1 for an idle engine that is due for a
-        trial."""
+        """Its pace over the usual one, at least 1; exactly 1 for an idle engine due for a trial."""
         if not usual or (not turns and self.is_due(now)):
             return 1.0
         return max(1.0, self.seconds_per_token / usual)

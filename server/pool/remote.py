@@ -85,11 +85,8 @@ class EngineServer:
         self, *, with_tensors: bool = False, wait: bool = False
     ) -> rollout_service_pb2.GetServerInfoResponse:
         """With `wait`, waits a while for a connection."""
-        call = self._channel.unary_unary(
-            f"{_SERVICE}/GetServerInfo",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
-        )
+        decode = codec.decoder(rollout_service_pb2.GetServerInfoResponse)
+        call = self._channel.unary_unary(f"{_SERVICE}/GetServerInfo", codec.encode, decode)
         with _answers():
             return await call(
                 GetServerInfoRequest(with_tensors=with_tensors),
@@ -99,11 +96,8 @@ class EngineServer:
 
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
         """Returns when the engine server no longer works on any of them."""
-        call = self._channel.unary_unary(
-            f"{_SERVICE}/Abort",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.AbortResponse),
-        )
+        decode = codec.decoder(rollout_service_pb2.AbortResponse)
+        call = self._channel.unary_unary(f"{_SERVICE}/Abort", codec.encode, decode)
         selector = TrajectorySelector(trajectory_ids=trajectory_ids)
         with _answers():
             await call(AbortRequest(trajectories=selector), timeout=ABORT_SECONDS)
@@ -112,11 +106,8 @@ class EngineServer:
         self, request: rollout_service_pb2.GenerateRequest, metadata: Iterable[tuple[str, str]]
     ) -> AsyncGenerator[rollout_service_pb2.GenerateResponse]:
         """Closing the generator early ends the turn."""
-        method = self._channel.unary_stream(
-            f"{_SERVICE}/Generate",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GenerateResponse),
-        )
+        decode = codec.decoder(rollout_service_pb2.GenerateResponse)
+        method = self._channel.unary_stream(f"{_SERVICE}/Generate", codec.encode, decode)
         with _answers():
             call = method(request, metadata=tuple(metadata))
             self._turns[request.trajectory_id] = call
@@ -134,8 +125,7 @@ class EngineServer:
                 call.cancel()
 
     async def sample(self, seconds: float) -> None:
-        """Samples one token in a turn of no caller. Raises EngineRefused, and Unanswered after
-        `seconds`."""
+        """Samples one token in a test turn. Raises EngineRefused, and Unanswered after `seconds`."""
         request = GenerateRequest(
             trajectory_id=uuid.uuid4().hex,
             tokens=TokenSequence(token_ids=codec.array_bytes(np.zeros(1, np.int32))),

@@ -65,8 +65,7 @@ class Roster:
     """Engines that take turns; a new list whenever that changes."""
     active_version: int = 0
     rotated: Broadcast = field(default_factory=Broadcast)
-    """Notified of a new rotation or engine state. A switch waits for engines outside the rotation
-        too."""
+    """Notified of a new rotation or state: a switch also waits for engines outside the rotation."""
 
     @property
     def members(self) -> list[Member]:

@@ -70,7 +70,8 @@ class PoolTurns:
     clock: Callable[[], float]
     _prefix: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     _count: int = 0
-    _placed: dict[str, tuple[Member, str]] = field(default_factory=dict[str, tuple[Member, str]])
+    placed: dict[str, tuple[Member, str]] = field(default_factory=dict[str, tuple[Member, str]])
+    """For each request on an engine server: the engine, and the request's name there."""
     _requests: set[str] = field(default_factory=set[str])
     """Requests whose deltas may still be read."""
     _aborting: set[str] = field(default_factory=set[str])
@@ -80,10 +81,6 @@ class PoolTurns:
     """Engines with turns, which are checked for silence."""
     lost_count: int = 0
     """Number of requests that had to continue on another engine."""
-
-    @property
-    def placed_count(self) -> int:
-        return len(self._placed)
 
     def expect_aborts(self, member: Member) -> None:
         """Expect an engine to abort its turns, which then end and do not continue elsewhere."""
@@ -121,7 +118,7 @@ class PoolTurns:
                         self._lose_request(error)
                     self.lost_count += 1
                 finally:
-                    self._placed.pop(name, None)
+                    self.placed.pop(name, None)
                     self.placing.ended(member, request)
                     self.roster.retire(member)
                     self.placing.wake()
@@ -190,7 +187,7 @@ class PoolTurns:
         self._count += 1
         there = f"{self._prefix}.{self._count}"
         name = request.request_id
-        self._placed[name] = member, there
+        self.placed[name] = member, there
         if member not in self._watched:
             self._watched.add(member)
             self._watch(member)
@@ -240,7 +237,7 @@ class PoolTurns:
 
     def _message(self, name: str, request: EngineRequest) -> rollout_service_pb2.GenerateRequest:
         options = StreamOptions()
-        seconds = self.rules.flush_for(request.stream_interval, len(self._placed))
+        seconds = self.rules.flush_for(request.stream_interval, len(self.placed))
         options.flush_interval.FromNanoseconds(int(seconds * 1e9))
         return GenerateRequest(
             trajectory_id=name,
@@ -258,7 +255,7 @@ class PoolTurns:
             if name not in self._requests or self.placing.leave(name):
                 continue
             self._aborting.add(name)
-            if (placed := self._placed.get(name)) is not None:
+            if (placed := self.placed.get(name)) is not None:
                 by_member.setdefault(placed[0], {})[name] = placed[1]
         await asyncio.gather(
             *(self._abort_there(member, names) for member, names in by_member.items())
@@ -269,7 +266,7 @@ class PoolTurns:
         try:
             await member.server.abort(list(turns.values()))
         except (Unanswered, EngineRefused) as error:
-            left = {name: there for name, there in turns.items() if name in self._placed}
+            left = {name: there for name, there in turns.items() if name in self.placed}
             logger.info("engine %s did not abort %d turns: %s", member.address, len(left), error)
             # End them from here: the caller, for example a switch, waits for their ends.
             self._not_aborted |= left.keys()

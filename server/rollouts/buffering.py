@@ -1,12 +1,10 @@
 """Completed groups, on their way into the buffer.
 
 A group is assembled when its last attempt is settled, and recorded with that close in one append. Once the
-append is durable it is buffered, unless its run was replaced meanwhile. `groups.buffer` has its whole
-life.
+append is durable it is buffered, unless its run was replaced meanwhile. `groups.buffer` has its whole life.
 
-A group too large for one message is dropped. The server keeps only its count and an event for the
-trainer. Only many long siblings can make such a group, because `complete` bounds what an agent adds to a
-trajectory.
+A group too large for one message is dropped; the server keeps only its count and an event for the trainer.
+It takes many long siblings, because `complete` bounds what an agent adds to a trajectory.
 """
 
 from __future__ import annotations
@@ -30,12 +28,7 @@ from penstock.server.groups.buffer import (
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.protocol import Appended, Journal, Record, Stored
 from penstock.server.journal.records import group_dropped
-from penstock.server.turns.encoding import (
-    EncodedGroup,
-    decode_group,
-    encode_group,
-    group_finished,
-)
+from penstock.server.turns import encoding
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import TrajectoryRecord
 from penstock.v1 import trajectory_pb2
@@ -70,7 +63,7 @@ class CompletedGroups:
         appended: list[Appended] = [*records]
         if self.journal.on_disk:
             appended.append(
-                group_finished(
+                encoding.group_finished(
                     encoded,
                     completed.task,
                     completed.admitted_version,
@@ -81,7 +74,10 @@ class CompletedGroups:
         return self._buffer_durable(completed, encoded, appending)
 
     async def _buffer_durable(
-        self, completed: BufferedGroup, encoded: EncodedGroup, appending: Awaitable[list[Stored]]
+        self,
+        completed: BufferedGroup,
+        encoded: encoding.EncodedGroup,
+        appending: Awaitable[list[Stored]],
     ) -> None:
         """Buffer a group once it is durable, unless its run was replaced meanwhile."""
         stored = await appending
@@ -111,7 +107,7 @@ class CompletedGroups:
         self._unbuffered.clear()
         return dropped
 
-    def _assemble(self, group: Group) -> tuple[EncodedGroup, BufferedGroup]:
+    def _assemble(self, group: Group) -> tuple[encoding.EncodedGroup, BufferedGroup]:
         records: list[TrajectoryRecord] = []
         versions: list[int] = []
         for attempt in group.attempts:
@@ -125,7 +121,7 @@ class CompletedGroups:
                 self.store.forget(member.trajectory_id)
         task_id = group.task.task_id if group.task is not None else ""
         span = range(min(versions, default=0), max(versions, default=0) + 1)
-        encoded = encode_group(group.group_id, task_id, group.purpose, records, span)
+        encoded = encoding.encode_group(group.group_id, task_id, group.purpose, records, span)
         completed = BufferedGroup(
             group.group_id,
             task_id,
@@ -162,5 +158,5 @@ class CompletedGroups:
         held = self.buffer.find(mark.group_id) if mark is not None and mark.group_id else None
         if held is None or trajectory_id not in held.trajectory_ids:
             return None
-        group = decode_group(await held.storage.read())
+        group = encoding.decode_group(await held.storage.read())
         return next(t for t in group.trajectories if t.trajectory_id == trajectory_id)

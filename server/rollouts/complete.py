@@ -212,8 +212,7 @@ class Closing:
         await self._tasks.wait()
 
     async def expire_leases(self) -> None:
-        """Runs as long as the server. The attempt of an expired lease returns to the queue, or fails if no
-        retry is left."""
+        """Runs as long as the server. An expired attempt returns to the queue, or fails for good."""
         deadline: float | None = None
         while True:
             if deadline is not None and self.clock() - deadline > STOOD_STILL_SECONDS:
@@ -221,8 +220,7 @@ class Closing:
             expired: dict[str, list[_Expired]] = {}
             for attempt, lost, settled in self.queue.expire():
                 expired.setdefault(attempt.group.group_id, []).append((attempt, lost, settled))
-            # When a worker dies, thousands of leases expire together. Their groups share the wait
-            # for the journal.
+            # When a worker dies, thousands of leases expire. Their groups share the wait for the journal.
             for settling in [self._settle_expired(group) for group in expired.values()]:
                 await asyncio.shield(settling)
             deadline = self.queue.next_deadline()
@@ -240,8 +238,7 @@ class Closing:
         return self._tasks.start(settling, f"expiry in {group.group_id}")
 
     def _expired(self, attempt: Attempt, lost: Sequence[str], settled: Settled) -> list[Record]:
-        """`lost` holds the ids of the trajectory and its branches. It is empty if the trajectory was
-        never opened."""
+        """`lost` holds the ids of the trajectory and its branches; empty if it was never opened."""
         trajectory_id = lost[0] if lost else ""
         logger.warning(
             "lease of %s expired; %s",

@@ -107,8 +107,7 @@ def _call(context: ServicerContext, write: Callable[[object], Awaitable[None]]) 
 
 
 # gRPC holds an answer until the caller reads it or is gone, and sends no status meanwhile. A call whose
-# caller reads nothing therefore frees what it holds in the domain first and then waits. Until it ends it
-# counts as open.
+# caller reads nothing therefore frees what it holds in the domain first and then waits. It counts as open.
 
 
 class _Outgoing:
@@ -184,8 +183,7 @@ def _slow_reader(seconds: float) -> DomainError:
 
 
 class _Requests:
-    """The checked messages of a stream. Not a generator, because closing an unfinished one takes an
-    extra task."""
+    """The checked messages of a stream. Closing an unfinished generator would take an extra task."""
 
     def __init__(self, stream: AsyncIterator[object]) -> None:
         self._stream = stream

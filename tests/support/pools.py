@@ -45,7 +45,7 @@ class Pool:
 
 def is_idle(turns: PoolTurns) -> bool:
     """Whether no state of any request is left."""
-    return not (turns._placed or turns._requests or turns._aborting)
+    return not (turns.placed or turns._requests or turns._aborting)
 
 
 @contextlib.asynccontextmanager

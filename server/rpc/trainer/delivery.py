@@ -50,8 +50,7 @@ class Deliverer:
         return self.buffer.buffered_count - self.buffer.buffered_evaluation_count
 
     def begin(self, contract: StalenessContract, weight_version: int, resume_step: int) -> None:
-        """Agree with a trainer that holds `weight_version`: groups that its state does not contain wait
-        again."""
+        """The trainer holds `weight_version`. Groups that its state does not contain wait again."""
         self.admission.agree(contract, weight_version)
         again = self.buffer.resume(resume_step)
         self.admission.restore(
@@ -78,8 +77,7 @@ class Deliverer:
     async def run(self, session: Session) -> None:
         while not session.ended:
             selection = self.admission.select(session.credit)
-            # The gate has forgotten the selected groups. Move them to their new place before the first
-            # await, which may fail.
+            # The gate has forgotten these groups. Move them before the first await, which may fail.
             records = [record for late in selection.late for record in self.drops.late(late)]
             evaluations = self.buffer.buffered_evaluations(session.evaluation_credit)
             groups = self.buffer.deliver([*selection.delivered, *evaluations])

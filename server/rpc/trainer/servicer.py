@@ -55,8 +55,7 @@ class Switches:
             raise FieldInvalid(
                 "switch_weights.weight_version", "must not be negative", request.weight_version
             )
-        # The trainer holds this version from now on, even if the switch fails. The exception is a
-        # version that was never uploaded.
+        # The trainer holds an uploaded version from now on, even if the switch fails.
         if self._weights.has(request.weight_version):
             self._admission.advance(request.weight_version)
         await session.switches.put(request)

@@ -77,8 +77,7 @@ class Session:
         return self.state is SessionState.ENDED
 
     def move(self, state: SessionState) -> None:
-        """A session that has ended stays so; otherwise raises RuntimeError for a state that cannot
-        follow."""
+        """An ended session stays so. Otherwise raises RuntimeError for a state that cannot follow."""
         if self.ended:
             return
         if state not in TRANSITIONS[self.state]:
