@@ -13,8 +13,8 @@ Order of events:
 1. Every engine in rotation stages the version, all at the same time and independently. Staging began before
    the switch was requested if the version was uploaded earlier.
 2. Rolling: an engine switches once it has all of the version and fewer than `switch_part` of the engines
-   are switching, whoever else still stages. All at once: no engine switches before each has the version or
-   was given up; then all do.
+   are switching, without waiting for those that still stage. All at once: no engine switches before each
+   has the version or was given up; then all do.
 3. `begin` is awaited before the first engine switches. Only then are new turns held back.
 4. The switch ends when no engine in rotation has an older version. Every wait below is bounded, so it ends.
 
@@ -221,7 +221,7 @@ class PoolSwitch:
                 self._staged_again.add(member)
                 self.unanswered.discard(member)
                 self.fanout.end(member)
-                self._goes_on(member)
+                self._serve_again(member)
                 return
             self._refuse(member, error)
             return
@@ -231,9 +231,9 @@ class PoolSwitch:
         member.has(self.version, adapter=self.fanout.is_adapter)
         member.hung = False
         self.answers.append(answer)
-        self._goes_on(member)
+        self._serve_again(member)
 
-    def _goes_on(self, member: Member) -> None:
+    def _serve_again(self, member: Member) -> None:
         if member.state is State.SWITCHING:
             member.state, member.problem = State.SERVING, ""
             self.roster.rotate()

@@ -1,7 +1,8 @@
 """Completed groups, on their way into the buffer.
 
 A group is assembled when its last attempt is settled, and recorded with that close in one append. Once the
-append is durable it is buffered, unless its run was replaced meanwhile. `groups.buffer` has its whole life.
+append is durable it is buffered, unless its run was replaced meanwhile. `groups.buffer` has its whole
+life.
 
 A group too large for one message is dropped; the server keeps only its count and an event for the trainer.
 It takes many long siblings, because `complete` bounds what an agent adds to a trajectory.

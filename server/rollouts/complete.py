@@ -2,8 +2,8 @@
 
 Order of events of a close: checked -> closed in memory -> its attempt settled -> (last sibling: group
 completed) -> one append begun -> append durable -> group buffered -> answered. Leases that expire together
-in a group close the same way, with one append. A repeated close gets the same answer, with another outcome
-it is refused.
+in a group close the same way, with one append. A repeated close with the same outcome gets the same
+answer; a different outcome is refused.
 
 Nothing is awaited between the first change in memory and the beginning of the append. So a compaction or
 the next close always finds a group in exactly one place, and a restarted server finds either the whole

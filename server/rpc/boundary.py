@@ -38,7 +38,7 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     )
 )
 
-# Of the methods that do not use the codec. FetchWeights yields bytes already.
+# Decoders and encoders of the methods that do not use the codec. FetchWeights yields bytes already.
 READERS = {"penstock.v1.RolloutService/UpdateWeights": read_upload_message}
 WRITERS = {"penstock.v1.RolloutService/FetchWeights": bytes}
 
@@ -107,7 +107,7 @@ def _call(context: ServicerContext, write: Callable[[object], Awaitable[None]]) 
 
 
 # gRPC holds an answer until the caller reads it or is gone, and sends no status meanwhile. A call whose
-# caller reads nothing therefore frees what it holds in the domain first and then waits. It counts as open.
+# caller reads nothing therefore frees what it holds in the domain, waits, and counts as open until it ends.
 
 
 class _Outgoing:

@@ -51,13 +51,11 @@ class Switches:
         self._weights = weights
 
     async def ask(self, session: Session, request: trainer_service_pb2.SwitchWeights) -> None:
-        if request.weight_version < 0:
-            raise FieldInvalid(
-                "switch_weights.weight_version", "must not be negative", request.weight_version
-            )
+        if (version := request.weight_version) < 0:
+            raise FieldInvalid("switch_weights.weight_version", "must not be negative", version)
         # The trainer holds an uploaded version from now on, even if the switch fails.
-        if self._weights.has(request.weight_version):
-            self._admission.advance(request.weight_version)
+        if self._weights.has(version):
+            self._admission.advance(version)
         await session.switches.put(request)
 
     async def settled_version(self) -> int:
@@ -132,13 +130,8 @@ class TrainerServicer:
             # No await since the groups wait again, so no snapshot falls in between.
             await self.journal.append([session_began(*self.current.run, hello.resume_step)])
             welcome = await self._welcome()
-            logger.info(
-                "trainer of run %s holds version %d, resumes after step %d; %s",
-                hello.run_id,
-                hello.weight_version,
-                hello.resume_step,
-                contract,
-            )
+            message = "trainer of run %s holds version %d, resumes after step %d; %s"
+            logger.info(message, hello.run_id, hello.weight_version, hello.resume_step, contract)
             await self.on_session()
             await session.send(ExchangeResponse(welcome=welcome))
         except BaseException:
@@ -155,9 +148,9 @@ class TrainerServicer:
         )
         folder = self.journal.folder
         if folder is not None:
-            told = welcome.group_folder
-            told.host_id, told.path = host_id(), str(folder.path)
-            told.device, told.inode = folder.device, folder.inode
+            place = welcome.group_folder
+            place.host_id, place.path = host_id(), str(folder.path)
+            place.device, place.inode = folder.device, folder.inode
         return welcome
 
     def _leave(self, session: Session) -> None:
