@@ -35,12 +35,7 @@ _SERVICE = "/penstock.v1.RolloutService"
 INFO_SECONDS = 10.0
 ABORT_SECONDS = 60.0
 # Reasons for which an engine server is reachable but useless to every caller.
-USELESS = (
-    Reason.ENGINE_LOST,
-    Reason.WEIGHTS_INCONSISTENT,
-    Reason.DRAINING,
-    Reason.JOURNAL_FAILED,
-)
+USELESS = (Reason.ENGINE_LOST, Reason.WEIGHTS_INCONSISTENT, Reason.DRAINING, Reason.JOURNAL_FAILED)
 
 
 class Unanswered(Exception):
@@ -88,11 +83,8 @@ class EngineServer:
         decode = codec.decoder(rollout_service_pb2.GetServerInfoResponse)
         call = self._channel.unary_unary(f"{_SERVICE}/GetServerInfo", codec.encode, decode)
         with _answers():
-            return await call(
-                GetServerInfoRequest(with_tensors=with_tensors),
-                timeout=INFO_SECONDS,
-                wait_for_ready=wait,
-            )
+            request = GetServerInfoRequest(with_tensors=with_tensors)
+            return await call(request, timeout=INFO_SECONDS, wait_for_ready=wait)
 
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
         """Returns when the engine server no longer works on any of them."""
@@ -146,34 +138,21 @@ class EngineServer:
 
     def stage(self, header: weights_pb2.WeightHeader, payload: Iterable[Piece] = ()) -> StagedThere:
         """Begins the upload of a version that is activated later."""
-        return StagedThere(Staging(self._bulk, header, payload))
+        return StagedThere(self._bulk, header, payload)
 
 
-class StagedThere:
-    """A version on its way to an engine server, from the header to its activation."""
-
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
-
-    async def ready(self) -> bool:
-        """False if the engine server already has the version or refuses it."""
-        return await self._staging.ready()
+class StagedThere(Staging):
+    """A version on its way to an engine server. Raises Unanswered and EngineRefused."""
 
     async def staged(self) -> weights_pb2.UpdateWeightsResponse:
-        """Waits until the engine server has verified the version."""
         with _answers():
-            return await self._staging.staged()
+            return await super().staged()
 
     async def activate(
         self, in_flight: weights_pb2.InFlightPolicy.ValueType
     ) -> weights_pb2.UpdateWeightsResponse:
-        """Returns once the version is sampled."""
         with _answers():
-            return await self._staging.activate(in_flight)
-
-    def cancel(self) -> None:
-        """Safe to repeat."""
-        self._staging.cancel()
+            return await super().activate(in_flight)
 
 
 @contextlib.contextmanager
@@ -187,10 +166,8 @@ def _answers() -> Generator[None]:
         if task is None or task.cancelling():
             raise
         raise Unanswered("the connection was closed") from error
-    except NotStaged as error:
-        raise Unanswered(str(error)) from error
-    except grpc.aio.UsageError as error:
-        # The channel was closed in the meantime.
+    except (NotStaged, grpc.aio.UsageError) as error:
+        # UsageError: the channel was closed in the meantime.
         raise Unanswered(str(error)) from error
     except grpc.aio.AioRpcError as error:
         failure = read_failure(error)

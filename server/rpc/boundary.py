@@ -254,10 +254,7 @@ async def linger(stream: AsyncIterator[object], seconds: float = LINGER_SECONDS)
 
 
 def _method_handler(
-    service: ServiceDescriptor,
-    method: MethodDescriptor,
-    handler: Handler,
-    stalled_seconds: float,
+    service: ServiceDescriptor, method: MethodDescriptor, handler: Handler, stalled_seconds: float
 ) -> grpc.RpcMethodHandler[Any, Any]:
     name = f"{service.full_name}/{method.name}"
     deserialize = cast("Any", _deserializer(name, GetMessageClass(method.input_type)))
@@ -276,8 +273,7 @@ def _method_handler(
 
 
 def service_handlers(
-    handlers: Mapping[str, Handler],
-    stalled_seconds: float,
+    handlers: Mapping[str, Handler], stalled_seconds: float
 ) -> tuple[grpc.GenericRpcHandler, ...]:
     """`handlers` maps "Service/Method" to its handler. A call whose caller reads nothing for
     `stalled_seconds` is cut off.
