@@ -216,7 +216,6 @@ def test_the_count_of_another_process_is_no_preemption() -> None:
         st.builds(
             LoadReport,
             turns=st.integers(0, 100),
-            running=st.integers(0, 100),
             waiting=st.integers(0, 100),
             kv_cache_usage=st.floats(0.0, 1.0),
             preemptions=st.integers(0, 5),
