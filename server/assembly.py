@@ -26,17 +26,15 @@ from penstock.server.rollouts.buffering import CompletedGroups
 from penstock.server.rollouts.complete import Closing
 from penstock.server.rollouts.start import Opening, StreamRules
 from penstock.server.rollouts.unleased import OwnTrajectories
-from penstock.server.rpc.health import Health
 from penstock.server.rpc.leases import CallLeases
 from penstock.server.rpc.rollout_servicer import RolloutServicer
 from penstock.server.rpc.server_info import ServerInfo
+from penstock.server.rpc.standard import Health
 from penstock.server.rpc.task_servicer import TaskServicer
-from penstock.server.rpc.trainer.delivery import Deliverer
+from penstock.server.rpc.trainer.delivery import Deliverer, Receipts
 from penstock.server.rpc.trainer.drops import Drops
-from penstock.server.rpc.trainer.receipts import Receipts
-from penstock.server.rpc.trainer.servicer import TrainerServicer
+from penstock.server.rpc.trainer.servicer import Switches, TrainerServicer
 from penstock.server.rpc.trainer.session import CurrentSession
-from penstock.server.rpc.trainer.switches import Switches
 from penstock.server.rpc.turn_events import TurnEvents
 from penstock.server.security.callers import COPIES, Callers
 from penstock.server.security.gate import Gate

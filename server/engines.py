@@ -105,7 +105,7 @@ class HubSource:
 
         def tell(addresses: Sequence[str]) -> None:
             try:
-                engine.set_addresses(addresses)
+                engine.roster.set_addresses(addresses)
             except CredentialsUnusable as error:
                 logger.warning("ignoring the looked-up engine addresses: %s", error)
 
@@ -113,7 +113,7 @@ class HubSource:
         click.echo(f"penstock hub waiting for an engine of {', '.join(pool.engines)}")
         sys.stdout.flush()
         try:
-            await engine.described()
+            await engine.roster.described()
         except BaseException:
             await engine.close()
             raise

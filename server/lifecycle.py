@@ -32,7 +32,7 @@ from penstock.server.journal.protocol import SnapshotItem
 from penstock.server.journal.records import server_started
 from penstock.server.routes import endpoints, handlers
 from penstock.server.rpc.boundary import service_handlers
-from penstock.server.rpc.reflection import add_reflection
+from penstock.server.rpc.standard import add_reflection
 from penstock.server.security.gate import Gate
 from penstock.wire.channel import server_options
 from penstock.wire.reasons import Reason

@@ -239,7 +239,7 @@ async def test_leases_that_run_out_together_wait_for_the_journal_together(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 20
-    journal = harness.serving.closing._journal
+    journal = harness.serving.closing.journal
     append, waiting, go_on = journal.append, 0, asyncio.Event()
 
     def slow(records: Any, **fields: Any) -> Any:

@@ -43,7 +43,7 @@ def bases(pool: Pool) -> list[int]:
 
 async def holding(pool: Pool, version: int) -> None:
     """Wait until the hub knows that every engine holds a version."""
-    await until(lambda: all(member.delta_base == version for member in pool.engine.members))
+    await until(lambda: all(member.delta_base == version for member in pool.engine.roster.members))
 
 
 async def test_each_host_is_sent_what_changed(tmp_path: Path) -> None:

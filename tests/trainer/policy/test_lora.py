@@ -265,7 +265,7 @@ async def test_a_run_through_a_hub_uploads_its_adapter_to_every_engine(
         serve_hub(tmp_path / "hub", [one.address, two.address]) as (hub, pool),
         working(hub.address, letters),
     ):
-        await until(lambda: pool.serving_count == 2)
+        await until(lambda: len(pool.roster.rotation) == 2)
         path = configure(tmp_path, tiny, hub.address, model={"lora": LORA}, run={"steps": 4})
         code, _, err = await (await start_trainer(path)).end()
         assert code == 0, err
@@ -276,7 +276,7 @@ async def test_a_run_through_a_hub_uploads_its_adapter_to_every_engine(
             assert server.engine.pauses == 0
             for name, tensor in left.items():
                 np.testing.assert_array_equal(server.engine.adapters[4][name], tensor)
-        assert all(member.given for member in pool.members)
+        assert all(member.given for member in pool.roster.members)
     steps = records(tmp_path)
     assert [step["weight_version"] for step in steps] == [1, 2, 3, 4]
     assert all(step["pause_seconds"] == 0.0 and step["lag_max"] <= 2 for step in steps)
