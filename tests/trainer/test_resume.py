@@ -771,7 +771,6 @@ def test_what_came_out_otherwise_ends_it_there_but_for_refusals(
             Ledger(tmp_path)
     refused = RefusedEntry("r", "run/r", "ALL_FAILED")
     assert read_ledger(tmp_path / "ledger.jsonl") == [entry(1, "a"), refused, other]
-    assert read_ledger(tmp_path / "ledger.jsonl", 1) == [entry(1, "a"), refused]
 
 
 class Killed(BaseException):
