@@ -125,9 +125,7 @@ class OwnTrajectories:
             for name in lost:
                 self.store.forget(name)
             self.leases.remember_expired(lost, retried=False)
-            self.journal.append(
-                [leases_expired(lost, retried=False), trajectories_forgotten(lost)]
-            )
+            self.journal.append([leases_expired(lost, retried=False), trajectories_forgotten(lost)])
             self.changed.notify()
 
     def _forgive(self) -> None:
