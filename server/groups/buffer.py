@@ -162,7 +162,7 @@ class GroupBuffer:
         self,
         changed: Broadcast,
         on_forgotten: Callable[[BufferedGroup], None],
-        kept_bytes: int = 0,
+        kept_bytes: int,
     ) -> None:
         """`on_forgotten` is called with each group that the trainer can no longer ask for. `kept_bytes`
         limits the journal's groups that are also kept in memory."""

@@ -296,15 +296,10 @@ class Recovered:
         for record in list(self.trajectories.values()):
             if record.group_id in gone:
                 del self.trajectories[record.trajectory_id]
-        for collection in (
-            self.tasks,
-            self.pending,
-            self.known,
-            self.groups,
-            self.finished,
-            self.ended,
-        ):
+        for collection in (self.tasks, self.pending, self.known, self.groups):
             collection.clear()
+        self.finished.clear()
+        self.ended.clear()
 
 
 def recover(found: Iterable[tuple[Record, Stored]]) -> Recovered:

@@ -112,9 +112,8 @@ class TokenStore:
 
 
 class Credentials:
-    def __init__(self, security: SecuritySection, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, security: SecuritySection) -> None:
         """Raises ConfigError if a file cannot be read."""
-        self._now = now
         self._tls: _TlsFiles | None = None
         if security.certificate is not None and security.key is not None:
             self._tls = _TlsFiles(security.certificate, security.key, security.client_ca)
@@ -168,7 +167,7 @@ class Credentials:
 
     def seconds_left(self, caller: Caller) -> float | None:
         """None if the caller's token does not expire."""
-        return None if caller.token is None else caller.token.expires.timestamp() - self._now()
+        return None if caller.token is None else caller.token.expires.timestamp() - time.time()
 
     def _by_token(self, tokens: TokenStore, sent: list[str | bytes]) -> Caller:
         value = sent[0]
@@ -180,7 +179,7 @@ class Credentials:
         entry = tokens.find(token.strip())
         if entry is None:
             raise DomainError(Reason.TOKEN_INVALID, "the server does not know this token")
-        if entry.expires.timestamp() <= self._now():
+        if entry.expires.timestamp() <= time.time():
             ended = entry.expires.astimezone(UTC).isoformat()
             raise DomainError(
                 Reason.TOKEN_INVALID,

@@ -32,6 +32,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from penstock.common.token_file import Role
+from penstock.server.config.limits import LimitsSection
 from penstock.server.config.settings import ServeConfig
 from penstock.server.core.errors import DomainError
 from penstock.server.rpc.boundary import ServicerContext, linger, refuse
@@ -96,19 +97,10 @@ class Presented:
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    def __init__(
-        self,
-        credentials: Credentials,
-        callers: Callers,
-        concurrent_calls: int,
-        request_seconds: float,
-    ) -> None:
-        """At most `concurrent_calls` are open at a time. A unary request must arrive within
-        `request_seconds`."""
+    def __init__(self, credentials: Credentials, callers: Callers, limits: LimitsSection) -> None:
         self.credentials = credentials
         self.callers = callers
-        self._concurrent_calls = concurrent_calls
-        self._request_seconds = request_seconds
+        self._limits = limits
         self._calls: Counter[str] = Counter()
         """Open calls. Those without authentication are counted by method, all others together."""
         self._guarded: dict[str, RpcHandler] = {}
@@ -139,7 +131,7 @@ class Gate(grpc.aio.ServerInterceptor):
         # Exchange is never refused, because training groups is what frees memory. It sends one group at a
         # time.
         bounded = method != EXCHANGE
-        patience = self._request_seconds
+        patience = self._limits.stalled_seconds
         if method in ANYBODY:
             patience = min(patience, ANYBODYS_SECONDS)
 
@@ -195,7 +187,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def _check_room(self, kind: str) -> None:
         """`kind` is the method if the call needs no authentication, otherwise empty."""
-        count, most = self._calls.total(), self._concurrent_calls
+        count, most = self._calls.total(), self._limits.concurrent_calls
         if kind and count < most:
             count, most = self._calls[kind], max(1, most // ANYBODYS_PART)
         if count >= most:
@@ -261,7 +253,7 @@ def open_gate(config: ServeConfig) -> Gate:
     security = config.security
     limits = config.limits
     callers = Callers(limits.caller, limits.memory_bytes // UNREAD_PART)
-    gate = Gate(Credentials(security), callers, limits.concurrent_calls, limits.stalled_seconds)
+    gate = Gate(Credentials(security), callers, limits)
     open_to_others = [address for address in config.addresses.values() if not is_loopback(address)]
     if security.insecure and open_to_others:
         asked = "reaches it" if gate.credentials.tokens is None else "presents a token"

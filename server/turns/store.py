@@ -38,12 +38,11 @@ class TrajectoryStore:
     def __init__(
         self,
         max_open: int,
-        max_remembered: int = 100_000,
         on_closed: Callable[[str], None] = lambda trajectory_id: None,
     ) -> None:
         """`on_closed` is called with each trajectory that can have no further turn."""
         self._max_open = max_open
-        self._max_remembered = max_remembered
+        self._max_remembered = 100_000
         self._records: dict[str, TrajectoryRecord] = {}
         self._closed: OrderedDict[str, ClosedMark] = OrderedDict()
         self.open_count = 0
