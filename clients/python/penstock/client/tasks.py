@@ -19,9 +19,7 @@ from penstock.client.conversation import (
 from penstock.client.sampling import SamplingParams, read_sampling
 from penstock.client.values import from_struct, to_struct
 from penstock.v1 import task_service_pb2, trajectory_pb2
-from penstock.wire import codec
-
-_Task = codec.twin(task_service_pb2.Task)
+from penstock.wire import codec, messages
 
 
 class Purpose(StrEnum):
@@ -79,7 +77,7 @@ def write_purpose(purpose: Purpose | None) -> trajectory_pb2.Purpose.ValueType:
 
 def write_task(task: Task) -> task_service_pb2.Task:
     prompt = write_prompt(task.prompt, task.tools)
-    message = _Task(
+    message = messages.Task(
         task_id=task.task_id,
         purpose=write_purpose(task.purpose),
         group_size=task.group_size,

@@ -21,7 +21,7 @@ from opentelemetry import trace
 from penstock.client.calls import Calls
 from penstock.client.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.client.groups import GroupBook, ReadyGroup
-from penstock.client.leases import Attempt, Leases, default_agent_id
+from penstock.client.leases import Attempt, LeaseListener, Leases, default_agent_id
 from penstock.client.outcome import Failed, Outcome
 from penstock.client.scoring import (
     Agent,
@@ -68,7 +68,7 @@ class WorkerMisconfigured(Exception):
     """The worker's settings do not fit the tasks."""
 
 
-class Worker:
+class Worker(LeaseListener):
     """Runs `generate` and `reward` on leased attempts. If a function raises, only its attempt fails."""
 
     def __init__(

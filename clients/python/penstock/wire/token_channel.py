@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar, cast
+from typing import Generic, Self, TypeVar, cast
 
 import grpc
 
@@ -23,18 +23,10 @@ Serialize = Callable[[Q], bytes]
 Deserialize = Callable[[bytes], R]
 
 
-class MetadataSource(Protocol):
-    """Provides the metadata for each call."""
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata to add to the call's own."""
-        ...
-
-
 class TokenChannel(grpc.aio.Channel):
-    """Wraps a channel and adds metadata to each call."""
+    """Wraps a channel and adds what `source` returns to the metadata of each call."""
 
-    def __init__(self, channel: grpc.aio.Channel, source: MetadataSource) -> None:
+    def __init__(self, channel: grpc.aio.Channel, source: Callable[[], Pairs]) -> None:
         self._channel = channel
         self._source = source
 
@@ -51,19 +43,15 @@ class TokenChannel(grpc.aio.Channel):
         return await self._channel.__aexit__(exc_type, exc_val, exc_tb)
 
     async def close(self, grace: float | None = None) -> None:
-        """Closes the wrapped channel."""
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """The state of the wrapped channel."""
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Waits for a state change of the wrapped channel."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Waits until the wrapped channel is ready."""
         await self._channel.channel_ready()
 
     # Generated stubs pass `_registered_method`.
@@ -75,7 +63,6 @@ class TokenChannel(grpc.aio.Channel):
         response_deserializer: Deserialize[R] | None = None,
         _registered_method: bool | None = False,
     ) -> grpc.aio.UnaryUnaryMultiCallable[Q, R]:
-        """A method with one request and one response."""
         inner = self._channel.unary_unary(method, request_serializer, response_deserializer)
         return cast("grpc.aio.UnaryUnaryMultiCallable[Q, R]", _Carrying(inner, self._source))
 
@@ -86,7 +73,6 @@ class TokenChannel(grpc.aio.Channel):
         response_deserializer: Deserialize[R] | None = None,
         _registered_method: bool | None = False,
     ) -> grpc.aio.UnaryStreamMultiCallable[Q, R]:
-        """A method with one request and a stream of responses."""
         inner = self._channel.unary_stream(method, request_serializer, response_deserializer)
         return cast("grpc.aio.UnaryStreamMultiCallable[Q, R]", _Carrying(inner, self._source))
 
@@ -97,7 +83,6 @@ class TokenChannel(grpc.aio.Channel):
         response_deserializer: Deserialize[R] | None = None,
         _registered_method: bool | None = False,
     ) -> grpc.aio.StreamUnaryMultiCallable[Q, R]:
-        """A method with a stream of requests and one response."""
         inner = self._channel.stream_unary(method, request_serializer, response_deserializer)
         return cast("grpc.aio.StreamUnaryMultiCallable[Q, R]", _Carrying(inner, self._source))
 
@@ -108,15 +93,14 @@ class TokenChannel(grpc.aio.Channel):
         response_deserializer: Deserialize[R] | None = None,
         _registered_method: bool | None = False,
     ) -> grpc.aio.StreamStreamMultiCallable[Q, R]:
-        """A method with a stream of requests and a stream of responses."""
         inner = self._channel.stream_stream(method, request_serializer, response_deserializer)
         return cast("grpc.aio.StreamStreamMultiCallable[Q, R]", _Carrying(inner, self._source))
 
 
 class _Carrying(Generic[C]):
-    """Starts calls of the wrapped method, with the source's metadata added to their own."""
+    """Starts calls of the wrapped method."""
 
-    def __init__(self, begin: Callable[..., C], source: MetadataSource) -> None:
+    def __init__(self, begin: Callable[..., C], source: Callable[[], Pairs]) -> None:
         self._begin, self._source = begin, source
 
     def __call__(
@@ -126,5 +110,5 @@ class _Carrying(Generic[C]):
         metadata: Metadata | None = None,
         **rest: object,
     ) -> C:
-        more = (*(metadata or ()), *self._source.metadata())
+        more = (*(metadata or ()), *self._source())
         return self._begin(request, timeout=timeout, metadata=more, **rest)
