@@ -45,18 +45,13 @@ from penstock.trainer.weights.transports import (
 )
 from penstock.v1 import trainer_service_pb2, weights_pb2
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
+from penstock.wire.words import IN_FLIGHT
 
 LATE_POLICIES = {
     "mask": trainer_service_pb2.LATE_POLICY_MASK,
     "wait": trainer_service_pb2.LATE_POLICY_WAIT,
     "requeue": trainer_service_pb2.LATE_POLICY_REQUEUE,
     "drop": trainer_service_pb2.LATE_POLICY_DROP,
-}
-IN_FLIGHT = {
-    "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
-    "recompute": weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE,
-    "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
-    "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
 }
 
 # Batches of tasks to keep waiting at the server, beyond what the gate can admit at once.

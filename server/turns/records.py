@@ -20,7 +20,7 @@ from penstock.server.turns.history import HeldMessage, History
 from penstock.server.turns.requests import MIN_TEMPERATURE, sampling_message
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord, Turn
-from penstock.server.turns.turn import FINISH_REASONS, TurnAttempt, TurnSampling, TurnState
+from penstock.server.turns.turn import FINISHES, TurnAttempt, TurnSampling, TurnState
 from penstock.v1 import conversation_pb2, journal_pb2, rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.messages import JournalRecord
@@ -36,7 +36,6 @@ FORMS = {
     PromptKind.CONVERSATION: journal_pb2.PROMPT_FORM_CONVERSATION,
 }
 KINDS = {int(form): kind for kind, form in FORMS.items()}
-FINISHES = {int(reason): finish for finish, reason in FINISH_REASONS.items()}
 
 
 class TurnRecorder:

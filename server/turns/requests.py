@@ -19,6 +19,7 @@ from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire.codec import MalformedMessage, token_ids, twin
 from penstock.wire.reasons import Reason
+from penstock.wire.words import ROLES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,12 +41,7 @@ MAX_SELECTED = 100_000
 MAX_JSON_DEPTH = 24
 MAX_MESSAGES = 16_384
 
-ROLES = {
-    conversation_pb2.ROLE_SYSTEM: "system",
-    conversation_pb2.ROLE_USER: "user",
-    conversation_pb2.ROLE_ASSISTANT: "assistant",
-    conversation_pb2.ROLE_TOOL: "tool",
-}
+ROLE_NAMES = {role: name for name, role in ROLES.items()}
 
 
 class HasSequence(Protocol):
@@ -171,7 +167,7 @@ def messages(
     found: list[Message] = []
     for index, message in enumerate(conversation.messages):
         where = f"{field}.messages[{index}]"
-        role = ROLES.get(message.role)
+        role = ROLE_NAMES.get(message.role)
         if role is None:
             raise FieldInvalid(f"{where}.role", "is unspecified or unknown", message.role)
         if message.tool_calls and role != "assistant":
