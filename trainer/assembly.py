@@ -23,7 +23,7 @@ from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange.server_load import LoadMeter
 from penstock.trainer.exchange.servers import Servers
-from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
+from penstock.trainer.exchange.stream import Exchange, RunFacts
 from penstock.trainer.gather.batch import Gatherer, settle_refused
 from penstock.trainer.learner import Learner
 from penstock.trainer.loop import TrainingLoop
@@ -44,6 +44,7 @@ from penstock.trainer.weights.transports import (
     VersionFolders,
 )
 from penstock.v1 import trainer_service_pb2, weights_pb2
+from penstock.wire.messages import StalenessContract
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
 from penstock.wire.words import IN_FLIGHT
 
@@ -338,7 +339,7 @@ def _make_exchanges(
     trained = {**start.ledger.trained, **{r.group_id: 0 for r in start.ledger.refused}}
     facts = RunFacts(
         config.run.id,
-        Contract(
+        StalenessContract(
             max_lag=config.staleness.max_lag,
             late_policy=LATE_POLICIES[config.staleness.applied_policy],
         ),

@@ -35,14 +35,14 @@ import numpy as np
 from penstock.server.engine.protocol import Delta, EngineRequest, Finish, RequestLost
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import Placing
-from penstock.server.pool.remote import EngineRefused, GenerateRequest, Unanswered
+from penstock.server.pool.remote import EngineRefused, Unanswered
 from penstock.server.pool.roster import Roster
 from penstock.server.pool.rules import PoolRules
 from penstock.server.turns.requests import sampling_message
 from penstock.server.turns.turn import FINISHES
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
-from penstock.wire.messages import StreamOptions, TokenSequence
+from penstock.wire.messages import GenerateRequest, StreamOptions, TokenSequence
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)

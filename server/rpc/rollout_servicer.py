@@ -16,13 +16,7 @@ from penstock.server.turns import requests
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
-from penstock.wire.codec import twin
-
-GenerateResponse = twin(rollout_service_pb2.GenerateResponse)
-ContinueResponse = twin(rollout_service_pb2.ContinueResponse)
-AbortResponse = twin(rollout_service_pb2.AbortResponse)
-AbortedTurn = twin(rollout_service_pb2.AbortedTurn)
-GetTrajectoryResponse = twin(rollout_service_pb2.GetTrajectoryResponse)
+from penstock.wire import messages
 
 FindFinished = Callable[[str], Awaitable[trajectory_pb2.Trajectory | None]]
 
@@ -54,7 +48,7 @@ class RolloutServicer:
         try:
             async with contextlib.aclosing(self._events.stream(turn, how, context)) as events:
                 async for event in events:
-                    yield GenerateResponse(**event)
+                    yield messages.GenerateResponse(**event)
         finally:
             if request.single_turn:
                 self._events.forget_soon(turn)
@@ -66,7 +60,7 @@ class RolloutServicer:
         turn, how = await self._opening.extend(request, context)
         async with contextlib.aclosing(self._events.stream(turn, how, context)) as events:
             async for event in events:
-                yield ContinueResponse(**event)
+                yield messages.ContinueResponse(**event)
 
     # Abort, GetTrajectory
 
@@ -91,9 +85,9 @@ class RolloutServicer:
         else:
             raise FieldInvalid("selector", "must be set")
         stopped = await self._turns.abort(chosen)
-        return AbortResponse(
+        return messages.AbortResponse(
             aborted_turns=[
-                AbortedTurn(
+                messages.AbortedTurn(
                     trajectory_id=turn.record.trajectory_id,
                     policy_token_count=attempt.policy_token_count,
                 )
@@ -110,9 +104,11 @@ class RolloutServicer:
         self._queue.attempt_of(trajectory_id)
         finished = await self._find_finished(trajectory_id)
         if finished is not None:
-            return GetTrajectoryResponse(trajectory=finished, open=False)
+            return messages.GetTrajectoryResponse(trajectory=finished, open=False)
         record = self._store.get(trajectory_id)
-        response = GetTrajectoryResponse(trajectory=record.message(), open=not record.closed)
+        response = messages.GetTrajectoryResponse(
+            trajectory=record.message(), open=not record.closed
+        )
         if record.turn is not None and not record.turn.in_flight:
             response.last_turn.CopyFrom(
                 await self._events.finished(record.turn, record.turn.attempt)

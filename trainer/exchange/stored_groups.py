@@ -20,12 +20,11 @@ from google.protobuf.message import DecodeError
 
 from penstock.common.memory_file import host_id
 from penstock.v1 import journal_pb2, trainer_service_pb2, trajectory_pb2
-from penstock.wire import codec
 from penstock.wire.frames import read_payload_at
+from penstock.wire.messages import JournalRecord
 from penstock.wire.referred import put_together
 
 LOCK = "LOCK"
-JournalRecord = codec.twin(journal_pb2.JournalRecord)
 
 
 class GroupUnreadable(Exception):

@@ -32,6 +32,14 @@ _PASS_THROUGH: dict[str, Any] = {
     "help_option_names": [],
 }
 
+_OVERRIDES = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a value of CONFIG. Can be repeated.",
+)
+
 _SERVE_EXTRAS = "server,cpu (or server,cuda)"
 _UPLOAD_EXTRAS = "server (or trainer)"
 _ALL_EXTRAS = "server,trainer,cpu"
@@ -70,13 +78,7 @@ def serve(options: tuple[str, ...]) -> None:
     show_default=True,
     help="Number of processes to train with on this host. Use torchrun for several hosts.",
 )
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Override a value of CONFIG. Can be repeated.",
-)
+@_OVERRIDES
 def train(
     config: Path, resume: bool, dry_run: bool, ranks: int, overrides: tuple[str, ...]
 ) -> None:
@@ -329,13 +331,7 @@ def demo(options: tuple[str, ...]) -> None:
 @click.option(
     "--status", is_flag=True, help="Show the processes of the run in that folder and exit."
 )
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Override a value of CONFIG. Can be repeated.",
-)
+@_OVERRIDES
 def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple[str, ...]) -> None:
     """Run server, workers and trainer as configured in CONFIG, a TOML file, and keep them running.
 

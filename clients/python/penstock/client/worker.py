@@ -212,8 +212,9 @@ class Worker(LeaseListener):
             outcome = await self._judge(self._run(attempt))
         except asyncio.CancelledError:
             # Its lease expired, its stream was lost, or the whole worker is cancelled.
-            ready = self._lose(attempt)
-            if ready is None or not _goes_on():
+            ready, task = self._lose(attempt), asyncio.current_task()
+            # Continues only if this was the task's only cancellation.
+            if ready is None or task is None or task.uncancel():
                 raise
             self._judged.add(trajectory_id)
             return ready
@@ -375,12 +376,6 @@ class Worker(LeaseListener):
 
 def _token_count(attempt: Attempt) -> int:
     return sum(len(s.token_ids) for turn in attempt.trajectory.turns for s in turn.segments)
-
-
-def _goes_on() -> bool:
-    """Takes back one cancellation of this task. Returns whether it was the only one."""
-    task = asyncio.current_task()
-    return task is not None and task.uncancel() == 0
 
 
 def _cancelled_from_outside() -> bool:

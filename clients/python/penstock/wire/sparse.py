@@ -2,12 +2,7 @@
 
 A tensor is an array of unsigned integers of its dtype's width, so the result is bitwise equal whatever the
 bits mean. `encode` compares it with the base and chooses the smallest encoding; `apply` turns a copy of the
-base into the new tensor:
-
-    encoded = encode(base, new)
-    if encoded.coding is not None:          # TENSOR_ENCODING_SPARSE
-        target = base.copy()
-        apply(target, encoded.coding, b"".join(encoded.parts))   # target equals new
+base into the new tensor.
 
 The form is that of `SparseCoding` in weights.proto; `benchmarks/codec/weight_deltas.py` has the
 measurements behind the choices. Both directions work through a tensor in blocks, because memory fresh from
