@@ -23,7 +23,7 @@ from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange.server_load import LoadMeter
 from penstock.trainer.exchange.servers import Servers
-from penstock.trainer.exchange.stream import Exchange, RunFacts
+from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
 from penstock.trainer.gather.batch import Gatherer, settle_refused
 from penstock.trainer.learner import Learner
 from penstock.trainer.loop import TrainingLoop
@@ -44,15 +44,19 @@ from penstock.trainer.weights.transports import (
     VersionFolders,
 )
 from penstock.v1 import trainer_service_pb2, weights_pb2
-from penstock.wire.messages import StalenessContract
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
-from penstock.wire.words import IN_FLIGHT
 
 LATE_POLICIES = {
     "mask": trainer_service_pb2.LATE_POLICY_MASK,
     "wait": trainer_service_pb2.LATE_POLICY_WAIT,
     "requeue": trainer_service_pb2.LATE_POLICY_REQUEUE,
     "drop": trainer_service_pb2.LATE_POLICY_DROP,
+}
+IN_FLIGHT = {
+    "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
+    "recompute": weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE,
+    "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
+    "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
 }
 
 # Batches of tasks to keep waiting at the server, beyond what the gate can admit at once.
@@ -339,7 +343,7 @@ def _make_exchanges(
     trained = {**start.ledger.trained, **{r.group_id: 0 for r in start.ledger.refused}}
     facts = RunFacts(
         config.run.id,
-        StalenessContract(
+        Contract(
             max_lag=config.staleness.max_lag,
             late_policy=LATE_POLICIES[config.staleness.applied_policy],
         ),

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.common.memory_file import host_id
@@ -42,6 +42,12 @@ from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
+POLICIES: Mapping[str, weights_pb2.InFlightPolicy.ValueType] = {
+    "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
+    "recompute": weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE,
+    "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
+    "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
+}
 PEERS_TRIED = 2
 """Number of hosts that are asked before the hub sends the version itself."""
 

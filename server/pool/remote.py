@@ -18,13 +18,20 @@ import numpy as np
 
 from penstock.server.engine.protocol import Sampling
 from penstock.server.turns.requests import sampling_message
-from penstock.v1 import rollout_service_pb2, weights_pb2
-from penstock.wire import codec, messages, methods
+from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
+from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.reasons import Reason
 from penstock.wire.security import Security, open_channel
 from penstock.wire.upload import NotStaged, Piece, Staging
 
+GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
+GetServerInfoRequest = codec.twin(rollout_service_pb2.GetServerInfoRequest)
+AbortRequest = codec.twin(rollout_service_pb2.AbortRequest)
+TrajectorySelector = codec.twin(rollout_service_pb2.TrajectorySelector)
+TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
+
+_SERVICE = "/penstock.v1.RolloutService"
 INFO_SECONDS = 10.0
 ABORT_SECONDS = 60.0
 # Reasons for which an engine server is reachable but useless to every caller.
@@ -83,24 +90,38 @@ class EngineServer:
         self, *, with_tensors: bool = False, wait: bool = False
     ) -> rollout_service_pb2.GetServerInfoResponse:
         """With `wait`, waits a while for a connection."""
-        call = methods.unary(self._channel, rollout_service_pb2.GetServerInfoResponse)
+        call = self._channel.unary_unary(
+            f"{_SERVICE}/GetServerInfo",
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
+        )
         with _answers():
-            request = rollout_service_pb2.GetServerInfoRequest(with_tensors=with_tensors)
-            return await call(request, timeout=INFO_SECONDS, wait_for_ready=wait)
+            return await call(
+                GetServerInfoRequest(with_tensors=with_tensors),
+                timeout=INFO_SECONDS,
+                wait_for_ready=wait,
+            )
 
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
         """Returns when the engine server no longer works on any of them."""
-        call = methods.unary(self._channel, rollout_service_pb2.AbortResponse)
-        request = rollout_service_pb2.AbortRequest()
-        request.trajectories.trajectory_ids.extend(trajectory_ids)
+        call = self._channel.unary_unary(
+            f"{_SERVICE}/Abort",
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(rollout_service_pb2.AbortResponse),
+        )
+        selector = TrajectorySelector(trajectory_ids=trajectory_ids)
         with _answers():
-            await call(request, timeout=ABORT_SECONDS)
+            await call(AbortRequest(trajectories=selector), timeout=ABORT_SECONDS)
 
     async def generate(
         self, request: rollout_service_pb2.GenerateRequest, metadata: Sequence[tuple[str, str]]
     ) -> AsyncGenerator[rollout_service_pb2.GenerateResponse]:
         """Closing the generator early ends the turn."""
-        method = methods.streaming(self._channel, rollout_service_pb2.GenerateResponse)
+        method = self._channel.unary_stream(
+            f"{_SERVICE}/Generate",
+            request_serializer=codec.encode,
+            response_deserializer=codec.decoder(rollout_service_pb2.GenerateResponse),
+        )
         with _answers():
             call = method(request, metadata=tuple(metadata))
             self._turns[request.trajectory_id] = call
@@ -120,9 +141,9 @@ class EngineServer:
     async def sample(self, seconds: float) -> None:
         """Samples one token in a turn of no caller. Raises EngineRefused, and Unanswered after
         `seconds`."""
-        request = messages.GenerateRequest(
+        request = GenerateRequest(
             trajectory_id=uuid.uuid4().hex,
-            tokens=messages.TokenSequence(token_ids=codec.array_bytes(np.zeros(1, np.int32))),
+            tokens=TokenSequence(token_ids=codec.array_bytes(np.zeros(1, np.int32))),
             sampling_params=sampling_message(Sampling(max_tokens=1)),
             single_turn=True,
         )
@@ -193,3 +214,10 @@ def _answers() -> Generator[None]:
             problem = failure.message or failure.code.name
             raise (OutOfTime if late else Unanswered)(problem) from error
         raise EngineRefused(failure) from error
+
+
+FINISHED = {
+    trajectory_pb2.FINISH_REASON_STOP,
+    trajectory_pb2.FINISH_REASON_LENGTH,
+    trajectory_pb2.FINISH_REASON_ABORTED,
+}

@@ -43,7 +43,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from penstock.server.pool.fanout import Fanout, not_taken
+from penstock.server.pool.fanout import POLICIES, Fanout, not_taken
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.remote import EngineRefused, StagedThere, Unanswered
 from penstock.server.pool.roster import Roster
@@ -52,7 +52,6 @@ from penstock.server.weights.switch import InFlight
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure
 from penstock.wire.reasons import Reason
-from penstock.wire.words import IN_FLIGHT
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +199,7 @@ class PoolSwitch:
         self.unanswered.add(member)
         try:
             async with asyncio.timeout(self.rules.switch_seconds):
-                answer = await there.activate(IN_FLIGHT[self.policy.value])
+                answer = await there.activate(POLICIES[self.policy.value])
         except Unanswered as error:
             # Whatever is still staged there cannot be activated a second time.
             self.fanout.end(member)

@@ -35,18 +35,24 @@ import numpy as np
 from penstock.server.engine.protocol import Delta, EngineRequest, Finish, RequestLost
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import Placing
-from penstock.server.pool.remote import EngineRefused, Unanswered
+from penstock.server.pool.remote import EngineRefused, GenerateRequest, Unanswered
 from penstock.server.pool.roster import Roster
 from penstock.server.pool.rules import PoolRules
 from penstock.server.turns.requests import sampling_message
-from penstock.server.turns.turn import FINISHES
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
-from penstock.wire.messages import GenerateRequest, StreamOptions, TokenSequence
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
+TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
+StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
+
+FINISHES: Mapping[int, Finish] = {
+    trajectory_pb2.FINISH_REASON_STOP: Finish.STOP,
+    trajectory_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
+    trajectory_pb2.FINISH_REASON_ABORTED: Finish.ABORTED,
+}
 NO_TOKENS = np.zeros(0, np.int32)
 NO_LOGPROBS = np.zeros(0, np.float32)
 # How long to leave a full member alone if it does not state a delay.

@@ -47,12 +47,13 @@ from penstock.server.turns.store import TrajectoryStore, outcome_digest
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
 from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import trajectory_pb2
-from penstock.wire.codec import LOGPROB, TOKEN
-from penstock.wire.messages import Failure, Outcome
+from penstock.wire.codec import LOGPROB, TOKEN, twin
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
+Outcome = twin(trajectory_pb2.Outcome)
+Failure = twin(trajectory_pb2.Failure)
 
 BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
 # Per trajectory in the journal, in addition to its tokens and its outcome.

@@ -16,7 +16,13 @@ from penstock.server.turns import requests
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
-from penstock.wire import messages
+from penstock.wire.codec import twin
+
+GenerateResponse = twin(rollout_service_pb2.GenerateResponse)
+ContinueResponse = twin(rollout_service_pb2.ContinueResponse)
+AbortResponse = twin(rollout_service_pb2.AbortResponse)
+AbortedTurn = twin(rollout_service_pb2.AbortedTurn)
+GetTrajectoryResponse = twin(rollout_service_pb2.GetTrajectoryResponse)
 
 FindFinished = Callable[[str], Awaitable[trajectory_pb2.Trajectory | None]]
 
@@ -48,7 +54,7 @@ class RolloutServicer:
         try:
             async with contextlib.aclosing(self._events.stream(turn, how, context)) as events:
                 async for event in events:
-                    yield messages.GenerateResponse(**event)
+                    yield GenerateResponse(**event)
         finally:
             if request.single_turn:
                 self._events.forget_soon(turn)
@@ -60,7 +66,7 @@ class RolloutServicer:
         turn, how = await self._opening.extend(request, context)
         async with contextlib.aclosing(self._events.stream(turn, how, context)) as events:
             async for event in events:
-                yield messages.ContinueResponse(**event)
+                yield ContinueResponse(**event)
 
     # Abort, GetTrajectory
 
@@ -85,9 +91,9 @@ class RolloutServicer:
         else:
             raise FieldInvalid("selector", "must be set")
         stopped = await self._turns.abort(chosen)
-        return messages.AbortResponse(
+        return AbortResponse(
             aborted_turns=[
-                messages.AbortedTurn(
+                AbortedTurn(
                     trajectory_id=turn.record.trajectory_id,
                     policy_token_count=attempt.policy_token_count,
                 )
@@ -104,11 +110,9 @@ class RolloutServicer:
         self._queue.attempt_of(trajectory_id)
         finished = await self._find_finished(trajectory_id)
         if finished is not None:
-            return messages.GetTrajectoryResponse(trajectory=finished, open=False)
+            return GetTrajectoryResponse(trajectory=finished, open=False)
         record = self._store.get(trajectory_id)
-        response = messages.GetTrajectoryResponse(
-            trajectory=record.message(), open=not record.closed
-        )
+        response = GetTrajectoryResponse(trajectory=record.message(), open=not record.closed)
         if record.turn is not None and not record.turn.in_flight:
             response.last_turn.CopyFrom(
                 await self._events.finished(record.turn, record.turn.attempt)

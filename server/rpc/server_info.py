@@ -14,7 +14,14 @@ from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weights.switch import Switcher, WeightSwitch
 from penstock.server.weights.versions import WeightVersions
 from penstock.v1 import rollout_service_pb2, weights_pb2
-from penstock.wire import messages
+from penstock.wire.codec import twin
+
+GetServerInfoResponse = twin(rollout_service_pb2.GetServerInfoResponse)
+ServerLoad = twin(rollout_service_pb2.ServerLoad)
+LoraSupport = twin(rollout_service_pb2.LoraSupport)
+ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
+TensorDescription = twin(rollout_service_pb2.TensorDescription)
+
 
 SOURCES_OF_A_HUB = (
     weights_pb2.WEIGHT_SOURCE_KIND_INLINE,
@@ -56,7 +63,7 @@ class ServerInfo:
         """Tensors only on request."""
         description = self._engine.description
         load = self._load()
-        return messages.GetServerInfoResponse(
+        return GetServerInfoResponse(
             server_version=metadata.version("penstock"),
             model=description.model,
             active_weight_version=self._switch.active_version,
@@ -85,11 +92,11 @@ class ServerInfo:
         if self._of_engines is not None:
             return self._of_engines()
         active = self._switch.active_version
-        return [messages.ReplicaInfo(state=self._state(), active_weight_version=active, load=load)]
+        return [ReplicaInfo(state=self._state(), active_weight_version=active, load=load)]
 
     def _tensors(self) -> list[rollout_service_pb2.TensorDescription]:
         return [
-            messages.TensorDescription(name=name, shape=tensor.shape, optional=tensor.optional)
+            TensorDescription(name=name, shape=tensor.shape, optional=tensor.optional)
             for name, tensor in self._engine.description.tensors.items()
         ]
 
@@ -97,11 +104,11 @@ class ServerInfo:
         limits = self._engine.description.adapters
         if limits is None:
             return None
-        return messages.LoraSupport(max_rank=limits.max_rank, max_adapters=limits.max_adapters)
+        return LoraSupport(max_rank=limits.max_rank, max_adapters=limits.max_adapters)
 
     def _load(self) -> rollout_service_pb2.ServerLoad:
         stats = self._engine.stats()
-        return messages.ServerLoad(
+        return ServerLoad(
             running_turn_count=stats.running,
             waiting_turn_count=stats.waiting,
             kv_cache_usage=stats.kv_cache_usage,

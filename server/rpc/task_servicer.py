@@ -18,11 +18,16 @@ from penstock.server.journal.records import task_accepted
 from penstock.server.rollouts.complete import Closing
 from penstock.server.turns import requests
 from penstock.v1 import task_service_pb2
-from penstock.wire import messages
+from penstock.wire.codec import twin
 
 logger = logging.getLogger(__name__)
 
 CHECKED_AT_A_TIME = 500
+
+SubmitTasksResponse = twin(task_service_pb2.SubmitTasksResponse)
+LeaseTasksResponse = twin(task_service_pb2.LeaseTasksResponse)
+RenewLeaseResponse = twin(task_service_pb2.RenewLeaseResponse)
+CompleteTrajectoryResponse = twin(task_service_pb2.CompleteTrajectoryResponse)
 
 
 class TaskServicer:
@@ -73,7 +78,7 @@ class TaskServicer:
         accepted, duplicates = self._queue.pending.submit(request.tasks)
         # Wait even if no task is new, because the known ones may not be durable yet.
         await self._journal.append([task_accepted(task) for task in accepted])
-        return messages.SubmitTasksResponse(
+        return SubmitTasksResponse(
             accepted_count=len(accepted),
             duplicate_count=duplicates,
             pending_count=self._queue.pending.count_of(request.tasks),
@@ -109,7 +114,7 @@ class TaskServicer:
                     continue
                 # Durable first: the work on a lease that a restarted server does not know would be lost.
                 await self._journal.append([group_changed(lease.group)])
-                yield messages.LeaseTasksResponse(
+                yield LeaseTasksResponse(
                     task=lease.group.task,
                     trajectory_id=lease.trajectory_id,
                     group_id=lease.group.group_id,
@@ -132,7 +137,7 @@ class TaskServicer:
         """Returns the leases that have expired."""
         ids = requests.identifiers("trajectory_ids", request.trajectory_ids)
         expired = [found for found in ids if not self._queue.renew(found)]
-        return messages.RenewLeaseResponse(
+        return RenewLeaseResponse(
             expired_trajectory_ids=expired,
             retried_trajectory_ids=[
                 found for found in expired if self._queue.leases.retried(found)
@@ -147,6 +152,6 @@ class TaskServicer:
         if not request.HasField("outcome"):
             raise FieldInvalid("outcome", "must be set")
         closed = await self._closing.complete(trajectory_id, request.outcome)
-        return messages.CompleteTrajectoryResponse(
+        return CompleteTrajectoryResponse(
             group_completed=closed.group_completed, retried=closed.retried
         )

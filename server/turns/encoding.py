@@ -34,9 +34,16 @@ from penstock.server.turns.trajectory import (
     TrajectoryRecord,
 )
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
-from penstock.wire import messages
-from penstock.wire.codec import TOKEN
+from penstock.wire.codec import TOKEN, twin
 from penstock.wire.messages import JournalRecord
+
+_Segment = twin(trajectory_pb2.Segment)
+_Trajectory = twin(trajectory_pb2.Trajectory)
+_TrajectoryGroup = twin(trajectory_pb2.TrajectoryGroup)
+_GroupFinished = twin(journal_pb2.GroupFinished)
+_GroupReferred = twin(journal_pb2.GroupReferred)
+_ReferredSegment = twin(journal_pb2.ReferredSegment)
+_GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
 
 LENGTH_DELIMITED = 2
 
@@ -112,7 +119,7 @@ def _around(
     token_bytes: int,
     logprob_bytes: int,
 ) -> _Around:
-    head = messages.Segment(
+    head = _Segment(
         author=author,
         weight_version=weight_version,
         turn_index=turn_index,
@@ -142,7 +149,7 @@ def _around_arrays(
 
 
 def _trajectory_head(record: TrajectoryRecord) -> bytes:
-    return messages.Trajectory(
+    return _Trajectory(
         trajectory_id=record.trajectory_id,
         sample_index=record.sample_index,
         outcome=record.outcome,
@@ -221,7 +228,7 @@ def encode_group(
     versions: range,
 ) -> EncodedGroup:
     """`versions` ranges from the oldest to the newest weight version, both included."""
-    head = messages.TrajectoryGroup(
+    head = _TrajectoryGroup(
         group_id=group_id,
         task_id=task_id,
         purpose=purpose,
@@ -243,7 +250,7 @@ def encode_group(
             assert turn is not None
             turns.append(turn)
             left_out.append(
-                messages.ReferredSegment(
+                _ReferredSegment(
                     trajectory=index, segment=segment, token_position=position, token_count=count
                 )
             )
@@ -259,7 +266,7 @@ def encode_group(
 
 def decode_group(group: bytes) -> trajectory_pb2.TrajectoryGroup:
     """As a twin message."""
-    return messages.TrajectoryGroup.FromString(group)
+    return _TrajectoryGroup.FromString(group)
 
 
 def group_finished(
@@ -270,7 +277,7 @@ def group_finished(
     has_policy_tokens: bool,
 ) -> EncodedRecord:
     """Includes a short form if segments can be omitted."""
-    message = messages.GroupFinished(
+    message = _GroupFinished(
         admitted_weight_version=admitted_version, has_policy_tokens=has_policy_tokens
     )
     if task is not None:
@@ -280,7 +287,7 @@ def group_finished(
     if not group.left_out:
         return EncodedRecord(tuple(whole.parts))
     short = _finished(_REFERRED_FINISHED, group.short, group.short_byte_count, tail)
-    referred = messages.GroupReferred(segments=group.left_out, group_byte_count=group.byte_count)
+    referred = _GroupReferred(segments=group.left_out, group_byte_count=group.byte_count)
     short.add(referred.SerializeToString())
     record = _field(_REFERRED, short)
     return EncodedRecord(tuple(whole.parts), ShortRecord(tuple(record.parts), group.turns))
@@ -336,7 +343,7 @@ class Delivery:
     redelivery_count: int
 
     def SerializeToString(self) -> bytes:  # noqa: N802 (protobuf's name)
-        tail = messages.GroupDelivery(
+        tail = _GroupDelivery(
             delivery_id=self.delivery_id, redelivery_count=self.redelivery_count
         ).SerializeToString()
         head = _DELIVERED_GROUP + _varint(len(self.group))

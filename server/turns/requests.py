@@ -17,14 +17,13 @@ from penstock.server.engine.protocol import Sampling
 from penstock.server.text.messages import Message, Tool, ToolCall
 from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
-from penstock.wire.codec import MalformedMessage, token_ids
-from penstock.wire.messages import SamplingParams
+from penstock.wire.codec import MalformedMessage, token_ids, twin
 from penstock.wire.reasons import Reason
-from penstock.wire.words import ROLES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
 MAX_GROUP_SIZE = 4_096
 MAX_STOPS = 64
@@ -41,7 +40,12 @@ MAX_SELECTED = 100_000
 MAX_JSON_DEPTH = 24
 MAX_MESSAGES = 16_384
 
-ROLE_NAMES = {role: name for name, role in ROLES.items()}
+ROLES = {
+    conversation_pb2.ROLE_SYSTEM: "system",
+    conversation_pb2.ROLE_USER: "user",
+    conversation_pb2.ROLE_ASSISTANT: "assistant",
+    conversation_pb2.ROLE_TOOL: "tool",
+}
 
 
 class HasSequence(Protocol):
@@ -132,7 +136,7 @@ def sampling(
 
 
 def sampling_message(sampling: TurnSampling | Sampling) -> rollout_service_pb2.SamplingParams:
-    return SamplingParams(
+    return _SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -167,7 +171,7 @@ def messages(
     found: list[Message] = []
     for index, message in enumerate(conversation.messages):
         where = f"{field}.messages[{index}]"
-        role = ROLE_NAMES.get(message.role)
+        role = ROLES.get(message.role)
         if role is None:
             raise FieldInvalid(f"{where}.role", "is unspecified or unknown", message.role)
         if message.tool_calls and role != "assistant":

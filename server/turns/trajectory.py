@@ -27,8 +27,7 @@ import numpy as np
 from penstock.server.engine.protocol import Finish
 from penstock.server.turns.turn import TurnAttempt, TurnSampling, TurnState
 from penstock.v1 import trajectory_pb2
-from penstock.wire.codec import LOGPROB, TOKEN
-from penstock.wire.messages import Segment, Trajectory
+from penstock.wire.codec import LOGPROB, TOKEN, twin
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
     from penstock.server.turns.history import History
     from penstock.v1 import rollout_service_pb2
 
+Segment = twin(trajectory_pb2.Segment)
+Trajectory = twin(trajectory_pb2.Trajectory)
 
 BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
 

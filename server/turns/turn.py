@@ -38,9 +38,12 @@ from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import Finish, Sampling
 from penstock.server.text.renderer import Written
 from penstock.v1 import trajectory_pb2
-from penstock.wire.words import FINISH_REASONS
 
-FINISHES = {int(reason): Finish(word) for word, reason in FINISH_REASONS.items()}
+FINISH_REASONS = {
+    Finish.STOP: trajectory_pb2.FINISH_REASON_STOP,
+    Finish.LENGTH: trajectory_pb2.FINISH_REASON_LENGTH,
+    Finish.ABORTED: trajectory_pb2.FINISH_REASON_ABORTED,
+}
 
 
 class TurnState(Enum):
@@ -133,4 +136,4 @@ class TurnAttempt:
         """Unspecified until it stops. ABORTED if it failed, because the turn can be continued."""
         if self.finish is None and self.error is None:
             return trajectory_pb2.FINISH_REASON_UNSPECIFIED
-        return FINISH_REASONS[(self.finish or Finish.ABORTED).value]
+        return FINISH_REASONS[self.finish or Finish.ABORTED]

@@ -22,7 +22,6 @@ from penstock.trainer.exchange.stored_groups import Delivered, GroupUnreadable, 
 from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
-from penstock.wire.messages import ExchangeRequest
 from penstock.wire.reasons import Reason
 
 EXCHANGE = "/penstock.v1.TrainerService/Exchange"
@@ -37,6 +36,8 @@ FINAL_CODES = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
+
+Request = codec.twin(trainer_service_pb2.ExchangeRequest)
 
 
 class Connection:
@@ -156,7 +157,7 @@ class Connection:
         self.epoch = max(self.epoch + 1, time.time_ns())
         self.end()
         self._outgoing = asyncio.Queue()
-        self._outgoing.put_nowait(ExchangeRequest(hello=self._greeting(self.epoch)))
+        self._outgoing.put_nowait(Request(hello=self._greeting(self.epoch)))
         method: grpc.aio.StreamStreamMultiCallable[
             trainer_service_pb2.ExchangeRequest, trainer_service_pb2.ExchangeResponse
         ] = self._channel.stream_stream(

@@ -10,8 +10,13 @@ import asyncio
 from collections.abc import Callable
 
 from penstock.trainer.exchange.stored_groups import Delivered
-from penstock.v1 import trainer_service_pb2, trajectory_pb2
-from penstock.wire.messages import Demand, ExchangeRequest, GroupReceipt, Rejection
+from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2
+from penstock.wire import codec
+
+Request = codec.twin(trainer_service_pb2.ExchangeRequest)
+Demand = codec.twin(trainer_service_pb2.Demand)
+GroupReceipt = codec.twin(trainer_service_pb2.GroupReceipt)
+Rejection = codec.twin(rejection_pb2.Rejection)
 
 NOT_MEASURED = "NOT_MEASURED"
 
@@ -68,14 +73,14 @@ class EvaluationStream:
     def measured(self, delivery: Delivered, step: int) -> None:
         """Acknowledges a group that was measured during this step."""
         receipt = GroupReceipt(delivery_ids=[delivery.delivery_id], step=step)
-        self._send(ExchangeRequest(receipt=receipt))
+        self._send(Request(receipt=receipt))
 
     def refuse(self, delivery: Delivered, reason: str, message: str) -> None:
         """Tells the server that a group is unusable."""
         rejection = Rejection(reason=reason, message=message)
         receipt = GroupReceipt(delivery_ids=[delivery.delivery_id], rejection=rejection)
-        self._send(ExchangeRequest(receipt=receipt))
+        self._send(Request(receipt=receipt))
 
     def _demand(self, group_count: int) -> None:
         purpose = trajectory_pb2.PURPOSE_EVAL
-        self._send(ExchangeRequest(demand=Demand(group_count=group_count, purpose=purpose)))
+        self._send(Request(demand=Demand(group_count=group_count, purpose=purpose)))

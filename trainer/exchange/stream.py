@@ -1,8 +1,8 @@
 """The trainer's end of the `Exchange` stream: demand, deliveries, receipts, switches, reconnection.
 
-    messages.Hello -> Welcome
-    messages.Demand(n) -> n GroupDelivery      messages.SwitchWeights(v) -> WeightReceipt(v)
-    messages.GroupReceipt, messages.CheckpointNotice -> nothing
+    Hello -> Welcome
+    Demand(n) -> n GroupDelivery      SwitchWeights(v) -> WeightReceipt(v)
+    GroupReceipt, CheckpointNotice -> nothing
 
 A lost stream loses no groups. The server redelivers every group it has no receipt for. A group that
 arrives twice is recognized (`known_groups`) and takes no place in a batch. Unmet demand is granted
@@ -41,11 +41,20 @@ from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange.known_groups import KnownGroups
 from penstock.trainer.exchange.retrying import keep_trying
 from penstock.trainer.exchange.stored_groups import Delivered
-from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
-from penstock.wire import messages
+from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
+from penstock.wire import codec
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+Request = codec.twin(trainer_service_pb2.ExchangeRequest)
+Hello = codec.twin(trainer_service_pb2.Hello)
+Demand = codec.twin(trainer_service_pb2.Demand)
+GroupReceipt = codec.twin(trainer_service_pb2.GroupReceipt)
+SwitchWeights = codec.twin(trainer_service_pb2.SwitchWeights)
+CheckpointNotice = codec.twin(trainer_service_pb2.CheckpointNotice)
+Rejection = codec.twin(rejection_pb2.Rejection)
+Contract = codec.twin(trainer_service_pb2.StalenessContract)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +167,7 @@ class Exchange:
 
     @property
     def held_version(self) -> int:
-        """Version the trainer holds: the one in messages.Hello, then the one of the last `switch`."""
+        """Version the trainer holds: the one in Hello, then the one of the last `switch`."""
         return self._held
 
     async def open(self) -> trainer_service_pb2.Welcome | None:
@@ -235,9 +244,7 @@ class Exchange:
         """Grants the server credit for more groups."""
         self._owed += group_count
         if self._ready.is_set():
-            self._connection.send(
-                messages.ExchangeRequest(demand=messages.Demand(group_count=group_count))
-            )
+            self._connection.send(Request(demand=Demand(group_count=group_count)))
 
     async def next_group(self) -> trajectory_pb2.TrajectoryGroup:
         """Waits for the next delivered group. Each group is returned once."""
@@ -248,26 +255,20 @@ class Exchange:
         ids = [self._groups.settle(group.group_id, step) for group in groups]
         self._step = step
         if ids:
-            self._connection.send(
-                messages.ExchangeRequest(receipt=messages.GroupReceipt(delivery_ids=ids, step=step))
-            )
+            self._connection.send(Request(receipt=GroupReceipt(delivery_ids=ids, step=step)))
 
     def refuse(self, group: trajectory_pb2.TrajectoryGroup, reason: str, message: str) -> None:
         """Tells the server that a group is unusable and must not be delivered again."""
         delivery_id = self._groups.settle(group.group_id, 0)
-        rejection = messages.Rejection(reason=reason, message=message)
+        rejection = Rejection(reason=reason, message=message)
         self._connection.send(
-            messages.ExchangeRequest(
-                receipt=messages.GroupReceipt(delivery_ids=[delivery_id], rejection=rejection)
-            )
+            Request(receipt=GroupReceipt(delivery_ids=[delivery_id], rejection=rejection))
         )
 
     def checkpoint(self, step: int) -> None:
         """Reports that receipts up to `step` are final."""
         self._final_step = step
-        self._connection.send(
-            messages.ExchangeRequest(checkpoint=messages.CheckpointNotice(step=step))
-        )
+        self._connection.send(Request(checkpoint=CheckpointNotice(step=step)))
 
     def switch(self, weight_version: int) -> asyncio.Future[SwitchReceipt]:
         """Requests a staged version. The trainer holds it as of this call.
@@ -288,8 +289,8 @@ class Exchange:
 
     def repeat_switch(self) -> None:
         """Requests the held version again; for `restore`."""
-        switch = messages.SwitchWeights(weight_version=self._held, in_flight=self.in_flight)
-        self._connection.send(messages.ExchangeRequest(switch_weights=switch))
+        switch = SwitchWeights(weight_version=self._held, in_flight=self.in_flight)
+        self._connection.send(Request(switch_weights=switch))
 
     async def close(self, *, timeout_seconds: float = 10.0) -> None:
         """Half-closes the stream. Returns when the server has ended it, or after the timeout."""
@@ -309,7 +310,7 @@ class Exchange:
             self._listeners.left()
 
     def _greeting(self, trainer_epoch: int) -> trainer_service_pb2.Hello:
-        return messages.Hello(
+        return Hello(
             run_id=self._run.run_id,
             trainer_epoch=trainer_epoch,
             weight_version=self._held,
@@ -364,10 +365,10 @@ class Exchange:
             self._listeners.arrived()
             return
         # A redelivery after a lost stream used up credit that was meant for another group.
-        self._connection.send(messages.ExchangeRequest(demand=messages.Demand(group_count=1)))
+        self._connection.send(Request(demand=Demand(group_count=1)))
         receipt = self._groups.answer(delivery, self._final_step)
         if receipt is not None:
-            self._connection.send(messages.ExchangeRequest(receipt=receipt))
+            self._connection.send(Request(receipt=receipt))
         self._look_whether_all_seen()
 
     def _look_whether_all_seen(self) -> None:
@@ -402,13 +403,9 @@ class Exchange:
             if future is not None and not future.done():
                 future.set_result(SwitchReceipt(self._held, 0.0))
         self._ready.set()
-        self._connection.send(
-            messages.ExchangeRequest(checkpoint=messages.CheckpointNotice(step=self._final_step))
-        )
+        self._connection.send(Request(checkpoint=CheckpointNotice(step=self._final_step)))
         if self._owed:
-            self._connection.send(
-                messages.ExchangeRequest(demand=messages.Demand(group_count=self._owed))
-            )
+            self._connection.send(Request(demand=Demand(group_count=self._owed)))
         self.evaluations.resume()
         self._look_whether_all_seen()
         if self._connection.closing:

@@ -6,6 +6,7 @@ How they are told what to do is in `ranks`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -16,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
-from penstock.common.parent_death import PR_SET_PDEATHSIG, prctl
 from penstock.trainer.core.errors import ConfigInvalid
 
 # How long rank 0 waits at the end for the other ranks to exit.
 PARTING_SECONDS = 30.0
+PR_SET_PDEATHSIG = 1
 # Variable with rank 0's process id, set if rank 0 started the other ranks. There is then no
 # torchrun whose store the ranks could use.
 LOCAL = "PENSTOCK_LOCAL_RANKS"
@@ -139,7 +140,7 @@ def end_with_parent() -> None:
 
     The signals that ask rank 0 to stop are ignored.
     """
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     parent = os.environ.get(LOCAL)
     if parent is not None and os.getppid() != int(parent):
         sys.exit(EXIT_STOPPED)  # The parent had ended before the prctl.

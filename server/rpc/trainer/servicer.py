@@ -31,11 +31,13 @@ from penstock.server.rpc.trainer.session import (
 )
 from penstock.server.rpc.trainer.switches import Switches
 from penstock.v1 import trainer_service_pb2
-from penstock.wire.messages import ExchangeResponse, Welcome
+from penstock.wire.codec import twin
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
+ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
+Welcome = twin(trainer_service_pb2.Welcome)
 
 Requests = AsyncIterator[trainer_service_pb2.ExchangeRequest]
 

@@ -9,8 +9,11 @@ from penstock.server.rpc.trainer.session import Session
 from penstock.server.weights.header import read_in_flight
 from penstock.server.weights.switch import ProbeMismatch
 from penstock.server.weights.versions import WeightVersions
-from penstock.v1 import trainer_service_pb2
-from penstock.wire.messages import ExchangeResponse, WeightReceipt
+from penstock.v1 import trainer_service_pb2, weights_pb2
+from penstock.wire.codec import twin
+
+ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
+WeightReceipt = twin(weights_pb2.WeightReceipt)
 
 
 class Switches:
