@@ -20,7 +20,6 @@ class Address(click.ParamType[str]):
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> str:
-        """Fails if gRPC cannot resolve an address of this form."""
         from penstock.wire.channel import check_target
 
         address = str(value)

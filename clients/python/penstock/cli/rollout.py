@@ -35,8 +35,6 @@ logger = logging.getLogger("penstock.rollout")
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """The options of the command line."""
-
     servers: tuple[str, ...]
     generate: str | None
     """`pkg.module:function`; None takes one turn on the task's prompt."""

@@ -40,8 +40,6 @@ class PushRefused(Exception):
 
 @dataclass(frozen=True)
 class PushOptions:
-    """The options of the command line."""
-
     address: str
     folder: Path
     """Absolute path."""

@@ -73,7 +73,6 @@ def version_of(replica: rollout_service_pb2.ReplicaInfo) -> int | None:
 
 
 def state_of(replica: rollout_service_pb2.ReplicaInfo) -> str:
-    """Returns the word for its state, as in `Replica.state`."""
     name = rollout_service_pb2.ReplicaState.Name(replica.state)
     return name.removeprefix("REPLICA_STATE_").lower()
 

@@ -83,6 +83,12 @@ class WirePrompt:
     conversation: conversation_pb2.Conversation | None = None
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """The one to set, for a message's constructor."""
+        values = {"tokens": self.tokens, "text": self.text, "conversation": self.conversation}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
     def kind(self) -> PromptKind | None:
         if self.tokens is not None:
             return PromptKind.TOKENS

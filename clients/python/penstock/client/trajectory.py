@@ -29,8 +29,6 @@ _CLOSING_ABORTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a trajectory belongs."""
-
     group_id: str = ""
     group_size: int = 0
     sample_index: int = 0
@@ -337,29 +335,24 @@ class Trajectory:
         if first:
             self._kind = prompt.kind or self._kind
         self._sampling = self._sampling.with_options(sampling)
-        if first:
-            request = GenerateRequest(
+        if not first:
+            return ContinueRequest(
                 trajectory_id=self.trajectory_id,
-                tokens=prompt.tokens,
-                conversation=prompt.conversation,
-                sampling_params=self._sampling.to_wire(),
-                stream_options=options,
-                priority=self._priority,
-                required_weight_version=self._required_weight_version,
-                parent_trajectory_id=self.parent_trajectory_id,
-            )
-            if self.task is None and not self.parent_trajectory_id:
-                # For leases and branches, the server knows the group.
-                request.group_id, request.group_size = self.group_id, self._place.group_size
-                request.sample_index = self.sample_index
-        else:
-            request = ContinueRequest(
-                trajectory_id=self.trajectory_id,
-                tokens=prompt.tokens,
-                conversation=prompt.conversation,
+                **prompt.fields,
                 sampling_params=self._sampling.to_wire() if sampling else None,
                 stream_options=options,
             )
-        if prompt.text is not None:
-            request.text = prompt.text
+        request = GenerateRequest(
+            trajectory_id=self.trajectory_id,
+            **prompt.fields,
+            sampling_params=self._sampling.to_wire(),
+            stream_options=options,
+            priority=self._priority,
+            required_weight_version=self._required_weight_version,
+            parent_trajectory_id=self.parent_trajectory_id,
+        )
+        if self.task is None and not self.parent_trajectory_id:
+            # For leases and branches, the server knows the group.
+            request.group_id, request.group_size = self.group_id, self._place.group_size
+            request.sample_index = self.sample_index
         return request

@@ -70,8 +70,6 @@ tracer = trace.get_tracer("penstock.client")
 
 @dataclass(frozen=True, kw_only=True)
 class TurnStream:
-    """Drives one turn and keeps its progress."""
-
     calls: Calls
     trajectory_id: str
     progress: TurnProgress
@@ -277,7 +275,6 @@ async def abort_turn(
 async def get_trajectory(
     calls: Calls, trajectory_id: str, *, patient: bool = False
 ) -> TrajectoryRecord:
-    """`patient` waits for a lost server."""
     return read_trajectory(await _ask_trajectory(calls, trajectory_id, patient=patient))
 
 

@@ -38,7 +38,6 @@ class Difference:
 
     @property
     def length_bytes(self) -> int:
-        """Length of the payload."""
         return sum(map(len, self.pieces))
 
 

@@ -31,8 +31,6 @@ _LONGEST_VARINT = 9
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of an upload."""
-
     message: weights_pb2.WeightHeader
     """A twin message."""
     sha256: bytes
@@ -41,8 +39,6 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The fields of a WeightChunk."""
-
     offset_bytes: int
     data: memoryview
     """A view of the received message."""
