@@ -15,8 +15,10 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from penstock.v1 import rejection_pb2
-from penstock.wire.messages import Rejection
+from penstock.wire.codec import twin
 from penstock.wire.reasons import DOMAIN, Reason
+
+Rejection = twin(rejection_pb2.Rejection)
 
 MAX_ID_LENGTH = 256
 """Most characters of an id or a reason that a caller chooses."""
