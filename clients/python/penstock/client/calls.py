@@ -3,7 +3,8 @@
 - UNAVAILABLE from an idempotent unary call: gRPC retries for a few seconds, by the service config of
   `wire.channel`. For a `patient` call, this module then retries until the server is back or
   `Patience.reconnect_seconds` have passed.
-- RESOURCE_EXHAUSTED: this module retries after the server's delay, within a bound.
+- RESOURCE_EXHAUSTED with RetryInfo, or from gRPC itself, which gives no reason: this module retries after
+  the delay, within a bound.
 - A lost stream: its owner (`trajectory`, `leases`) recovers it, because only the owner knows its state.
 """
 

@@ -6,7 +6,7 @@
         └── ask where it stands ──► finished while the stream was lost
 
 After a lost stream, the client waits for the server, with growing delays up to a bound. It then aborts the
-turn, because the server may still be sampling for the lost stream, and acts on what the server holds:
+turn, because the server may still be sampling for the lost stream, and acts on what GetTrajectory returns:
 
 - The turn, ended other than ABORTED: it is finished.
 - The turn, ABORTED: `Continue` without an observation resumes it at the exact token.
@@ -242,7 +242,7 @@ async def _tokens(
     events: AsyncGenerator[rollout.GenerateResponse | rollout.ContinueResponse],
     progress: TurnProgress,
 ) -> AsyncGenerator[SegmentView]:
-    """Raises ServerUnavailable if the stream ends before its turn, or without tokens of the turn."""
+    """Raises ServerUnavailable if the stream ends before its turn, or lacks tokens of it."""
     async with contextlib.aclosing(events) as stream:
         async for event in stream:
             match event.WhichOneof("event"):

@@ -8,7 +8,6 @@ behaves differently when read or cancelled. This channel returns the original ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -54,13 +53,8 @@ class TokenChannel(grpc.aio.Channel):
         await self.inner.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> bool | None:
-        return await self.inner.__aexit__(exc_type, exc_val, exc_tb)
+    async def __aexit__(self, *raised: Any) -> bool | None:
+        return await self.inner.__aexit__(*raised)
 
     async def close(self, grace: float | None = None) -> None:
         await self.inner.close(grace)
