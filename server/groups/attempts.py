@@ -24,13 +24,9 @@ from enum import Enum
 
 from penstock.server.journal.protocol import Record
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
-from penstock.wire.codec import twin
-from penstock.wire.messages import JournalRecord
+from penstock.wire.messages import GroupChanged, JournalAttempt, JournalRecord
 
 logger = logging.getLogger(__name__)
-
-_GroupChanged = twin(journal_pb2.GroupChanged)
-_JournalAttempt = twin(journal_pb2.JournalAttempt)
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +165,7 @@ class Settled:
 
 def group_changed(group: Group) -> Record:
     return JournalRecord(
-        group_changed=_GroupChanged(
+        group_changed=GroupChanged(
             group_id=group.group_id,
             task_id=group.task.task_id if group.task is not None else "",
             group_size=group.size,
@@ -177,7 +173,7 @@ def group_changed(group: Group) -> Record:
             admitted_weight_version=group.admitted_version,
             whole=group.whole,
             attempts=[
-                _JournalAttempt(
+                JournalAttempt(
                     trajectory_id=attempt.trajectory_id,
                     retry_count=attempt.retry_count,
                     leased=attempt.state.leased,

@@ -39,11 +39,7 @@ from penstock.server.core.telemetry import ReasonCounts
 from penstock.server.journal.protocol import FilePlace, Journal, Stored
 from penstock.server.turns.encoding import EncodedGroup, group_in
 from penstock.v1 import task_service_pb2, trainer_service_pb2, trajectory_pb2
-from penstock.wire.codec import twin
-
-_ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
-_GroupDeliveries = twin(trainer_service_pb2.GroupDeliveries)
-_GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
+from penstock.wire.messages import ExchangeResponse, GroupDeliveries, GroupDelivery
 
 MAX_UNREAD_DROPS = 1_000
 MOST_PLACED = 32
@@ -327,7 +323,7 @@ class GroupBuffer:
 
 def placed_delivery(group: BufferedGroup, place: FilePlace) -> trainer_service_pb2.GroupDelivery:
     """Names the place of a group, for a trainer on the same host."""
-    delivery = _GroupDelivery(
+    delivery = GroupDelivery(
         delivery_id=group.delivery_id, redelivery_count=group.delivery_count - 1
     )
     stored = delivery.stored
@@ -340,5 +336,5 @@ def placed_message(
     deliveries: Sequence[trainer_service_pb2.GroupDelivery],
 ) -> trainer_service_pb2.ExchangeResponse:
     if len(deliveries) == 1:
-        return _ExchangeResponse(delivery=deliveries[0])
-    return _ExchangeResponse(deliveries=_GroupDeliveries(deliveries=deliveries))
+        return ExchangeResponse(delivery=deliveries[0])
+    return ExchangeResponse(deliveries=GroupDeliveries(deliveries=deliveries))

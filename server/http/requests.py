@@ -16,8 +16,7 @@ from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.text.messages import Message, Tool, ToolCall
 from penstock.server.turns.requests import MAX_MESSAGES, identifier
 from penstock.server.vllm.api import VLLMClientError
-from penstock.v1 import rollout_service_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import SamplingParams
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=BaseModel)
 
-SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
 ROLES = {"developer": "system"} | {name: name for name in ("system", "user", "assistant", "tool")}
 # Types of message parts that are text, and the key that holds it.

@@ -56,16 +56,11 @@ from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import Answered, TrajectoryRecord, Turn
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import ContinueRequest, GenerateRequest, SamplingParams, StreamOptions
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
     from penstock.server.text.messages import Message
-
-GenerateRequest = twin(rollout_service_pb2.GenerateRequest)
-ContinueRequest = twin(rollout_service_pb2.ContinueRequest)
-StreamOptions = twin(rollout_service_pb2.StreamOptions)
-SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,12 +28,7 @@ from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import PromptKind, Turn
 from penstock.server.turns.turn import TurnAttempt
 from penstock.v1 import conversation_pb2, rollout_service_pb2, trajectory_pb2
-from penstock.wire.codec import twin
-
-TurnStarted = twin(rollout_service_pb2.TurnStarted)
-TurnFinished = twin(rollout_service_pb2.TurnFinished)
-ChatMessage = twin(conversation_pb2.ChatMessage)
-ToolCall = twin(conversation_pb2.ToolCall)
+from penstock.wire.messages import ChatMessage, ToolCall, TurnFinished, TurnStarted
 
 
 class EventFields(TypedDict, total=False):

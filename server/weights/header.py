@@ -18,6 +18,7 @@ from penstock.v1 import weights_pb2
 from penstock.wire.channel import split_address
 from penstock.wire.reasons import Reason
 from penstock.wire.upload_messages import Header
+from penstock.wire.words import IN_FLIGHT
 
 ENCODINGS: Mapping[int, Encoding] = {
     weights_pb2.TENSOR_ENCODING_UNSPECIFIED: Encoding.RAW,
@@ -25,12 +26,7 @@ ENCODINGS: Mapping[int, Encoding] = {
     weights_pb2.TENSOR_ENCODING_SAME: Encoding.SAME,
     weights_pb2.TENSOR_ENCODING_SPARSE: Encoding.SPARSE,
 }
-IN_FLIGHT_POLICIES = {
-    weights_pb2.IN_FLIGHT_POLICY_KEEP: InFlight.KEEP,
-    weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE: InFlight.RECOMPUTE,
-    weights_pb2.IN_FLIGHT_POLICY_DRAIN: InFlight.DRAIN,
-    weights_pb2.IN_FLIGHT_POLICY_ABORT: InFlight.ABORT,
-}
+IN_FLIGHT_POLICIES = {int(policy): InFlight(word) for word, policy in IN_FLIGHT.items()}
 ACTIVATIONS = {
     weights_pb2.ACTIVATION_UNSPECIFIED: True,
     weights_pb2.ACTIVATION_IMMEDIATE: True,
@@ -165,10 +161,9 @@ def read_in_flight(policy: int) -> InFlight | None:
     """None means the server's default. Raises FIELD_INVALID."""
     if policy == weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED:
         return None
-    known = {int(number): value for number, value in IN_FLIGHT_POLICIES.items()}
-    if policy not in known:
+    if policy not in IN_FLIGHT_POLICIES:
         raise FieldInvalid("in_flight", "is unknown", policy)
-    return known[policy]
+    return IN_FLIGHT_POLICIES[policy]
 
 
 def _read_activation(activation: int) -> bool:

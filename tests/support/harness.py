@@ -8,7 +8,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,6 @@ WeightChunk = T(weights_pb2.WeightChunk)
 WeightCommit = T(weights_pb2.WeightCommit)
 TensorSpec = T(weights_pb2.TensorSpec)
 InlineSource = T(weights_pb2.InlineSource)
-SparseCoding = T(weights_pb2.SparseCoding)
 WeightProbe = T(weights_pb2.WeightProbe)
 
 
@@ -308,7 +307,7 @@ def delta(
         )
         part = tensor.tobytes() if raw else b"".join(encoded.parts)
         if encoded.coding is not None and not raw:
-            spec.sparse.CopyFrom(SparseCoding(**asdict(encoded.coding)))
+            spec.sparse.MergeFromString(encoded.coding.SerializeToString())
         spec.offset_bytes, spec.length_bytes = len(data), len(part)
         data += part
         specs.append(spec)

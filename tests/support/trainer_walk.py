@@ -30,7 +30,7 @@ from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.sets import EvaluationSet
 from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps
 from penstock.trainer.exchange.servers import Servers
-from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
+from penstock.trainer.exchange.stream import Exchange, RunFacts
 from penstock.trainer.gather.batch import Gatherer
 from penstock.trainer.learner import Learner
 from penstock.trainer.loop import TrainingLoop
@@ -42,6 +42,7 @@ from penstock.trainer.weights.publisher import Publisher
 from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
+from penstock.wire.messages import StalenessContract as Contract
 from tests.support.scripted_trainer_server import Progress, Session
 
 Welcome = codec.twin(trainer_service_pb2.Welcome)

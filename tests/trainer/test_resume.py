@@ -32,7 +32,7 @@ from penstock.client import Task, Trajectory
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.trainer.core.errors import CheckpointUnusable, RunFolderInUse, StorageFailed
-from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
+from penstock.trainer.exchange.stream import Exchange, RunFacts
 from penstock.trainer.policy.random_states import load_random_states, save_random_states, seed_all
 from penstock.trainer.state.checkpoint import TrainerState, restore, save_checkpoint, verify
 from penstock.trainer.state.ledger import (
@@ -44,6 +44,7 @@ from penstock.trainer.state.ledger import (
 )
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
+from penstock.wire.messages import StalenessContract as Contract
 from penstock.wire.reasons import Reason
 from tests.faults import trainers
 from tests.faults.trainers import (

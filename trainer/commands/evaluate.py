@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.address_type import Address
-from penstock.cli.security_options import security_options
-from penstock.cli.style_options import style_options
+from penstock.cli.options import Address, security_options, style_options
 from penstock.client.environments.settings import environment_options
 
 if TYPE_CHECKING:

@@ -15,12 +15,10 @@ from collections.abc import Mapping
 
 from penstock.trainer.exchange.stored_groups import Delivered
 from penstock.v1 import trainer_service_pb2
-from penstock.wire import codec
+from penstock.wire.messages import GroupReceipt
 
 REMEMBERED_GROUPS = 65_536
 """Of each kind. The server forgets a refused group at once, and a trained group with its checkpoint."""
-
-GroupReceipt = codec.twin(trainer_service_pb2.GroupReceipt)
 
 
 class KnownGroups:

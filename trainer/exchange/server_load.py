@@ -19,9 +19,8 @@ import numpy as np
 
 from penstock.trainer.core.figures import SUM, figure, weighted
 from penstock.v1 import rollout_service_pb2
-from penstock.wire import codec
+from penstock.wire import methods
 
-GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
 TIMEOUT_SECONDS = 5.0
 PER_SAMPLE = weighted("load_samples")
 
@@ -84,14 +83,8 @@ class LoadMeter:
         )
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
-        call: grpc.aio.UnaryUnaryMultiCallable[
-            rollout_service_pb2.GetServerInfoRequest, rollout_service_pb2.GetServerInfoResponse
-        ] = channel.unary_unary(
-            GET_SERVER_INFO,
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
-        )
-        request = codec.twin(rollout_service_pb2.GetServerInfoRequest)()
+        call = methods.unary(channel, rollout_service_pb2.GetServerInfoResponse)
+        request = rollout_service_pb2.GetServerInfoRequest()
         while True:
             await asyncio.sleep(self.every_seconds)
             try:

@@ -26,8 +26,9 @@ import grpc
 from penstock.trainer.core.aio import together
 from penstock.trainer.data.shards import Division
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
-from penstock.trainer.exchange.stream import Contract, Exchange, Listeners, RunFacts
+from penstock.trainer.exchange.stream import Exchange, Listeners, RunFacts
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
+from penstock.wire.messages import StalenessContract
 
 T = TypeVar("T")
 
@@ -211,7 +212,7 @@ class Servers:
 def _with_part(
     contract: trainer_service_pb2.StalenessContract, part: int
 ) -> trainer_service_pb2.StalenessContract:
-    own = Contract()
+    own = StalenessContract()
     own.CopyFrom(contract)
     own.groups_per_step = part
     return own

@@ -48,7 +48,7 @@ from penstock.trainer.weights.payload import Payload
 from penstock.trainer.weights.sent import Sent, Switched
 from penstock.trainer.weights.transports import Ahead, SharedMemory, Stream, Transport
 from penstock.v1 import rollout_service_pb2, trainer_service_pb2, weights_pb2
-from penstock.wire import codec
+from penstock.wire import methods
 from penstock.wire.differences import NOT_THE_DIFFERENCE
 from penstock.wire.failure import NO_ANSWER, Failure, read_failure
 from penstock.wire.reasons import Reason
@@ -59,7 +59,6 @@ log = logging.getLogger(__name__)
 Delta = Literal["auto", "on", "off"]
 """Whether differences are sent; "auto" leaves it to the transport."""
 
-GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
 INFO_TIMEOUT_SECONDS = 30.0
 # Transient refusals: a broken upload that the server has not noticed yet, a flipped bit, an epoch
 # that a reconnection of the exchange has just outdated.
@@ -149,11 +148,7 @@ class Sender:
 
     async def server_info(self) -> rollout_service_pb2.GetServerInfoResponse:
         """Return the server's description and the versions it holds. Raises ServerLost."""
-        call = self._channel.unary_unary(
-            GET_SERVER_INFO,
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
-        )
+        call = methods.unary(self._channel, rollout_service_pb2.GetServerInfoResponse)
         request = rollout_service_pb2.GetServerInfoRequest()
         try:
             return await call(request, timeout=INFO_TIMEOUT_SECONDS)

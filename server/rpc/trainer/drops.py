@@ -18,12 +18,10 @@ from penstock.server.rpc.trainer.session import Session
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.v1 import trainer_service_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import ExchangeResponse, Notice
 
 logger = logging.getLogger(__name__)
 
-ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
-Notice = twin(trainer_service_pb2.Notice)
 
 MAX_NOTICES = 1_000
 

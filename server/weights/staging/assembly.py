@@ -16,6 +16,7 @@ from penstock.server.engine.protocol import StagedTensor
 from penstock.server.weights.staging.manifest import FLOATS, WeightRefused
 from penstock.server.weights.staging.stage_memory import Buffer
 from penstock.server.weights.staging.verify import Check, pieces, read_into
+from penstock.v1 import weights_pb2
 from penstock.wire import sparse
 from penstock.wire.reasons import Reason
 
@@ -27,7 +28,7 @@ class Patch:
     source: Buffer
     offset_bytes: int
     length_bytes: int
-    coding: sparse.SparseCoding
+    coding: weights_pb2.SparseCoding
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.server.engine.protocol import TensorMeta
+from penstock.v1.weights_pb2 import SparseCoding
 from penstock.wire.reasons import Reason
-from penstock.wire.sparse import SparseCoding
 
 
 @dataclass(frozen=True, slots=True)

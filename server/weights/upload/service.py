@@ -50,13 +50,12 @@ from penstock.server.weights.upload.peers import PeerFetcher
 from penstock.server.weights.upload.slot import Claim, UploadSlot
 from penstock.server.weights.versions import Version, WeightVersions
 from penstock.v1 import weights_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import UpdateWeightsResponse
 from penstock.wire.reasons import Reason
 from penstock.wire.upload_messages import Chunk, Header, UploadMessage
 
 logger = logging.getLogger(__name__)
 
-UpdateWeightsResponse = twin(weights_pb2.UpdateWeightsResponse)
 
 Respond = Callable[[weights_pb2.UpdateWeightsResponse], Awaitable[None]]
 Requests = AsyncIterator[UploadMessage]

@@ -13,10 +13,11 @@ import pytest
 
 from penstock.trainer.core.errors import ServerFull, ServerGone, SessionRefused, WeightsRefused
 from penstock.trainer.exchange.known_groups import KnownGroups
-from penstock.trainer.exchange.stream import Contract, Exchange, Listeners, RunFacts
+from penstock.trainer.exchange.stream import Exchange, Listeners, RunFacts
 from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
+from penstock.wire.messages import StalenessContract as Contract
 from tests.support.harness import Harness, hello
 from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
 

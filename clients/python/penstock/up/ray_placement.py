@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import importlib.util
 import logging
@@ -35,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.common.parent_death import die_with
+from penstock.common.parent_death import PR_SET_CHILD_SUBREAPER, die_with, prctl
 from penstock.up.cluster_config import Cluster, Share
 from penstock.up.keeper import Keeper, for_nodes
 from penstock.up.placement import PlacementFailed
@@ -45,7 +44,6 @@ from penstock.up.ranked_process import RankedProcess, rank_environments, rank_na
 STORE_BYTES = 80 << 20
 """Object store of a cluster that is started here: only log lines pass through it."""
 REACH_SECONDS = 10.0
-PR_SET_CHILD_SUBREAPER = 36
 WHY = re.compile(r"The actor (?:is dead|died) because [^.]*\.")
 
 Result = TypeVar("Result")
@@ -109,9 +107,7 @@ def adopt_orphans() -> set[int]:
 
     Ray leaves some processes behind when it ends.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     return _children()
 
 
