@@ -48,17 +48,16 @@ from penstock.server.pool.member import Member, State
 from penstock.server.pool.remote import EngineRefused, StagedThere, Unanswered
 from penstock.server.pool.roster import Roster
 from penstock.server.pool.rules import PoolRules
-from penstock.server.weights.header import IN_FLIGHT_POLICIES
 from penstock.server.weights.switch import InFlight
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure
 from penstock.wire.reasons import Reason
+from penstock.wire.words import IN_FLIGHT
 
 logger = logging.getLogger(__name__)
 
 NOT_THERE = (Reason.WEIGHT_VERSION_NOT_STAGED, Reason.WEIGHT_VERSION_STALE)
 """Refusals after which the version must be staged again, under another number."""
-POLICIES = {policy: number for number, policy in IN_FLIGHT_POLICIES.items()}
 
 
 @dataclass(eq=False)
@@ -197,7 +196,7 @@ class PoolSwitch:
         self.unanswered.add(member)
         try:
             async with asyncio.timeout(self.rules.switch_seconds):
-                answer = await there.activate(POLICIES[self.policy])
+                answer = await there.activate(IN_FLIGHT[self.policy.value])
         except Unanswered as error:
             # Whatever is still staged there cannot be activated a second time.
             self.fanout.end(member)
