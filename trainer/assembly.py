@@ -23,7 +23,7 @@ from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange.server_load import LoadMeter
 from penstock.trainer.exchange.servers import Servers
-from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
+from penstock.trainer.exchange.stream import Exchange, RunFacts
 from penstock.trainer.gather.batch import Gatherer, settle_refused
 from penstock.trainer.learner import Learner
 from penstock.trainer.loop import TrainingLoop
@@ -44,6 +44,7 @@ from penstock.trainer.weights.transports import (
     VersionFolders,
 )
 from penstock.v1 import trainer_service_pb2, weights_pb2
+from penstock.wire.messages import StalenessContract
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
 
 # Batches of tasks to keep waiting at the server, beyond what the gate can admit at once.
@@ -209,7 +210,7 @@ class Wiring:
         late = trainer_service_pb2.LatePolicy.Value(f"LATE_POLICY_{late_policy.upper()}")
         facts = RunFacts(
             config.run.id,
-            Contract(max_lag=config.staleness.max_lag, late_policy=late),
+            StalenessContract(max_lag=config.staleness.max_lag, late_policy=late),
             weights_pb2.InFlightPolicy.Value(f"IN_FLIGHT_POLICY_{in_flight.upper()}"),
             weight_version=state.weight_version,
             step=state.step,

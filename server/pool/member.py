@@ -31,10 +31,8 @@ from penstock.server.pool.health import Pace, Silence
 from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.routing import EngineLoad, retry_seconds
 from penstock.v1 import rollout_service_pb2, weights_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import ReplicaInfo, ServerLoad
 
-ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
-ServerLoad = twin(rollout_service_pb2.ServerLoad)
 KNOWN_VERSIONS = 64
 MOST_MISSES = 2
 """Consecutive looks that may time out before the turns continue elsewhere. A single timeout may mean that

@@ -18,18 +18,19 @@ import numpy as np
 
 from penstock.server.engine.protocol import Sampling
 from penstock.server.turns.requests import sampling_message
-from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
+from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure
+from penstock.wire.messages import (
+    AbortRequest,
+    GenerateRequest,
+    GetServerInfoRequest,
+    TokenSequence,
+    TrajectorySelector,
+)
 from penstock.wire.reasons import Reason
 from penstock.wire.security import Security, open_channel
 from penstock.wire.upload import NotStaged, Piece, Staging
-
-GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
-GetServerInfoRequest = codec.twin(rollout_service_pb2.GetServerInfoRequest)
-AbortRequest = codec.twin(rollout_service_pb2.AbortRequest)
-TrajectorySelector = codec.twin(rollout_service_pb2.TrajectorySelector)
-TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 
 _SERVICE = "/penstock.v1.RolloutService"
 INFO_SECONDS = 10.0

@@ -34,18 +34,18 @@ import numpy as np
 from penstock.server.engine.protocol import Delta, EngineRequest, Finish, RequestLost
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import Placing
-from penstock.server.pool.remote import EngineRefused, GenerateRequest, TokenSequence, Unanswered
+from penstock.server.pool.remote import EngineRefused, Unanswered
 from penstock.server.pool.roster import Roster
 from penstock.server.pool.rules import PoolRules
 from penstock.server.turns.requests import sampling_message
 from penstock.server.turns.turn import FINISH_REASONS
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from penstock.wire import codec
+from penstock.wire.messages import GenerateRequest, StreamOptions, TokenSequence
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
-StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
 
 FINISHES = {reason: finish for finish, reason in FINISH_REASONS.items()}
 NO_TOKENS = np.zeros(0, np.int32)

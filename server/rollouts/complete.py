@@ -46,13 +46,11 @@ from penstock.server.turns.store import TrajectoryStore, outcome_digest
 from penstock.server.turns.trajectory import BYTES_PER_TOKEN, PromptKind, TrajectoryRecord
 from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import trajectory_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import Failure, Outcome
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
-Outcome = twin(trajectory_pb2.Outcome)
-Failure = twin(trajectory_pb2.Failure)
 
 # Per trajectory in the journal, in addition to its tokens and its outcome.
 RECORD_BYTES = 4096

@@ -17,13 +17,13 @@ from penstock.server.turns import requests
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
-from penstock.wire.codec import twin
-
-GenerateResponse = twin(rollout_service_pb2.GenerateResponse)
-ContinueResponse = twin(rollout_service_pb2.ContinueResponse)
-AbortResponse = twin(rollout_service_pb2.AbortResponse)
-AbortedTurn = twin(rollout_service_pb2.AbortedTurn)
-GetTrajectoryResponse = twin(rollout_service_pb2.GetTrajectoryResponse)
+from penstock.wire.messages import (
+    AbortedTurn,
+    AbortResponse,
+    ContinueResponse,
+    GenerateResponse,
+    GetTrajectoryResponse,
+)
 
 
 @dataclass(eq=False)

@@ -15,13 +15,13 @@ from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weights.switch import Switcher, WeightSwitch
 from penstock.server.weights.versions import WeightVersions
 from penstock.v1 import rollout_service_pb2, weights_pb2
-from penstock.wire.codec import twin
-
-GetServerInfoResponse = twin(rollout_service_pb2.GetServerInfoResponse)
-ServerLoad = twin(rollout_service_pb2.ServerLoad)
-LoraSupport = twin(rollout_service_pb2.LoraSupport)
-ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
-TensorDescription = twin(rollout_service_pb2.TensorDescription)
+from penstock.wire.messages import (
+    GetServerInfoResponse,
+    LoraSupport,
+    ReplicaInfo,
+    ServerLoad,
+    TensorDescription,
+)
 
 SOURCES_OF_A_HUB = (
     weights_pb2.WEIGHT_SOURCE_KIND_INLINE,

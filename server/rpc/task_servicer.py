@@ -19,16 +19,16 @@ from penstock.server.journal.records import task_accepted
 from penstock.server.rollouts.complete import Closing
 from penstock.server.turns import requests
 from penstock.v1 import task_service_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import (
+    CompleteTrajectoryResponse,
+    LeaseTasksResponse,
+    RenewLeaseResponse,
+    SubmitTasksResponse,
+)
 
 logger = logging.getLogger(__name__)
 
 CHECKED_AT_A_TIME = 500
-
-SubmitTasksResponse = twin(task_service_pb2.SubmitTasksResponse)
-LeaseTasksResponse = twin(task_service_pb2.LeaseTasksResponse)
-RenewLeaseResponse = twin(task_service_pb2.RenewLeaseResponse)
-CompleteTrajectoryResponse = twin(task_service_pb2.CompleteTrajectoryResponse)
 
 
 @dataclass(eq=False)

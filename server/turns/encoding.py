@@ -34,15 +34,9 @@ from penstock.server.turns.trajectory import (
     TrajectoryRecord,
 )
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
-from penstock.wire.codec import TOKEN, twin
+from penstock.wire import messages
+from penstock.wire.codec import TOKEN
 from penstock.wire.messages import JournalRecord
-
-_Segment = twin(trajectory_pb2.Segment)
-_TrajectoryGroup = twin(trajectory_pb2.TrajectoryGroup)
-_GroupFinished = twin(journal_pb2.GroupFinished)
-_GroupReferred = twin(journal_pb2.GroupReferred)
-_ReferredSegment = twin(journal_pb2.ReferredSegment)
-_GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
 
 
 @lru_cache(4096)
@@ -101,7 +95,7 @@ def _around(
     token_bytes: int,
     logprob_bytes: int,
 ) -> _Around:
-    head = _Segment(
+    head = messages.Segment(
         author=author,
         weight_version=weight_version,
         turn_index=turn_index,
@@ -190,7 +184,7 @@ def encode_group(
     versions: range,
 ) -> EncodedGroup:
     """`versions` ranges from the oldest to the newest weight version, both included."""
-    head = _TrajectoryGroup(
+    head = messages.TrajectoryGroup(
         group_id=group_id,
         task_id=task_id,
         purpose=purpose,
@@ -211,7 +205,7 @@ def encode_group(
             assert turn is not None
             turns.append(turn)
             left_out.append(
-                _ReferredSegment(
+                messages.ReferredSegment(
                     trajectory=index, segment=segment, token_position=position, token_count=count
                 )
             )
@@ -220,7 +214,7 @@ def encode_group(
 
 def decode_group(group: bytes) -> trajectory_pb2.TrajectoryGroup:
     """As a twin message."""
-    return _TrajectoryGroup.FromString(group)
+    return messages.TrajectoryGroup.FromString(group)
 
 
 def group_finished(
@@ -231,7 +225,7 @@ def group_finished(
     has_policy_tokens: bool,
 ) -> EncodedRecord:
     """Includes a short form if segments can be omitted."""
-    message = _GroupFinished(
+    message = messages.GroupFinished(
         admitted_weight_version=admitted_version, has_policy_tokens=has_policy_tokens
     )
     if task is not None:
@@ -241,7 +235,7 @@ def group_finished(
     if not group.left_out:
         return EncodedRecord(tuple(whole.parts))
     short = _finished(_REFERRED_FINISHED, group.short, tail)
-    referred = _GroupReferred(segments=group.left_out, group_byte_count=group.byte_count)
+    referred = messages.GroupReferred(segments=group.left_out, group_byte_count=group.byte_count)
     short.add(referred.SerializeToString())
     record = _field(_REFERRED, short)
     return EncodedRecord(tuple(whole.parts), ShortRecord(tuple(record.parts), tuple(group.turns)))
@@ -296,7 +290,7 @@ class Delivery:
     redelivery_count: int
 
     def SerializeToString(self) -> bytes:  # noqa: N802 (protobuf's name)
-        tail = _GroupDelivery(
+        tail = messages.GroupDelivery(
             delivery_id=self.delivery_id, redelivery_count=self.redelivery_count
         ).SerializeToString()
         head = _DELIVERED_GROUP + _varint(len(self.group))

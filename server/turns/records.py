@@ -22,13 +22,8 @@ from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord, Turn
 from penstock.server.turns.turn import FINISH_REASONS, TurnAttempt, TurnSampling, TurnState
 from penstock.v1 import conversation_pb2, journal_pb2, trajectory_pb2
-from penstock.wire import codec
+from penstock.wire import codec, messages
 from penstock.wire.messages import JournalRecord
-
-_TrajectoryOpened = codec.twin(journal_pb2.TrajectoryOpened)
-_TurnChanged = codec.twin(journal_pb2.TurnChanged)
-_HeldMessage = codec.twin(journal_pb2.HeldMessage)
-_Tool = codec.twin(conversation_pb2.Tool)
 
 FORMS = {
     PromptKind.TOKENS: journal_pb2.PROMPT_FORM_TOKENS,
@@ -64,7 +59,7 @@ class TurnRecorder:
 def trajectory_opened(record: TrajectoryRecord) -> Record:
     """Omits the prompt, which follows with the first turn."""
     return JournalRecord(
-        trajectory_opened=_TrajectoryOpened(
+        trajectory_opened=messages.TrajectoryOpened(
             trajectory_id=record.trajectory_id,
             form=FORMS[record.kind],
             group_id=record.group_id,
@@ -113,7 +108,7 @@ def whole_turn(record: TrajectoryRecord) -> Deferred:
 def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
     turn = record.turn
     assert turn is not None
-    return _TurnChanged(
+    return messages.TurnChanged(
         trajectory_id=record.trajectory_id,
         turn_index=turn.index,
         sampling_params=sampling_message(turn.sampling),
@@ -221,7 +216,7 @@ def _apply_messages(
 
 
 def _write_held(held: HeldMessage) -> journal_pb2.HeldMessage:
-    return _HeldMessage(
+    return messages.HeldMessage(
         exact=held.exact,
         meaning=held.meaning,
         reasoning=held.reasoning,
@@ -237,7 +232,7 @@ def _write_tool(tool: Tool) -> conversation_pb2.Tool:
             "description": tool.description,
             "parameters": dict(tool.parameters),
         },
-        _Tool(),
+        messages.Tool(),
     )
 
 

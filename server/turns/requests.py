@@ -17,10 +17,9 @@ from penstock.server.engine.protocol import Sampling
 from penstock.server.text.messages import Message, Tool, ToolCall
 from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
-from penstock.wire.codec import MalformedMessage, token_ids, twin
+from penstock.wire.codec import MalformedMessage, token_ids
+from penstock.wire.messages import SamplingParams
 from penstock.wire.reasons import Reason
-
-_SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
 MAX_GROUP_SIZE = 4_096
 MAX_STOPS = 64
@@ -134,7 +133,7 @@ def read_sampling(params: rollout_service_pb2.SamplingParams) -> TurnSampling:
 
 
 def sampling_message(sampling: Sampling) -> rollout_service_pb2.SamplingParams:
-    return _SamplingParams(
+    return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

@@ -24,10 +24,8 @@ from penstock.server.journal.protocol import Part, Stored
 from penstock.server.turns.history import History
 from penstock.server.turns.turn import TRANSITIONS, TurnAttempt, TurnSampling, TurnState
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
-from penstock.wire.codec import LOGPROB, TOKEN, twin
-
-Segment = twin(trajectory_pb2.Segment)
-Trajectory = twin(trajectory_pb2.Trajectory)
+from penstock.wire.codec import LOGPROB, TOKEN
+from penstock.wire.messages import Segment, Trajectory
 
 BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
 

@@ -39,19 +39,19 @@ from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.state.ledger import Ledger
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher
-from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
+from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
+from penstock.wire.messages import (
+    GroupDelivery,
+    Outcome,
+    Segment,
+    Trajectory,
+    TrajectoryGroup,
+    Welcome,
+)
 from penstock.wire.messages import StalenessContract as Contract
 from tests.support.scripted_trainer_server import Progress, Session
-
-Welcome = codec.twin(trainer_service_pb2.Welcome)
-GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)
-WeightReceipt = codec.twin(weights_pb2.WeightReceipt)
-TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
-Trajectory = codec.twin(trajectory_pb2.Trajectory)
-Segment = codec.twin(trajectory_pb2.Segment)
-Outcome = codec.twin(trajectory_pb2.Outcome)
 
 
 class Scalars:

@@ -9,17 +9,13 @@ from google.protobuf import json_format
 
 from penstock.trainer.config.data import DataConfig, SamplingConfig
 from penstock.trainer.data.sources.problem import Problem
-from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
-from penstock.wire import codec
+from penstock.v1 import conversation_pb2, task_service_pb2, trajectory_pb2
+from penstock.wire.messages import ChatMessage, SamplingParams, Task
 
 # Separates an index from the suffix that tells apart several task ids of that index.
 AGAIN = "~"
 # Separates the suffix from the number of times the prompt was asked again after an unusable group.
 TIMES = "+"
-
-Task = codec.twin(task_service_pb2.Task)
-ChatMessage = codec.twin(conversation_pb2.ChatMessage)
-SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
 
 
 def build_task(

@@ -21,6 +21,7 @@ from penstock.trainer.exchange.stored_groups import Delivered, GroupUnreadable, 
 from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
+from penstock.wire.messages import ExchangeRequest as Request
 from penstock.wire.reasons import Reason
 
 EXCHANGE = "/penstock.v1.TrainerService/Exchange"
@@ -35,8 +36,6 @@ FINAL_CODES = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-
-Request = codec.twin(trainer_service_pb2.ExchangeRequest)
 
 
 @dataclass(eq=False)

@@ -11,13 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.trainer.exchange.stored_groups import Delivered
-from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2
-from penstock.wire import codec
-
-Request = codec.twin(trainer_service_pb2.ExchangeRequest)
-Demand = codec.twin(trainer_service_pb2.Demand)
-GroupReceipt = codec.twin(trainer_service_pb2.GroupReceipt)
-Rejection = codec.twin(rejection_pb2.Rejection)
+from penstock.v1 import trainer_service_pb2, trajectory_pb2
+from penstock.wire.messages import Demand, GroupReceipt, Rejection
+from penstock.wire.messages import ExchangeRequest as Request
 
 NOT_MEASURED = "NOT_MEASURED"
 

@@ -36,20 +36,19 @@ from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange.known_groups import KnownGroups
 from penstock.trainer.exchange.retrying import keep_trying
 from penstock.trainer.exchange.stored_groups import Delivered
-from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
-from penstock.wire import codec
+from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
+from penstock.wire.messages import (
+    CheckpointNotice,
+    Demand,
+    GroupReceipt,
+    Hello,
+    Rejection,
+    SwitchWeights,
+)
+from penstock.wire.messages import ExchangeRequest as Request
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-Request = codec.twin(trainer_service_pb2.ExchangeRequest)
-Hello = codec.twin(trainer_service_pb2.Hello)
-Demand = codec.twin(trainer_service_pb2.Demand)
-GroupReceipt = codec.twin(trainer_service_pb2.GroupReceipt)
-SwitchWeights = codec.twin(trainer_service_pb2.SwitchWeights)
-CheckpointNotice = codec.twin(trainer_service_pb2.CheckpointNotice)
-Rejection = codec.twin(rejection_pb2.Rejection)
-Contract = codec.twin(trainer_service_pb2.StalenessContract)
 
 
 @dataclass(frozen=True, slots=True)

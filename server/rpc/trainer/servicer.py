@@ -29,15 +29,12 @@ from penstock.server.rpc.trainer.session import (
 from penstock.server.weights.header import read_in_flight
 from penstock.server.weights.switch import ProbeMismatch
 from penstock.server.weights.versions import WeightVersions
-from penstock.v1 import trainer_service_pb2, weights_pb2
-from penstock.wire.codec import twin
+from penstock.v1 import trainer_service_pb2
+from penstock.wire.messages import ExchangeResponse, WeightReceipt, Welcome
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
-ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
-Welcome = twin(trainer_service_pb2.Welcome)
-WeightReceipt = twin(weights_pb2.WeightReceipt)
 
 Requests = AsyncIterator[trainer_service_pb2.ExchangeRequest]
 

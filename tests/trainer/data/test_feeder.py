@@ -26,23 +26,18 @@ from penstock.trainer.data.submission import MOST_TASKS_PER_CALL, submit_tasks
 from penstock.trainer.data.tasks import Task, build_task
 from penstock.trainer.gather.batch import settle_refused
 from penstock.trainer.state.ledger import Ledger, RefusedEntry
-from penstock.v1 import task_service_pb2, trainer_service_pb2
 from penstock.wire.channel import client_options
-from penstock.wire.codec import twin
+from penstock.wire.messages import Notice, SubmitTasksResponse
 from tests.support.scripted_server import status
 from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
 from tests.support.trainer_walk import greet, running
 
-SubmitTasksResponse = twin(task_service_pb2.SubmitTasksResponse)
 DATA = DataConfig(
     group_size=3,
     system_prompt="Be brief.",
     sampling=SamplingConfig(max_tokens=9, temperature=0.5),
     reasoning_gym=ReasoningGymConfig(name="chain_sum", size=5, seed=3),
 )
-
-
-Notice = twin(trainer_service_pb2.Notice)
 
 
 class Numbers:

@@ -38,14 +38,10 @@ from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps, lin
 from penstock.trainer.exchange import retrying
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.metrics.metrics import keep_until
-from penstock.v1 import trainer_service_pb2, trajectory_pb2
+from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
+from penstock.wire.messages import GroupDelivery, Outcome, Segment, Trajectory, TrajectoryGroup
 
-TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
-Trajectory = codec.twin(trajectory_pb2.Trajectory)
-Segment = codec.twin(trajectory_pb2.Segment)
-Outcome = codec.twin(trajectory_pb2.Outcome)
-GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)
 EVAL = trajectory_pb2.PURPOSE_EVAL
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -28,8 +28,8 @@ from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.lifecycle import Lifecycle, bind
 from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.weights.sender import Sender
-from penstock.v1 import task_service_pb2, trajectory_pb2
-from penstock.wire import codec
+from penstock.v1 import trajectory_pb2
+from penstock.wire.messages import Task as ServerTask
 from tests.support.fakes import ByteRenderer, FakeEngine
 from tests.support.harness import (
     Exchange,
@@ -43,7 +43,6 @@ from tests.support.trainer_walk import StillPolicy, running
 
 PROMPTS = 6
 EVAL = trajectory_pb2.PURPOSE_EVAL
-ServerTask = codec.twin(task_service_pb2.Task)
 
 
 @dataclass
