@@ -177,7 +177,7 @@ class Site:
 
     def check_held(self, version: int) -> None:
         """Check that the server holds this version, bit for bit, and no more memory than that."""
-        held = self.serving.weights._held.get(version)
+        held = self.serving.weights.held.get(version)
         assert held is not None
         wanted = self.tensors(version)
         assert {tensor.name for tensor in held.weights.tensors} == set(wanted)

@@ -230,7 +230,7 @@ async def test_one_that_joins_late_is_brought_up_by_the_hub_where_no_peer_can(
     async with contextlib.AsyncExitStack() as stack:
         pool = await stack.enter_async_context(serve_pool(tmp_path, 1, hosts="a"))
         await pool.hub.upload(3)
-        pool.engines[0].serving.weights.let_go_of_held()
+        pool.engines[0].serving.weights.held.release()
         (tmp_path / "late").mkdir()
         late = await stack.enter_async_context(serve(tmp_path / "late"))
         late.serving.info._host_id = "b"

@@ -106,7 +106,7 @@ async def test_who_does_not_hold_it_after_all_is_sent_all(
         # The hub relies on the engine's earlier report until its next
         # look, which these tests block.
         monkeypatch.setattr(Member, "heard", lambda member, info: False)
-        pool.engines[1].serving.weights.let_go_of_held()
+        pool.engines[1].serving.weights.held.release()
         await pool.hub.upload(2)
         assert bases(pool) == [1, 0, 1]
         for engine in pool.engines:

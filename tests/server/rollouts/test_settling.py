@@ -547,15 +547,15 @@ async def test_the_trainer_holds_a_version_that_it_uploads_again(tmp_path: Path)
         exchange = await hello(harness.wire, 1)
         request = messages(*header(5, trainer_epoch=1))
         uploads: Any = harness.serving.uploads
-        activate = uploads._activate_at_once
+        activate = uploads._activate
 
         async def lost(*_: Any) -> None:
             raise DomainError(Reason.ENGINE_LOST, "the connection breaks")
 
-        uploads._activate_at_once = lost
+        uploads._activate = lost
         with pytest.raises(grpc.aio.AioRpcError):
             await send(harness, request)
-        uploads._activate_at_once = activate
+        uploads._activate = activate
         await send(harness, request)
         assert harness.serving.weights.active_version == 5
         assert harness.serving.admission.trainer_version == 5
@@ -590,7 +590,7 @@ async def test_a_version_is_told_to_be_active_once_its_uploader_may_write_again(
 ) -> None:
     async with on_disk(tmp_path / "s") as harness:
         exchange = await hello(harness.wire, 1)
-        held: Any = harness.serving.weights._held
+        held: Any = harness.serving.weights.held
         replace, reached, go_on = held.replace, asyncio.Event(), asyncio.Event()
 
         async def late(staged: Any) -> None:

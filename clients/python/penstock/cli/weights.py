@@ -13,9 +13,10 @@ from pathlib import Path
 import click
 import grpc
 
-from penstock.cli.checkpoint import CheckpointUnreadable, StoredTensor, read_checkpoint
+from penstock.cli.checkpoint import MappedTensor, read_checkpoint
 from penstock.client.client import state_of, version_of
 from penstock.client.errors import from_rpc
+from penstock.common.checkpoint import CheckpointUnreadable
 from penstock.common.memory_file import MemoryFile
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import methods
@@ -140,7 +141,7 @@ async def _push(channel: grpc.aio.Channel, options: PushOptions) -> None:
     click.echo(_outcome(version, last, len(tensors), is_first=is_first))
 
 
-def _sources(options: PushOptions, info: Info, tensors: Sequence[StoredTensor]) -> list[str]:
+def _sources(options: PushOptions, info: Info, tensors: Sequence[MappedTensor]) -> list[str]:
     """Returns the sources to try, in order. Raises PushRefused if the chosen one is impossible."""
     other = next((t for t in tensors if t.dtype != info.weight_dtype), None)
     if options.source == "checkpoint" and other is not None:
@@ -159,7 +160,7 @@ async def _send(
     announced: weights_pb2.WeightHeader,
     source: str,
     folder: Path,
-    tensors: Sequence[StoredTensor],
+    tensors: Sequence[MappedTensor],
     dtype: str,
 ) -> weights_pb2.UpdateWeightsResponse:
     from penstock.wire.upload import upload
@@ -192,7 +193,7 @@ async def _send(
 
 
 def _specs(
-    tensors: Sequence[StoredTensor], dtype: str, *, placed: bool
+    tensors: Sequence[MappedTensor], dtype: str, *, placed: bool
 ) -> Iterator[weights_pb2.TensorSpec]:
     """Yields the header's entry for each tensor, in the server's dtype.
 
@@ -216,7 +217,7 @@ def _specs(
         offset += length
 
 
-def _converted(tensors: Sequence[StoredTensor], dtype: str) -> Iterator[memoryview]:
+def _converted(tensors: Sequence[MappedTensor], dtype: str) -> Iterator[memoryview]:
     # One at a time, because two copies of the model may not fit in memory.
     return (tensor.bytes_as(dtype) for tensor in tensors)
 
