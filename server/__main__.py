@@ -15,14 +15,8 @@ import click
 from penstock.common.garbage import start_up_kept
 from penstock.common.secrets import without_secrets
 from penstock.server.config import settings as configuration
-from penstock.server.config.settings import ConfigError, ServeConfig
-from penstock.server.engines import (
-    EngineSource,
-    HubSource,
-    ParserFailed,
-    VllmSource,
-    make_parser,
-)
+from penstock.server.config.settings import AddressInUse, ConfigError, ServeConfig
+from penstock.server.engines import EngineSource, HubSource, ParserFailed, VllmSource, make_parser
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +82,13 @@ def serve(
     engine_options: tuple[str, ...],
 ) -> None:
     """Serve a model."""
-    given = list(settings)
-    if listen is not None:
-        given.append(f"listen={listen}")
-    if http_listen is not None:
-        given.append(f"http.listen={http_listen}")
-    if engines is not None:
-        given.append(f"pool.engines={engines}")
-    if model is not None:
-        given.append(f"engine.model={model}")
+    named = {
+        "listen": listen,
+        "http.listen": http_listen,
+        "pool.engines": engines,
+        "engine.model": model,
+    }
+    given = [*settings, *(f"{name}={value}" for name, value in named.items() if value is not None)]
     try:
         config = configuration.load(path, given)
         if not config.engine.get("model") and not config.pool.engines:
@@ -119,11 +111,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         level=os.environ.get("PENSTOCK_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    source = (
-        HubSource(config, engine_options)
-        if config.pool.engines
-        else VllmSource(config, engine_options)
-    )
+    source = (HubSource if config.pool.engines else VllmSource)(config, engine_options)
     if dry_run:
         import tomli_w
 
@@ -135,9 +123,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
 
     from penstock.common import allocator, telemetry
     from penstock.common.models import missing_folder
-    from penstock.server.http.server import HttpAddressInUse
     from penstock.server.journal.protocol import JournalInUse, JournalUnreadable
-    from penstock.server.lifecycle import AddressInUse
     from penstock.wire.security import CredentialsUnusable
 
     # Checked before vLLM is imported, which takes long.
@@ -150,7 +136,6 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
     except (
         AddressInUse,
         CredentialsUnusable,
-        HttpAddressInUse,
         JournalInUse,
         JournalUnreadable,
         ParserFailed,
@@ -168,7 +153,7 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
     from penstock.server.journals import open_journal
     from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.security.gate import open_gate
-    from penstock.server.text.renderer import TokenizerRenderer
+    from penstock.server.text.renderer import Renderer
 
     # Bind first: a port in use must not cost the minutes that a model takes to load.
     gate = open_gate(config)
@@ -199,7 +184,7 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
             parser = make_parser(config, tokenizer)
     except Exception as error:
         return _cannot_serve(source, error)
-    renderer = TokenizerRenderer(tokenizer, engine.description.eos_token_ids, parser)
+    renderer = Renderer(tokenizer, engine.description.eos_token_ids, parser)
     serving = Serving(engine, renderer, config, journal, gate, http)
     life = Lifecycle(serving, server)
     await life.start()

@@ -16,7 +16,6 @@ from penstock.server.core.memory_budget import KEPT_PART, MemoryBudget
 from penstock.server.core.telemetry import ServerMetrics
 from penstock.server.engine.protocol import LocalEngine
 from penstock.server.groups.admission import Admission
-from penstock.server.groups.attempts import LeaseRules
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.memory import MemoryJournal
@@ -27,17 +26,15 @@ from penstock.server.rollouts.buffering import CompletedGroups
 from penstock.server.rollouts.complete import Closing
 from penstock.server.rollouts.start import Opening, StreamRules
 from penstock.server.rollouts.unleased import OwnTrajectories
-from penstock.server.rpc.health import Health
 from penstock.server.rpc.leases import CallLeases
 from penstock.server.rpc.rollout_servicer import RolloutServicer
 from penstock.server.rpc.server_info import ServerInfo
+from penstock.server.rpc.standard import Health
 from penstock.server.rpc.task_servicer import TaskServicer
-from penstock.server.rpc.trainer.delivery import Deliverer
+from penstock.server.rpc.trainer.delivery import Deliverer, Receipts
 from penstock.server.rpc.trainer.drops import Drops
-from penstock.server.rpc.trainer.receipts import Receipts
-from penstock.server.rpc.trainer.servicer import TrainerServicer
+from penstock.server.rpc.trainer.servicer import Switches, TrainerServicer
 from penstock.server.rpc.trainer.session import CurrentSession
-from penstock.server.rpc.trainer.switches import Switches
 from penstock.server.rpc.turn_events import TurnEvents
 from penstock.server.security.callers import COPIES, Callers
 from penstock.server.security.gate import Gate
@@ -138,11 +135,11 @@ class Serving:
 
     @cached_property
     def queue(self) -> TaskQueue:
-        leases, limits = self.config.leases, self.config.limits
+        limits = self.config.limits
         return TaskQueue(
             self.changed,
             self.admission,
-            LeaseRules(leases.seconds, leases.grace_seconds, leases.max_attempts),
+            self.config.leases,
             time.monotonic,
             max_pending=limits.pending_tasks,
             max_evaluation_groups=limits.evaluation_groups,
@@ -384,12 +381,7 @@ class Serving:
     @cached_property
     def state(self) -> JournaledState:
         return JournaledState(
-            self.queue,
-            self.store,
-            self.buffer,
-            self.admission,
-            self.own,
-            self.session,
+            self.queue, self.store, self.buffer, self.admission, self.own, self.session
         )
 
     # What parts do to others
@@ -411,7 +403,7 @@ class Serving:
 
     async def _switched(self, switched: Switched) -> None:
         self.metrics.weights_switched(switched.pause_seconds)
-        recorded = self.journal.begin_append([weights_activated(switched.weight_version)])
+        recorded = self.journal.append([weights_activated(switched.weight_version)])
         await self._release_turns()
         # Before the switch is answered. Without the record, a restarted server would sample with the
         # weights it loads and take them for the beginning of the run.

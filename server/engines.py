@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import click
 
@@ -25,24 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class EngineSource(Protocol):
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def options(self) -> dict[str, object]:
-        """The effective value of every engine option."""
-        ...
-
-    def load_tokenizer(self, engine: Engine | None) -> object | None:
-        """Called without the engine before its start, then with it. None if it needs the engine."""
-        ...
-
-    async def start(self) -> LocalEngine | PoolEngine:
-        """Returns once the engine can sample."""
-        ...
-
-
 class ParserFailed(Exception):
     """A configured parser cannot read this model's output."""
 
@@ -50,15 +32,13 @@ class ParserFailed(Exception):
 class VllmSource:
     def __init__(self, config: ServeConfig, engine_options: list[str]) -> None:
         """Raises ConfigError for an unknown parser or an invalid engine option."""
-        # Imports vllm, which takes seconds, so only do it when it is needed.
-        from penstock.server.vllm.options import describe_options, engine_arguments
+        from penstock.server.vllm.options import engine_arguments
 
         _check_parsers(config)
         try:
             self._arguments = engine_arguments([*config.engine_options(), *engine_options])
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self._describe = describe_options
 
     @property
     def model(self) -> str:
@@ -66,7 +46,10 @@ class VllmSource:
 
     @property
     def options(self) -> dict[str, object]:
-        return self._describe(self._arguments)
+        """The effective value of every engine option."""
+        from penstock.server.vllm.options import describe_options
+
+        return describe_options(self._arguments)
 
     def load_tokenizer(self, engine: Engine | None) -> object | None:
         from penstock.server.text.renderer import load_tokenizer
@@ -101,7 +84,8 @@ class HubSource:
         return dict(self._config.engine)
 
     def load_tokenizer(self, engine: Engine | None) -> object | None:
-        """Loads the tokenizer that the hub's settings name at once, otherwise the engines' one."""
+        """Called without the engine before its start, then with it. None without the engine if the settings
+        name no tokenizer: then it is that of the engines."""
         from penstock.server.text.renderer import load_tokenizer
 
         named = self._config.engine.get("tokenizer") or self._config.engine.get("model")
@@ -121,7 +105,7 @@ class HubSource:
 
         def tell(addresses: Sequence[str]) -> None:
             try:
-                engine.set_addresses(addresses)
+                engine.roster.set_addresses(addresses)
             except CredentialsUnusable as error:
                 logger.warning("ignoring the looked-up engine addresses: %s", error)
 
@@ -129,11 +113,14 @@ class HubSource:
         click.echo(f"penstock hub waiting for an engine of {', '.join(pool.engines)}")
         sys.stdout.flush()
         try:
-            await engine.described()
+            await engine.roster.described()
         except BaseException:
             await engine.close()
             raise
         return engine
+
+
+EngineSource = VllmSource | HubSource
 
 
 def pool_rules(pool: PoolSection) -> PoolRules:
@@ -160,11 +147,11 @@ def _check_parsers(config: ServeConfig) -> None:
     names = config.conversation.tool_parser, config.conversation.reasoning_parser
     if not any(names):
         return
-    from penstock.server.vllm.parsers import ParserUnknown, check_names
+    from penstock.server.vllm.parsers import check_names
 
     try:
         check_names(*names)
-    except (ParserUnknown, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(str(error)) from error
 
 

@@ -85,10 +85,10 @@ def _counts(serving: Serving) -> Counts:
 
 
 def _pool(pool: PoolEngine) -> Gauges:
-    placing = pool.placing
+    placing, roster = pool.placing, pool.roster
     return (
-        ("pool.engines", "{engine}", "listed engines", lambda: len(pool.members)),
-        ("pool.engines_serving", "{engine}", "engines in rotation", lambda: pool.serving_count),
+        ("pool.engines", "{engine}", "listed engines", lambda: len(roster.members)),
+        ("pool.engines_serving", "{engine}", "engines in rotation", lambda: len(roster.rotation)),
         ("pool.waiting", "{turn}", "turns waiting for an engine", lambda: placing.waiting_count),
     )
 
@@ -101,7 +101,7 @@ def _placements(pool: PoolEngine) -> Counts:
             "{request}",
             "requests by how they were placed",
             lambda: {
-                "placed_again": pool.requests_lost,
+                "placed_again": pool.turns.lost_count,
                 "kept_home": placing.kept_home,
                 "left_home": placing.left_home,
             },

@@ -13,9 +13,19 @@ async def open_journal(section: JournalSection) -> Journal:
     if section.durability == "none":
         return MemoryJournal()
     if section.url is not None:
-        return await _open_stream(section)
-    if section.folder is None:
-        return MemoryJournal()
+        try:
+            # nats-py is an optional dependency, in the extra `jetstream`.
+            from penstock.server.journal.jetstream.journal import JetStreamJournal
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "nats":
+                raise
+            raise JournalUnreadable(
+                "journal.url needs nats-py: pip install 'penstock[jetstream]'"
+            ) from error
+        journal = JetStreamJournal(section)
+        await journal.open()
+        return journal
+    assert section.folder is not None, "durability needs a place"
     try:
         return LogJournal(
             section.folder,
@@ -28,18 +38,3 @@ async def open_journal(section: JournalSection) -> Journal:
         raise JournalUnreadable(
             f"the journal {section.folder} cannot be opened: {error}"
         ) from error
-
-
-async def _open_stream(section: JournalSection) -> Journal:
-    try:
-        # nats-py is an optional dependency, in the extra `jetstream`.
-        from penstock.server.journal.jetstream.journal import JetStreamJournal
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "nats":
-            raise
-        raise JournalUnreadable(
-            "journal.url needs nats-py: pip install 'penstock[jetstream]'"
-        ) from error
-    journal = JetStreamJournal(section)
-    await journal.open()
-    return journal

@@ -24,7 +24,7 @@ from typing import Any, cast
 import grpc
 
 from penstock.server.assembly import Serving
-from penstock.server.config.settings import SecuritySection, check_exposure
+from penstock.server.config.settings import AddressInUse, SecuritySection, check_exposure
 from penstock.server.core.errors import DomainError
 from penstock.server.gauges import observe
 from penstock.server.groups.recovery import recover_from
@@ -32,16 +32,10 @@ from penstock.server.journal.protocol import SnapshotItem
 from penstock.server.journal.records import server_started
 from penstock.server.routes import endpoints, handlers
 from penstock.server.rpc.boundary import service_handlers
-from penstock.server.rpc.reflection import add_reflection
+from penstock.server.rpc.standard import add_reflection
 from penstock.server.security.gate import Gate
 from penstock.wire.channel import server_options
 from penstock.wire.reasons import Reason
-
-FOR_EVER_SECONDS = 1e9
-
-
-class AddressInUse(Exception):
-    """The server cannot listen on the address."""
 
 
 def bind(
@@ -133,17 +127,15 @@ class Lifecycle:
                 [lost, ended, unwritable, *self._background], return_when=asyncio.FIRST_COMPLETED
             )
         finally:
+            lost.cancel()
             ended.cancel()
         if ended.done():
-            lost.cancel()
             return ended.result()
         if unwritable.done():
-            lost.cancel()
             await switch.refuse(DomainError(Reason.JOURNAL_FAILED, unwritable.result()))
             return unwritable.result()
         for task in self._background:
             if task.done():
-                lost.cancel()
                 task.result()
         reason = await lost
         await switch.refuse(DomainError(Reason.ENGINE_LOST, f"the engine is lost: {reason}"))
@@ -153,7 +145,7 @@ class Lifecycle:
         """Return, with the reason, if gRPC itself has ended the server, which no call should cause."""
         try:
             # Without a timeout, cancelling this wait would cancel the server's termination itself.
-            await self._server.wait_for_termination(FOR_EVER_SECONDS)
+            await self._server.wait_for_termination(1e9)
         except Exception as error:
             return f"the gRPC server ended: {error!r}"
         return "the gRPC server ended"

@@ -60,18 +60,13 @@ def endpoints(serving: Serving) -> Starlette:
         serving.metrics,
     )
     messages = Messages()
-    surfaces = {
-        "chat/completions": ChatCompletions(),
-        "responses": Responses(),
-        "messages": messages,
-    }
     return Endpoints(
-        surfaces,
+        {"chat/completions": ChatCompletions(), "responses": Responses(), "messages": messages},
+        messages,
         turns,
         serving.renderer,
         str(serving.engine.description.model),
         serving.gate,
         serving.budget.check,
         serving.config.limits.stalled_seconds,
-        messages,
     ).application()

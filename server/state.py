@@ -9,13 +9,12 @@ from itertools import chain
 
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer, InJournal, KeptGroups
-from penstock.server.groups.recovery import FinishedGroup, Recovered, ServerState, snapshot
+from penstock.server.groups.recovery import FinishedGroup, Recovered, snapshot
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.journal.protocol import Journal, SnapshotItem, Stored
+from penstock.server.journal.protocol import Journal, SnapshotItem
 from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.rpc.trainer.session import CurrentSession
-from penstock.server.turns.store import ClosedMark, TrajectoryStore
-from penstock.v1 import trajectory_pb2
+from penstock.server.turns.store import TrajectoryStore
 
 # Delivery ids start above all that an earlier server assigned.
 DELIVERY_IDS_PER_START = 1 << 32
@@ -61,34 +60,8 @@ class JournaledState:
         self.session.restore(found.run_id, found.trainer_epoch, found.start_id)
 
     def snapshot(self, starts: int, weight_version: int) -> Iterator[SnapshotItem]:
-        run_id, trainer_epoch, start_id = self.session.run
-        return snapshot(
-            ServerState(
-                starts,
-                run_id,
-                trainer_epoch,
-                start_id,
-                weight_version,
-                self.queue.pending.known,
-                self.queue.ended_groups,
-                self.queue.pending.all,
-                self.queue.groups,
-                self._finished(),
-                [record for record in self.store.records() if not record.single_turn],
-                self._closed(),
-                self.queue.leases.expired,
-            )
-        )
-
-    def _closed(self) -> Iterator[tuple[str, ClosedMark, trajectory_pb2.Outcome | None]]:
-        for trajectory_id, mark in self.store.closed:
-            record = self.store.find(trajectory_id)
-            yield trajectory_id, mark, record.outcome if record is not None else None
-
-    def _finished(self) -> Iterator[tuple[Stored, str, int]]:
-        for group in self.buffer.groups:
-            assert isinstance(group.storage, InJournal)
-            yield group.storage.stored, group.group_id, group.step
+        run = self.session.run
+        return snapshot(starts, run, weight_version, self.queue, self.store, self.buffer)
 
 
 def _buffered(group: FinishedGroup, journal: Journal, kept: KeptGroups) -> BufferedGroup:

@@ -37,7 +37,7 @@ TESTS = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without what is slow, files of nothing else are not even imported."""
+    """Skips files that hold only slow tests when slow tests are deselected, so they are not imported."""
     fast = "not slow" in str(config.getoption("markexpr"))
     slow = is_slow_file(PurePosixPath(collection_path.relative_to(TESTS)))
     return True if fast and slow else None

@@ -1,16 +1,13 @@
 """`penstock train`: wires the parts, runs them in order, and maps the outcome to an exit code.
 
-Order of shutdown: the loop ends after its step, including the last checkpoint. The stream is
-half-closed and read to its end. Metrics, payload and channels are closed. The model is written.
-Trackers get up to `reporting.CLOSE_SECONDS` to finish. Then the compute thread ends.
+Order of shutdown: the loop ends after its step, including the last checkpoint; the stream is half-closed
+and read to its end; metrics, payload and channels are closed; the model is written; trackers get up to
+`reporting.CLOSE_SECONDS` to finish; the compute thread ends. The first SIGTERM or SIGINT starts it. If the
+server is away, or lost before it is complete, the trainer does not wait, and stderr names the step.
 
-The first SIGTERM or SIGINT starts the shutdown. If the server is away, or lost before the shutdown
-is complete, the trainer does not wait for it. There is then no stream to close, and stderr names
-the step at which the run stopped without its server. The exit code is still the one of a requested
-stop. That code differs from the one of a finished run, so that a supervisor does not take one for
-the other. An example is a Kubernetes job whose node is drained, which must restart the trainer.
-
-On several ranks, rank 0 does all of this; the others run `_follow`. See `ranks`.
+A run stopped on request has its own exit code. A supervisor can therefore tell it from a finished run, as
+a Kubernetes job must whose node is drained. On several ranks, rank 0 does all of this; the others run
+`_follow`.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ from penstock.trainer.core.errors import ConfigInvalid, TrainerError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.trainer.assembly import Parts
     from penstock.trainer.core.aio import ComputeThread
+    from penstock.trainer.loop import TrainingLoop
     from penstock.trainer.metrics.reporting import Trackers
     from penstock.trainer.policy.process_group import LocalRanks, Place
     from penstock.trainer.policy.ranks import Leader
@@ -67,15 +64,9 @@ def train(
             return _follow(config, place)
         alone = place.size == 1
         done = _train(config, resume) if alone else _lead(config, resume, place, local)
-    except ConfigInvalid as error:
-        sys.stderr.write(f"penstock train: {error}\n")
-        return EXIT_CONFIG
-    except TrainerError as error:
-        sys.stderr.write(f"penstock train: stopped: {error}\n")
-        return EXIT_STOPPED
-    except BaseExceptionGroup as group:
-        # The first error cancelled the other tasks.
-        errors = list(_leaves(group))
+    except (TrainerError, BaseExceptionGroup) as raised:
+        # Of a group, the first error cancelled the other tasks.
+        errors = list(_leaves(raised))
         if not all(isinstance(error, TrainerError) for error in errors):
             raise
         if isinstance(errors[0], ConfigInvalid):
@@ -95,24 +86,19 @@ def _take_place(
     place = find_place(os.environ)
     if ranks > 1 and place.size not in (1, ranks):
         raise ConfigInvalid(f"--ranks {ranks}: WORLD_SIZE is {place.size}")
-    _check_ranks(config, max(ranks, place.size))
+    count, probed = max(ranks, place.size), config.weights.probe.tokens
+    if config.model.lora is not None and probed and (count > 1 or config.model.cpu_offload):
+        with_what = f"{count} ranks" if count > 1 else "model.cpu_offload"
+        raise ConfigInvalid(
+            f"weights.probe.tokens: with model.lora and {with_what} no rank holds the whole model, "
+            f"which scoring the probe requires; got {probed}, set it to 0"
+        )
     if place.size == ranks or ranks == 1:
         return place, None
     settings = [part for override in overrides for part in ("--set", override)]
     command = ("-m", "penstock.cli", "train", str(config_path), *settings)
     local = LocalRanks(ranks, (sys.executable, *command))
     return find_place(os.environ), local
-
-
-def _check_ranks(config: TrainerConfig, ranks: int) -> None:
-    """Raises ConfigInvalid if this configuration cannot run on that many ranks."""
-    shares = ranks > 1 or config.model.cpu_offload
-    if shares and config.model.lora is not None and config.weights.probe.tokens:
-        with_what = f"{ranks} ranks" if ranks > 1 else "model.cpu_offload"
-        raise ConfigInvalid(
-            f"weights.probe.tokens: with model.lora and {with_what} no rank holds the whole model, "
-            f"which scoring the probe requires; got {config.weights.probe.tokens}, set it to 0"
-        )
 
 
 def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks | None) -> bool:
@@ -189,37 +175,19 @@ async def _run(
     for sentence in advise(config):
         log.warning("%s", sentence)
     stopping = _stop_on_signal()
-    ledger = Ledger(config.run.out)
-    try:
-        await _run_locked(config, compute, resume, leader, ledger, console, stopping)
-    finally:
-        ledger.close()
+    # While it is open, no other trainer can write to the run's folder.
+    with closing(Ledger(config.run.out)) as ledger:
+        from penstock.trainer.gather.group_policies import load_filter
+        from penstock.trainer.metrics.reporting import make_trackers
+
+        # Report errors in filters and trackers before the model is loaded.
+        load_filter(config)
+        with closing(make_trackers(config.metrics.trackers, config.run.steps)) as trackers:
+            start = await compute.run(_load, config, resume, leader, ledger)
+            told = as_shown(config.model_dump(mode="json", exclude={"metrics": {"trackers"}}))
+            trackers.begin(config.run.out, config.run.id, told, resumes=start.resumes)
+            await _run_loaded(config, compute, start, trackers, console, stopping)
     return not stopping.is_set()
-
-
-async def _run_locked(
-    config: TrainerConfig,
-    compute: ComputeThread,
-    resume: bool,
-    leader: Leader | None,
-    ledger: Ledger,
-    console: Console,
-    stopping: asyncio.Event,
-) -> None:
-    """Runs while `ledger` keeps other trainers from writing to the run's folder."""
-    from penstock.trainer.gather.group_policies import load_filter
-    from penstock.trainer.metrics.reporting import make_trackers
-
-    # Report errors in filters and trackers before the model is loaded.
-    load_filter(config)
-    trackers = make_trackers(config.metrics.trackers, config.run.steps)
-    try:
-        start = await compute.run(_load, config, resume, leader, ledger)
-        told = as_shown(config.model_dump(mode="json", exclude={"metrics": {"trackers"}}))
-        trackers.begin(config.run.out, config.run.id, told, resumes=start.resumes)
-        await _run_loaded(config, compute, start, trackers, console, stopping)
-    finally:
-        trackers.close()
 
 
 async def _run_loaded(
@@ -231,47 +199,42 @@ async def _run_loaded(
     stopping: asyncio.Event,
 ) -> None:
     """Runs from the first call to the server until the model is written."""
-    from penstock.trainer.assembly import open_links, wire
+    from penstock.trainer.assembly import Wiring, open_links
     from penstock.trainer.state.checkpoint import replace_folder
 
     async with open_links(config.server) as links:
-        parts = wire(config, start, compute, links, console, stopping, trackers)
-        try:
-            async with parts.metrics.measuring():
-                await _walk(parts, stopping)
-        finally:
-            with closing(parts.publisher):
-                parts.metrics.close()
-    if parts.exchanges.left.is_set():
+        loop = Wiring(config, start, compute, links, console, stopping, trackers).loop()
+        with closing(loop.publisher), closing(loop.metrics):
+            async with loop.metrics.measuring():
+                await _walk(loop, stopping)
+    if loop.exchanges.left.is_set():
         # After the live display, which would overwrite it.
-        step = parts.loop.step
-        sys.stderr.write(f"penstock train: stopped at step {step} while its server was away\n")
+        sys.stderr.write(f"penstock train: stopped at step {loop.step} while its server was away\n")
     if config.run.save_model:
         folder = config.run.out / "model"
         await compute.run(replace_folder, folder, start.policy.save_model)
         what = "model" if start.policy.adapter() is None else "adapter, as PEFT writes it,"
-        log.info("the %s after step %d is in %s", what, parts.loop.step, folder)
+        log.info("the %s after step %d is in %s", what, loop.step, folder)
 
 
 def _load(config: TrainerConfig, resume: bool, leader: Leader | None, ledger: Ledger) -> Start:
-    """Runs in the compute thread: loading torch and the model takes seconds, in which signals are
-    still handled."""
+    """Runs in the compute thread, so that signals are handled while torch and the model load."""
     from penstock.trainer.resume import start_run
 
     return start_run(config, resume, leader, ledger)
 
 
-async def _walk(parts: Parts, stopping: asyncio.Event) -> None:
+async def _walk(loop: TrainingLoop, stopping: asyncio.Event) -> None:
     """Connects, trains and disconnects."""
     if stopping.is_set():
         return  # Asked while the model was loading, so the server was never contacted.
-    if not await parts.exchanges.open():
+    if not await loop.exchanges.open():
         return
     async with asyncio.TaskGroup() as group:
-        group.create_task(parts.exchanges.run(parts.loop.restore), name="exchanges")
-        await parts.loop.begin()
-        await parts.loop.run()
-        await parts.exchanges.close()
+        group.create_task(loop.exchanges.run(loop.restore), name="exchanges")
+        await loop.begin()
+        await loop.run()
+        await loop.exchanges.close()
 
 
 def _log_to_console() -> Console:
@@ -317,9 +280,9 @@ def _end_at_once(number: int, _: object) -> None:
     os._exit(128 + number)
 
 
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(cast("BaseExceptionGroup[BaseException]", error))
-        else:
-            yield error
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        yield error
+        return
+    for each in cast("BaseExceptionGroup[BaseException]", error).exceptions:
+        yield from _leaves(each)

@@ -23,7 +23,7 @@ from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.writer import EvaluationWriter, lines_from, show
 from penstock.trainer.exchange.server_load import LoadMeter
 from penstock.trainer.exchange.servers import Servers
-from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
+from penstock.trainer.exchange.stream import Exchange, RunFacts
 from penstock.trainer.gather.batch import Gatherer, settle_refused
 from penstock.trainer.learner import Learner
 from penstock.trainer.loop import TrainingLoop
@@ -44,20 +44,8 @@ from penstock.trainer.weights.transports import (
     VersionFolders,
 )
 from penstock.v1 import trainer_service_pb2, weights_pb2
+from penstock.wire.messages import StalenessContract
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
-
-LATE_POLICIES = {
-    "mask": trainer_service_pb2.LATE_POLICY_MASK,
-    "wait": trainer_service_pb2.LATE_POLICY_WAIT,
-    "requeue": trainer_service_pb2.LATE_POLICY_REQUEUE,
-    "drop": trainer_service_pb2.LATE_POLICY_DROP,
-}
-IN_FLIGHT = {
-    "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
-    "recompute": weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE,
-    "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
-    "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
-}
 
 # Batches of tasks to keep waiting at the server, beyond what the gate can admit at once.
 SPARE_BATCHES = 2
@@ -80,164 +68,162 @@ async def open_links(server: ServerConfig) -> AsyncGenerator[tuple[Link, ...]]:
     async with AsyncExitStack() as stack:
         links: list[Link] = []
         for address in server.addresses:
-            channel = open_channel(address, security)
-            await stack.enter_async_context(channel)
+            channel = await stack.enter_async_context(open_channel(address, security))
             bulk = open_channel(address, security, own_connection=True)
             await stack.enter_async_context(bulk)
             links.append(Link(address, channel, bulk))
         yield tuple(links)
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of a run."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Wiring:
+    """What the parts of a run are built from."""
 
-    exchanges: Servers
-    publisher: Publisher
-    metrics: MetricsWriter
-    loop: TrainingLoop
+    config: TrainerConfig
+    start: Start
+    compute: ComputeThread
+    links: Sequence[Link]
+    console: Console
+    stopping: asyncio.Event
+    trackers: Trackers
 
+    def loop(self) -> TrainingLoop:
+        """Build the parts of the run, and connect them. Raises ConfigInvalid."""
+        config, start, compute = self.config, self.start, self.compute
+        exchanges = self._exchanges()
+        tasks = self._feeder(exchanges)
+        probe = Probe(
+            start.policy.score,
+            tokens=config.weights.probe.tokens,
+            tolerance=config.weights.probe.tolerance,
+            token_ids=start.state.probe,
+        )
+        adapter = start.policy.adapter()
+        publisher = make_publisher(config, compute, self.links, exchanges, probe, adapter)
+        settle_refused(tasks, start.ledger.refused)
+        metrics, evaluations = self._writers()
+        gatherer = Gatherer(
+            config,
+            exchanges=exchanges,
+            tasks=tasks,
+            ledger=start.ledger,
+            compute=compute,
+            stopping=self.stopping,
+            forgotten_step=start.passed_over,
+        )
+        learner = self._learner(tasks, probe)
+        evaluator = Evaluator(
+            start.evaluations,
+            exchanges,
+            run_id=config.run.id,
+            submit=lambda server, asked: submit_tasks(
+                *(self.links[server].channel, asked, config.run.id, _epoch_of(exchanges[server]))
+            ),
+            write=evaluations.write,
+            stopping=self.stopping,
+        )
+        return TrainingLoop(config, learner, gatherer, exchanges, publisher, metrics, evaluator)
 
-def wire(
-    config: TrainerConfig,
-    start: Start,
-    compute: ComputeThread,
-    links: Sequence[Link],
-    console: Console,
-    stopping: asyncio.Event,
-    trackers: Trackers,
-) -> Parts:
-    division = Division(config.train.groups_per_step, len(links))
-    exchanges = _make_exchanges(config, start, links, division, stopping)
-    tasks = _make_feeder(config, start, links, exchanges)
-    probe = Probe(
-        start.policy.score,
-        tokens=config.weights.probe.tokens,
-        tolerance=config.weights.probe.tolerance,
-        token_ids=start.state.probe,
-    )
-    publisher = make_publisher(config, compute, links, exchanges, probe, start.policy.adapter())
-    settle_refused(tasks, start.ledger.refused)
-    metrics, evaluations = _make_writers(config, start, links, console, trackers)
-    gatherer = Gatherer(
-        config,
-        exchanges=exchanges,
-        tasks=tasks,
-        ledger=start.ledger,
-        compute=compute,
-        stopping=stopping,
-        forgotten_step=start.passed_over,
-    )
-    loop = TrainingLoop(
-        config,
-        learner=_make_learner(config, start, compute, tasks, probe, stopping),
-        gatherer=gatherer,
-        exchanges=exchanges,
-        publisher=publisher,
-        metrics=metrics,
-        evaluator=_make_evaluator(start, config.run.id, exchanges, links, evaluations, stopping),
-    )
-    return Parts(exchanges, publisher, metrics, loop)
+    def _learner(self, tasks: TaskFeeder, probe: Probe) -> Learner:
+        start, run = self.start, self.config.run
 
+        def collect(
+            step: int, weight_version: int, figures: Mapping[str, object]
+        ) -> Callable[[], object]:
+            reached = TrainerState(
+                run.id,
+                step,
+                weight_version,
+                tasks.indices.next_index,
+                tasks.indices.outstanding,
+                tasks.indices.unasked,
+                probe.token_ids,
+                start.state.data,
+                start.ledger.length_bytes,
+                start.state.start_id,
+                figures,
+            )
 
-def _make_learner(
-    config: TrainerConfig,
-    start: Start,
-    compute: ComputeThread,
-    tasks: TaskFeeder,
-    probe: Probe,
-    stopping: asyncio.Event,
-) -> Learner:
-    run, state = config.run, start.state
+            def save() -> None:
+                keep = self.config.checkpoint.keep
+                save_checkpoint(run.out / "checkpoints", reached, start.policy.save, keep=keep)
+                # The run can resume from a checkpoint now, so the id of its start is no longer needed.
+                remove_start_id(run.out)
 
-    def collect(
-        step: int, weight_version: int, figures: Mapping[str, object]
-    ) -> Callable[[], object]:
-        reached = TrainerState(
-            run.id,
-            step,
-            weight_version,
-            tasks.next_index,
-            tasks.outstanding,
-            tasks.unasked,
-            probe.token_ids,
-            state.data,
-            start.ledger.length_bytes,
-            state.start_id,
-            figures,
+            return save
+
+        return Learner(
+            self.config,
+            start.policy,
+            self.compute,
+            start.ledger,
+            probe,
+            collect,
+            self.stopping,
+            saved_step=start.state.step,
+            share_prefixes=start.share_prefixes,
         )
 
-        def save() -> None:
-            keep = config.checkpoint.keep
-            save_checkpoint(run.out / "checkpoints", reached, start.policy.save, keep=keep)
-            # The run can resume from a checkpoint now, so the id of its start is no longer needed.
-            remove_start_id(run.out)
+    def _writers(self) -> tuple[MetricsWriter, EvaluationWriter]:
+        """Create the writers, after showing and writing what the previous run left unwritten."""
+        run, start, state = self.config.run, self.start, self.start.state
+        unwritten: Mapping[str, object] = state.record if start.written_step < state.step else {}
+        # Evaluations before the first step have step zero.
+        begins = state.step + 1 if state.step else 0
+        tensorboard = SummaryWriter(str(run.out / "tensorboard"), purge_step=begins)
+        for line in lines_from(run.out, begins):
+            show(line, tensorboard)
+        scalars = TrackedScalars(tensorboard, self.trackers)
+        channels = [link.channel for link in self.links]
+        metrics = MetricsWriter(
+            run.out,
+            scalars,
+            self.console,
+            steps=run.steps,
+            step=start.written_step if unwritten else state.step,
+            every_steps=self.config.metrics.every_steps,
+            trackers=self.trackers,
+            load=LoadMeter(channels, self.config.metrics.load_every_seconds),
+        )
+        if unwritten:
+            metrics.restore(state.step, unwritten)
+        return metrics, EvaluationWriter(run.out, scalars, self.console)
 
-        return save
+    def _feeder(self, exchanges: Servers) -> TaskFeeder:
+        config, state, division = self.config, self.start.state, exchanges.division
+        batches = config.staleness.max_lag + 1 + SPARE_BATCHES
+        return TaskFeeder(
+            [
+                ServerTasks(link.channel, batches * part, trainer_epoch=_epoch_of(exchange))
+                for link, part, exchange in zip(self.links, division.parts, exchanges, strict=True)
+            ],
+            self.start.source,
+            config.data,
+            DataIndices(division, state.next_index, state.outstanding, state.unasked),
+            run_id=config.run.id,
+            attempts=config.groups.attempts,
+        )
 
-    return Learner(
-        config,
-        policy=start.policy,
-        compute=compute,
-        ledger=start.ledger,
-        probe=probe,
-        collect=collect,
-        stopping=stopping,
-        step=state.step,
-        share_prefixes=start.share_prefixes,
-    )
-
-
-def _make_writers(
-    config: TrainerConfig,
-    start: Start,
-    links: Sequence[Link],
-    console: Console,
-    trackers: Trackers,
-) -> tuple[MetricsWriter, EvaluationWriter]:
-    """Create the writers, after showing and writing what the previous run left unwritten."""
-    run = config.run
-    state = start.state
-    unwritten: Mapping[str, object] = state.record if start.written_step < state.step else {}
-    # Evaluations before the first step have step zero.
-    begins = state.step + 1 if state.step else 0
-    tensorboard = SummaryWriter(str(run.out / "tensorboard"), purge_step=begins)
-    for line in lines_from(run.out, begins):
-        show(line, tensorboard)
-    scalars = TrackedScalars(tensorboard, trackers)
-    metrics = MetricsWriter(
-        run.out,
-        scalars,
-        console,
-        steps=run.steps,
-        step=start.written_step if unwritten else state.step,
-        every_steps=config.metrics.every_steps,
-        trackers=trackers,
-        load=LoadMeter([link.channel for link in links], config.metrics.load_every_seconds),
-    )
-    if unwritten:
-        metrics.restore(state.step, unwritten)
-    return metrics, EvaluationWriter(run.out, scalars, console)
-
-
-def _make_evaluator(
-    start: Start,
-    run_id: str,
-    exchanges: Servers,
-    links: Sequence[Link],
-    writer: EvaluationWriter,
-    stopping: asyncio.Event,
-) -> Evaluator:
-    return Evaluator(
-        start.evaluations,
-        exchanges,
-        run_id=run_id,
-        submit=lambda server, asked: submit_tasks(
-            links[server].channel, asked, run_id, _epoch_of(exchanges[server])
-        ),
-        write=writer.write,
-        stopping=stopping,
-    )
+    def _exchanges(self) -> Servers:
+        config, state, ledger = self.config, self.start.state, self.start.ledger
+        late_policy, in_flight = config.staleness.applied_policy, config.weights.in_flight
+        late = trainer_service_pb2.LatePolicy.Value(f"LATE_POLICY_{late_policy.upper()}")
+        facts = RunFacts(
+            config.run.id,
+            StalenessContract(max_lag=config.staleness.max_lag, late_policy=late),
+            weights_pb2.InFlightPolicy.Value(f"IN_FLIGHT_POLICY_{in_flight.upper()}"),
+            weight_version=state.weight_version,
+            step=state.step,
+            trained={**ledger.trained, **{r.group_id: 0 for r in ledger.refused}},
+            start_id=state.start_id,
+        )
+        return Servers(
+            [(link.address, link.channel) for link in self.links],
+            Division(config.train.groups_per_step, len(self.links)),
+            facts,
+            give_up_after_seconds=config.server.give_up_after_seconds,
+            stopping=self.stopping,
+        )
 
 
 def make_publisher(
@@ -293,14 +279,7 @@ def security_of(server: ServerConfig, given: Security | None = None) -> Security
 
     Raises ConfigInvalid if the credentials are unusable.
     """
-    own = Security(
-        tls=server.tls,
-        ca=server.ca,
-        certificate=server.certificate,
-        key=server.key,
-        server_name=server.server_name,
-        token_file=server.token_file,
-    )
+    own = Security(**server.model_dump(exclude={"address", "give_up_after_seconds"}))
     security = (given.over(own) if given else own).with_environment()
     try:
         for address in server.addresses:
@@ -310,53 +289,5 @@ def security_of(server: ServerConfig, given: Security | None = None) -> Security
     return security
 
 
-def _make_feeder(
-    config: TrainerConfig, start: Start, links: Sequence[Link], exchanges: Servers
-) -> TaskFeeder:
-    batches = config.staleness.max_lag + 1 + SPARE_BATCHES
-    state, division = start.state, exchanges.division
-    return TaskFeeder(
-        [
-            ServerTasks(link.channel, batches * part, trainer_epoch=_epoch_of(exchange))
-            for link, part, exchange in zip(links, division.parts, exchanges, strict=True)
-        ],
-        start.source,
-        config.data,
-        DataIndices(division, state.next_index, state.outstanding, state.unasked),
-        run_id=config.run.id,
-        division=division,
-        attempts=config.groups.attempts,
-    )
-
-
 def _epoch_of(exchange: Exchange) -> Callable[[], int]:
     return lambda: exchange.trainer_epoch
-
-
-def _make_exchanges(
-    config: TrainerConfig,
-    start: Start,
-    links: Sequence[Link],
-    division: Division,
-    stopping: asyncio.Event,
-) -> Servers:
-    trained = {**start.ledger.trained, **{r.group_id: 0 for r in start.ledger.refused}}
-    facts = RunFacts(
-        config.run.id,
-        Contract(
-            max_lag=config.staleness.max_lag,
-            late_policy=LATE_POLICIES[config.staleness.applied_policy],
-        ),
-        IN_FLIGHT[config.weights.in_flight],
-        weight_version=start.state.weight_version,
-        step=start.state.step,
-        trained=trained,
-        start_id=start.state.start_id,
-    )
-    return Servers(
-        [(link.address, link.channel) for link in links],
-        division,
-        facts,
-        give_up_after_seconds=config.server.give_up_after_seconds,
-        stopping=stopping,
-    )

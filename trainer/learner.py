@@ -1,12 +1,13 @@
 """The half of a step that needs no server: computes it, records it in the ledger, and saves it.
 
-The compute thread does all of this, so the streams and uploads continue meanwhile.
+The compute thread does it, so the streams and uploads continue meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from penstock.common.failpoints import hit
 from penstock.trainer.algorithms.objective import Objective
@@ -18,7 +19,6 @@ from penstock.trainer.core.figures import as_json
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.policy.protocol import Policy, StepResult
 from penstock.trainer.state.ledger import Ledger, StepEntry
-from penstock.trainer.weights.copy import Weights
 from penstock.trainer.weights.probe import Probe
 
 Collect = Callable[[int, int, Mapping[str, object]], Callable[[], object]]
@@ -26,75 +26,52 @@ Collect = Callable[[int, int, Mapping[str, object]], Callable[[], object]]
 are empty once they are written. Returns a function that saves it in the compute thread."""
 
 
+@dataclass(eq=False, repr=False)
 class Learner:
     """The policy, the ledger and the checkpoints of one run."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        *,
-        policy: Policy,
-        compute: ComputeThread,
-        ledger: Ledger,
-        probe: Probe,
-        collect: Collect,
-        stopping: asyncio.Event,
-        step: int,
-        share_prefixes: bool,
-    ) -> None:
-        """`step` is the last step that the policy contains. `stopping` is set when the run is asked
-        to stop after the current step."""
-        self._train = config.train
-        self._steps = config.run.steps
-        self._every_steps = config.checkpoint.every_steps
-        self._policy = policy
-        self._compute = compute
-        self._ledger = ledger
-        self._probe = probe
-        self._collect = collect
-        self._stopping = stopping
-        self._share_prefixes = share_prefixes
-        self._objective = Objective(config.algorithm)
-        self.saved_step = step
-        """The step of the newest checkpoint; at first, the step at which the run begins."""
+    config: TrainerConfig
+    policy: Policy
+    compute: ComputeThread
+    ledger: Ledger
+    probe: Probe
+    collect: Collect
+    stopping: asyncio.Event
+    """Set when the run is asked to stop after the current step."""
+    saved_step: int
+    """The step of the newest checkpoint; at first, the last step that the policy contains."""
+    share_prefixes: bool
 
-    @property
-    def weights(self) -> Weights:
-        """The policy's current weights; see `Policy.weights`."""
-        return self._policy.weights
-
-    @property
-    def repeatable_versions(self) -> set[int]:
-        """Versions of the steps that the ledger has and the policy does not contain yet."""
-        return {entry.weight_version for entry in self._ledger.ahead.values()}
+    def __post_init__(self) -> None:
+        self._objective = Objective(self.config.algorithm)
 
     async def train(self, groups: Sequence[TrainingGroup]) -> StepResult:
         """Take one optimizer step."""
-        self._probe.choose(groups)
-        return await self._compute.run(self._compute_step, groups)
+        self.probe.choose(groups)
+        return await self.compute.run(self._compute_step, groups)
 
     def _compute_step(self, groups: Sequence[TrainingGroup]) -> StepResult:
         plan = plan_step(
             groups,
             self._objective,
-            token_budget=self._train.micro_batch_tokens,
-            share_prefixes=self._share_prefixes,
-            update_count=self._train.updates_per_step,
-            ranks=self._policy.data_ranks,
+            token_budget=self.config.train.micro_batch_tokens,
+            share_prefixes=self.share_prefixes,
+            update_count=self.config.train.updates_per_step,
+            ranks=self.policy.data_ranks,
         )
-        return self._policy.step(plan)
+        return self.policy.step(plan)
 
     def is_repeated(self, step: int) -> bool:
         """Whether the ledger has the step already, from a trainer that was killed."""
-        return step in self._ledger.ahead
+        return step in self.ledger.ahead
 
     def differs(self, entry: StepEntry) -> bool:
         """Whether the step was done before with a different result."""
-        return self._ledger.ahead.get(entry.step, entry) != entry
+        return self.ledger.ahead.get(entry.step, entry) != entry
 
     async def note(self, entry: StepEntry) -> None:
         """Write the step's line in the ledger. Raises StorageFailed."""
-        await self._compute.run(self._ledger.write, entry)
+        await self.compute.run(self.ledger.write, entry)
         hit("train.noted")
 
     async def save_if_due(
@@ -104,12 +81,12 @@ class Learner:
 
         `unconcluded` is the step's record if it is not written yet.
         """
-        last = step == self._steps or self._stopping.is_set()
-        every = self._every_steps
+        last = step == self.config.run.steps or self.stopping.is_set()
+        every = self.config.checkpoint.every_steps
         if not every or step == self.saved_step or (step % every and not last):
             return False
         # Collected here, while nothing changes; the compute thread writes it.
         figures = {} if unconcluded is None else as_json(unconcluded.line())
-        await self._compute.run(self._collect(step, weight_version, figures))
+        await self.compute.run(self.collect(step, weight_version, figures))
         self.saved_step = step
         return True

@@ -7,50 +7,33 @@
     switch   request the switch on the exchange, send receipts, demand the next batch
     conclude write the step's record once the server has answered the switch
 
-A run may have several servers (`exchanges`). Each server delivers its part of the batch. Each is
-sent the weights, is asked to switch, and gets the receipts of its own groups. The step continues
-once all servers are done. Below, "the server" means each of them.
+With several servers, each delivers its part of the batch, is sent the weights and the switch, and gets the
+receipts of its own groups. The step continues once all are done. Below, "the server" means each.
 
-The server samples throughout. Groups that it finishes during a step wait for the next gather. A
-step's demand follows its switch, because that is when the trainer's version changes, and lag is
-counted from the trainer's version. Every step publishes a separate version, even if nothing had a
-gradient, because the server counts batches by the versions between them.
+A step's demand follows its switch, because the trainer's version changes then, and lag is counted from
+that version. Every step publishes a separate version, even if nothing had a gradient, because the server
+counts batches by the versions between them.
 
-A switch can be rejected: the engine could not load the version, or its probe failed. The server
-then keeps sampling the previous version. The order of events is:
-
-    1. SwitchWeights(v), the receipts of v's batch, the next demand; the next step gathers
-    2. WeightReceipt(v) with a rejection. v's step still counts. The policy contains it, so its
-       receipts stand and its groups are not trained again. Only the engine lags behind
-    3. v is sent again, whole, from the payload; the policy's next step does not touch the payload.
-       Groups that arrive meanwhile have one more version of lag, and the late policy treats them
-       like any others
-    4. SwitchWeights(v) again. If accepted, the step is concluded. If rejected, the run ends. The
-       server delivers everything unsaved again to the trainer that resumes
-
-The next version is not published until this is settled.
+A switch can be rejected: the engine could not load the version, or its probe failed. The server then keeps
+sampling the previous version. The step still counts: the policy contains it, so its receipts stand. The
+version is sent again, whole, from the payload, which the next step does not touch. Groups that arrive
+meanwhile have one more version of lag. A second rejection ends the run, and the server delivers everything
+unsaved again to the trainer that resumes. The next version is not published until this is settled.
 
 `stopping` asks a run to stop. It then ends in one of these ways:
 
-    server reachable    gathering ends at once. A step that is computing is finished: publish,
-                        switch, receipts, checkpoint, conclude
-    server unreachable  a step that is computing is finished, but only locally: the server hears
-                        nothing about it. The checkpoint is written, and the record as far as it
-                        is known. `Servers.left` is set, which ends every wait for the server
-                        (`Exchange.ask`). A step that the ledger already contains is still compared
-                        with its line
-    server lost later   as for a reachable server until the loss, then as for an unreachable one
-    server full         as for a lost server, if it has no room for the weights or the tasks of
-                        the current step
+    server reachable    gathering ends at once. A step that is computing is finished: publish, switch,
+                        receipts, checkpoint, conclude
+    server unreachable  a step that is computing is finished, but only locally: with its checkpoint, and its
+                        record as far as it is known. `Servers.left` is set, which ends every wait for
+                        the server. A step that the ledger already contains is still compared with its line
+    server lost later,  as for a reachable server until then, and after that as for an unreachable one. Full
+      or full           means without room for the weights or the tasks of the current step
 
-In all cases the checkpoint holds the last step that the policy contains, if checkpoints are kept and that
-step is not saved yet. The checkpoint is written after the step's receipts and before the notice of it. If
-a group was receipted but is in no checkpoint, the server delivers it again to a trainer that resumes
-before that step. If a group is in a checkpoint but was not receipted, the server delivers it again as
-well. The ledger knows that group, so it is refused rather than trained twice.
-
-A resumed run repeats the steps that the previous trainer did beyond the checkpoint: see
-`weights.catching_up`.
+The checkpoint, if any are kept, holds the last step that the policy contains. It is written after the
+step's receipts and before the notice of it. The server delivers again, to a trainer that resumes, what was
+receipted but is in no checkpoint, and also what is in one but was not receipted. The ledger knows the
+latter groups, so they are refused rather than trained twice. Repeated steps: see `weights.catching_up`.
 """
 
 from __future__ import annotations
@@ -58,7 +41,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from opentelemetry.trace import Span
@@ -73,35 +56,26 @@ from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.trainer.state.ledger import StepEntry, TrainedGroup
 from penstock.trainer.weights.publisher import Publisher, Switches
-from penstock.trainer.weights.sent import Sent
 from penstock.v1 import trainer_service_pb2
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class TrainingLoop:
     """One run, from the policy's current step to the last."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        *,
-        learner: Learner,
-        gatherer: Gatherer,
-        exchanges: Servers,
-        publisher: Publisher,
-        metrics: MetricsWriter,
-        evaluator: Evaluator,
-    ) -> None:
-        self._config = config
-        self._learner = learner
-        self._gatherer = gatherer
-        self._exchanges = exchanges
-        self._publisher = publisher
-        self._metrics = metrics
-        self._evaluator = evaluator
+    config: TrainerConfig
+    learner: Learner
+    gatherer: Gatherer
+    exchanges: Servers
+    publisher: Publisher
+    metrics: MetricsWriter
+    evaluator: Evaluator
+
+    def __post_init__(self) -> None:
         self._unconcluded: StepRecord | None = None
-        self.step = learner.saved_step
+        self.step = self.learner.saved_step
         """The last step that the policy contains."""
 
     async def begin(self) -> None:
@@ -109,28 +83,29 @@ class TrainingLoop:
 
         Raises ConfigInvalid if a server does not accept this run's adapter.
         """
-        infos = await self._publisher.ask_servers()
+        infos = await self.publisher.ask_servers()
         if infos is None:
             return
-        if self.step and self._config.checkpoint.every_steps:
+        if self.step and self.config.checkpoint.every_steps:
             # The previous trainer may have died before reporting it.
-            self._exchanges.checkpoint(self.step)
+            self.exchanges.checkpoint(self.step)
         # Other late policies than `wait` deliver everything buffered, whatever version the trainer holds.
-        may_repeat = self._config.staleness.applied_policy != "wait"
-        repeatable = self._learner.repeatable_versions if may_repeat else ()
-        repeats = await self._publisher.begin(infos, self._learner.weights, repeatable)
+        may_repeat = self.config.staleness.applied_policy != "wait"
+        ahead = self.learner.ledger.ahead.values() if may_repeat else ()
+        repeatable = {entry.weight_version for entry in ahead}
+        repeats = await self.publisher.begin(infos, self.learner.policy.weights, repeatable)
         if repeats and may_repeat:
-            self._gatherer.follow()
-        await self._gatherer.submit()
+            self.gatherer.follow()
+        await self.gatherer.submit()
 
     async def restore(self, server: int, welcome: trainer_service_pb2.Welcome) -> None:
         """Bring a server up to date that came back without some of its state. Raises ServerLost."""
-        await self._gatherer.came_back(server)
-        samples_it = await self._publisher.senders[server].restore(welcome)
-        await self._gatherer.submit_again(server)
+        await self.gatherer.came_back(server)
+        samples_it = await self.publisher.senders[server].restore(welcome)
+        await self.gatherer.submit_again(server)
         if not samples_it:
-            self._evaluator.version_gone()
-        await self._evaluator.submit_again(server)
+            self.evaluator.version_gone()
+        await self.evaluator.submit_again(server)
 
     async def run(self) -> None:
         """Gather batches, train on them, and produce weight versions and receipts.
@@ -138,10 +113,10 @@ class TrainingLoop:
         Ends after the last step, or earlier if asked to stop. The module docstring describes how.
         """
         async with asyncio.TaskGroup() as group:
-            self._evaluator.open(group)
-            fillers = [group.create_task(filler) for filler in self._gatherer.fillers()]
+            self.evaluator.open(group)
+            fillers = [group.create_task(filler) for filler in self.gatherer.fillers()]
             try:
-                with self._exchanges.notices_to(partial(self._heed, group)):
+                with self.exchanges.notices_to(partial(self._heed, group)):
                     await self._steps(group)
             finally:
                 for filler in fillers:
@@ -153,20 +128,20 @@ class TrainingLoop:
         """Give up the task of a dropped group. The task of a requeued group stays."""
         if notice.reason not in TAKE_THEIR_TASK:
             return
-        if self._evaluator.dropped(notice.task_id, notice.reason):
+        if self.evaluator.dropped(notice.task_id, notice.reason):
             return
-        if self._gatherer.awaits(notice):
-            group.create_task(self._gatherer.give_up(server, notice))
+        if self.gatherer.awaits(notice):
+            group.create_task(self.gatherer.give_up(server, notice))
 
     async def _steps(self, group: asyncio.TaskGroup) -> None:
-        steps = self._config.run.steps
+        steps = self.config.run.steps
         conclusion = None
-        self._measure(self._exchanges.held_version)
+        self._measure(self.exchanges.held_version)
         if self.step < steps:
-            self._gatherer.demand(self.step + 1)
+            self.gatherer.demand(self.step + 1)
         while self.step < steps:
             record = StepRecord(self.step + 1, time_gather_start=time.time())
-            span = self._metrics.begin_step(record.step, self._evaluator.seconds_after(steps))
+            span = self.metrics.begin_step(record.step, self.evaluator.seconds_after(steps))
             batch = await self._gather(record)
             if batch is None:
                 # The run ends here. Stop requests and lost servers later in a step let it finish.
@@ -188,28 +163,28 @@ class TrainingLoop:
             conclusion = group.create_task(self._conclude(switches, record, span))
         if conclusion is not None:
             await conclusion
-        self._metrics.doing("evaluating")
-        await self._evaluator.finish(self.step, self._exchanges.held_version)
+        self.metrics.display.doing("evaluating")
+        await self.evaluator.finish(self.step, self.exchanges.held_version)
 
     async def _gather(self, record: StepRecord) -> Batch | None:
         """Return the next batch, without groups whose attempts all failed; None to stop the run."""
-        batch = await self._gatherer.gather(record)
+        batch = await self.gatherer.gather(record)
         if batch is None:
             return None
         record.time_gather_end = time.time()
         record.seconds_wait = record.time_gather_end - record.time_gather_start
-        record.batch = self._gatherer.describe(batch)
+        record.batch = self.gatherer.describe(batch)
         record.traceparents = [
             trajectory.traceparent
             for delivery in batch.deliveries
             for trajectory in delivery.trajectories
             if trajectory.traceparent
         ]
-        return batch if await self._gatherer.refill() else None
+        return batch if await self.gatherer.refill() else None
 
     async def _train(self, batch: Batch, record: StepRecord) -> None:
         record.time_train_start = time.time()
-        record.result = await self._learner.train(batch.groups)
+        record.result = await self.learner.train(batch.groups)
         record.time_train_end = time.time()
         record.seconds_train = record.time_train_end - record.time_train_start
 
@@ -218,84 +193,83 @@ class TrainingLoop:
 
         An upload that starts while the payload is filled is committed only after the note.
         """
-        if self._config.weights.transport == "collective":
+        if self.config.weights.transport == "collective":
             # For a collective, the upload is the switch.
-            await self._may_switch(record)
+            record.seconds_held += await self.evaluator.may_switch()
         record.time_upload_start = record.time_upload_end = time.time()
-        record.weight_version = self._exchanges.held_version + 1
-        left = self._exchanges.left.is_set()
+        record.weight_version = self.exchanges.held_version + 1
+        left = self.exchanges.left.is_set()
         entry = _entry(batch, record, "")
         # No server takes these weights. But if the step was done before, its ledger line has their
         # checksum. A line without it would differ and cut off the lines of the steps that follow.
-        if not left or self._learner.is_repeated(record.step):
-            before, applied = self._publisher.digest, record.result.applied
-            if applied or not self._publisher.filled_version:
-                await self._publisher.fill(
-                    self._learner.weights, record.weight_version, uploads=not left
-                )
+        if not left or self.learner.is_repeated(record.step):
+            before, applied = self.publisher.digest, record.result.applied
+            if applied or not self.publisher.filled_version:
+                weights = self.learner.policy.weights
+                await self.publisher.fill(weights, record.weight_version, uploads=not left)
             else:
-                self._publisher.relabel(record.weight_version)
-            record.unchanged = before == self._publisher.digest or not applied
-            entry = _entry(batch, record, self._publisher.digest)
-            repeated = self._learner.is_repeated(entry.step) and not self._learner.differs(entry)
-            record.weight_version = self._publisher.number(entry, repeated=repeated)
+                self.publisher.relabel(record.weight_version)
+            record.unchanged = before == self.publisher.digest or not applied
+            entry = _entry(batch, record, self.publisher.digest)
+            repeated = self.learner.is_repeated(entry.step) and not self.learner.differs(entry)
+            record.weight_version = self.publisher.number(entry, repeated=repeated)
             entry = replace(entry, weight_version=record.weight_version)
-        if self._learner.differs(entry):
+        if self.learner.differs(entry):
             # Must precede the ledger write, which removes the evidence of the mismatch.
-            self._metrics.forget(entry.step)
-            self._evaluator.forget(entry.step)
+            self.metrics.forget(entry.step)
+            self.evaluator.forget(entry.step)
         # The ledger must contain every version that the server may sample, so it is written first.
-        await self._learner.note(entry)
+        await self.learner.note(entry)
         return entry
 
     async def _publish(self, entry: StepEntry, record: StepRecord) -> None:
         """Stage the noted weights while the server keeps generating, unless no server takes them."""
         if not entry.weights:
             return
-        sent = await self._publisher.stage(record.weight_version)
+        sent = await self.publisher.stage(record.weight_version)
         record.time_upload_end = time.time()
         record.seconds_upload = record.time_upload_end - record.time_upload_start
         if sent is not None:
-            _describe_upload(sent, record)
+            record.upload_bytes, record.upload_dense_bytes = sent.bytes_sent, sent.dense_bytes
+            record.delta, record.changed_elements_ratio = sent.delta, sent.changed_elements_ratio
+            record.changed_tensors, record.pause_seconds = sent.changed_tensors, sent.pause_seconds
+            record.probe_difference = sent.probe_difference
         # A server cannot report this for its first version, or if its answer was lost.
         record.unchanged |= record.changed_tensors == 0
         if record.unchanged:
             why = "" if record.result.applied else ", because the step had no gradient"
             log.warning("version %d changes no tensor%s", record.weight_version, why)
 
-    async def _may_switch(self, record: StepRecord) -> None:
-        record.seconds_held += await self._evaluator.may_switch()
-
     async def _switch(self, batch: Batch, record: StepRecord) -> Switches:
         """Send the switch, the receipts and the next step's demand, in this order on each stream.
 
         Returns the pending answers. Servers already past this version have none.
         """
-        await self._may_switch(record)
+        record.seconds_held += await self.evaluator.may_switch()
         record.time_switch_start = time.time()
-        switches = self._publisher.switch(record.weight_version)
+        switches = self.publisher.switch(record.weight_version)
         self.step = record.step
-        self._gatherer.settle(batch, self.step)
-        if not self._config.checkpoint.every_steps:
-            self._exchanges.checkpoint(self.step)
-        if self.step < self._config.run.steps:
-            self._gatherer.demand(self.step + 1)
+        self.gatherer.settle(batch, self.step)
+        if not self.config.checkpoint.every_steps:
+            self.exchanges.checkpoint(self.step)
+        if self.step < self.config.run.steps:
+            self.gatherer.demand(self.step + 1)
         self._unconcluded = record
         return switches
 
     async def _save_if_due(self) -> float:
         """Save a checkpoint if one is due; return the seconds it took."""
         begun = time.time()
-        version = self._exchanges.held_version
-        if not await self._learner.save_if_due(self.step, version, self._unconcluded):
+        version = self.exchanges.held_version
+        if not await self.learner.save_if_due(self.step, version, self._unconcluded):
             return 0.0
         hit("checkpoint.before_notice")
         # Not before the save: the notice is final, and the server forgets these groups.
-        self._exchanges.checkpoint(self.step)
+        self.exchanges.checkpoint(self.step)
         return time.time() - begun
 
     async def _conclude(self, switches: Switches, record: StepRecord, span: Span) -> None:
-        switched = await self._publisher.confirm(record.weight_version, switches)
+        switched = await self.publisher.confirm(record.weight_version, switches)
         if switched is None:
             record.time = time.time()
         else:
@@ -309,14 +283,14 @@ class TrainingLoop:
                 record.upload_bytes += switched.sent_again.bytes_sent
                 record.delta = False
             self._measure(record.weight_version)
-        self._metrics.write(record, span)
+        self.metrics.write(record, span)
         if self._unconcluded is record:
             self._unconcluded = None
 
     def _measure(self, weight_version: int) -> None:
         """Start the evaluations that are due, now that the server samples the trainer's version."""
-        if not self._publisher.catching_up:
-            self._evaluator.version_active(self.step, weight_version)
+        if not self.publisher.catching_up:
+            self.evaluator.version_active(self.step, weight_version)
 
 
 def _entry(batch: Batch, record: StepRecord, weights: str) -> StepEntry:
@@ -333,10 +307,3 @@ def _entry(batch: Batch, record: StepRecord, weights: str) -> StepEntry:
             for delivery in batch.deliveries
         ),
     )
-
-
-def _describe_upload(sent: Sent, record: StepRecord) -> None:
-    record.upload_bytes, record.upload_dense_bytes = sent.bytes_sent, sent.dense_bytes
-    record.delta, record.changed_elements_ratio = sent.delta, sent.changed_elements_ratio
-    record.changed_tensors = sent.changed_tensors
-    record.pause_seconds, record.probe_difference = sent.pause_seconds, sent.probe_difference

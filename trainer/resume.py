@@ -79,8 +79,13 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
     if leader is not None:
         policy = LeadingPolicy(policy, leader)
     if checkpoint is not None:
-        state = checkpoint.state
-        _check_same_run(checkpoint.folder, state, run.id, data)
+        state, where = checkpoint.state, checkpoint.folder
+        if state.run_id != run.id:
+            raise CheckpointUnusable(f"{where}: run {state.run_id!r}, not {run.id!r}")
+        if state.data != data:
+            raise CheckpointUnusable(
+                f"{where}: its data is {state.data!r}, but the configuration names {data!r}"
+            )
         policy.load(checkpoint.folder)
         ledger.resume(state.step, state.ledger_bytes)
         log.info("resuming after step %d from %s", state.step, checkpoint.folder)
@@ -99,14 +104,15 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
         log.warning(
             "this model cannot share prefixes: its layers do not follow the mask of a prefix tree"
         )
-    measured = max(ledger.ahead, default=state.step) if resumes else None
     # Before the file is read or appended to.
-    written_step = keep_until(run.out, state.step, measured)
+    ahead = max(ledger.ahead, default=state.step) if resumes else None
+    written_step = keep_until(run.out, state.step, ahead)
+    measured = last_steps(run.out)
     return Start(
         policy,
         state,
         source,
-        _open_evaluations(config),
+        tuple(EvaluationSet(e, config.data, measured.get(e.name)) for e in config.evaluation),
         ledger,
         resumes,
         share_prefixes,
@@ -131,19 +137,3 @@ def _find_checkpoint(config: TrainerConfig, folder: Path, resume: bool) -> Check
             "positive number: the last step is always saved"
         )
     return checkpoint
-
-
-def _open_evaluations(config: TrainerConfig) -> tuple[EvaluationSet, ...]:
-    """Open the evaluation sets, each with the last step at which it was measured."""
-    last = last_steps(config.run.out)
-    return tuple(EvaluationSet(e, config.data, last.get(e.name)) for e in config.evaluation)
-
-
-def _check_same_run(folder: Path, state: TrainerState, run_id: str, data: str) -> None:
-    """Raise CheckpointUnusable if the checkpoint is of another run or has other data."""
-    if state.run_id != run_id:
-        raise CheckpointUnusable(f"{folder}: run {state.run_id!r}, not {run_id!r}")
-    if state.data != data:
-        raise CheckpointUnusable(
-            f"{folder}: its data is {state.data!r}, but the configuration names {data!r}"
-        )

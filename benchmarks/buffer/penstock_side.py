@@ -29,7 +29,7 @@ from penstock.v1 import (
     trainer_service_pb2,
     trajectory_pb2,
 )
-from penstock.wire import codec
+from penstock.wire import codec, methods
 from penstock.wire.channel import client_options
 
 T = codec.twin
@@ -51,16 +51,8 @@ class Agent:
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=client_options())
-        self._generate = self._channel.unary_stream(
-            "/penstock.v1.RolloutService/Generate",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GenerateResponse),
-        )
-        self._complete = self._channel.unary_unary(
-            "/penstock.v1.TaskService/CompleteTrajectory",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(task_service_pb2.CompleteTrajectoryResponse),
-        )
+        self._generate = methods.streaming(self._channel, rollout_service_pb2.GenerateResponse)
+        self._complete = methods.unary(self._channel, task_service_pb2.CompleteTrajectoryResponse)
 
     async def open(self, group: int, sibling: int) -> None:
         """Opens a trajectory with one turn of TOKENS tokens."""

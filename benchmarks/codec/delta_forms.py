@@ -12,7 +12,7 @@ import zstandard
 
 from penstock.v1 import weights_pb2
 from penstock.wire import sparse
-from penstock.wire.sparse import Coding, Encoded
+from penstock.wire.sparse import Encoded
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -84,9 +84,13 @@ def encode_as(
         compression = weights_pb2.COMPRESSION_ZSTD
         compressor = zstandard.ZstdCompressor(level)
         index, values = compressor.compress(index), compressor.compress(values)
-    return Encoded(
-        SPARSE, Coding(count, coding or GAPS, len(index), compression), count, (index, values)
+    described = weights_pb2.SparseCoding(
+        changed_element_count=count,
+        index_coding=coding or GAPS,
+        index_length_bytes=len(index),
+        compression=compression,
     )
+    return Encoded(SPARSE, described, count, (index, values))
 
 
 def leb128(positions: NDArray[np.uint32]) -> bytes:

@@ -21,21 +21,12 @@ from typing import Any
 import grpc
 import numpy as np
 
-from penstock.v1 import rollout_service_pb2, task_service_pb2, trajectory_pb2
-from penstock.wire import codec
+from penstock.wire import codec, messages
 from penstock.wire.channel import client_options
 
-ContinueRequest = codec.twin(rollout_service_pb2.ContinueRequest)
-GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
-SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
-StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
-TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
-CompleteTrajectoryRequest = codec.twin(task_service_pb2.CompleteTrajectoryRequest)
-Outcome = codec.twin(trajectory_pb2.Outcome)
-
-PROMPT = TokenSequence(token_ids=codec.array_bytes(np.full(64, 98, np.int32)))
-OBSERVATION = TokenSequence(token_ids=codec.array_bytes(np.full(16, 99, np.int32)))
-WHOLE = StreamOptions(final_only=True)
+PROMPT = messages.TokenSequence(token_ids=codec.array_bytes(np.full(64, 98, np.int32)))
+OBSERVATION = messages.TokenSequence(token_ids=codec.array_bytes(np.full(16, 99, np.int32)))
+WHOLE = messages.StreamOptions(final_only=True)
 # Makes the agents' names unique over all runs.
 names = itertools.count()
 
@@ -117,16 +108,16 @@ async def work(work: Work) -> Done:
         done.tokens_per_second += tokens / (time.perf_counter() - begun)
 
     async def turn(server: Server, name: str, index: int, tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        sampling = messages.SamplingParams(max_tokens=tokens, ignore_eos=True)
         given: Any = {
             "trajectory_id": name,
             "stream_options": WHOLE,
             "sampling_params": sampling,
         }
         request = (
-            ContinueRequest(tokens=OBSERVATION, **given)
+            messages.ContinueRequest(tokens=OBSERVATION, **given)
             if index
-            else GenerateRequest(tokens=PROMPT, **given)
+            else messages.GenerateRequest(tokens=PROMPT, **given)
         )
         began, answers = time.perf_counter(), 0
         async for _ in server.continue_(request) if index else server.generate(request):
@@ -138,7 +129,9 @@ async def work(work: Work) -> Done:
             latencies.append(ended - began)
 
     async def close(server: Server, name: str) -> None:
-        request = CompleteTrajectoryRequest(trajectory_id=name, outcome=Outcome(reward=1.0))
+        request = messages.CompleteTrajectoryRequest(
+            trajectory_id=name, outcome=messages.Outcome(reward=1.0)
+        )
         await server.complete(request)
 
     async with asyncio.TaskGroup() as group:

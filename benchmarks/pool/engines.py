@@ -35,7 +35,7 @@ from penstock.server.engine.protocol import Delta, EngineRequest, EngineStats, F
 from penstock.server.journals import open_journal
 from penstock.server.lifecycle import Lifecycle, bind
 from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
-from penstock.wire import codec
+from penstock.wire import codec, messages
 from penstock.wire.channel import server_options
 
 SLOTS = 32
@@ -46,10 +46,6 @@ FEWEST = 64
 MAX_CONTEXT = 32_768
 ENGINES_PER_HOST = 8
 
-Segment = codec.twin(trajectory_pb2.Segment)
-GenerateResponse = codec.twin(rollout_service_pb2.GenerateResponse)
-GetServerInfoResponse = codec.twin(rollout_service_pb2.GetServerInfoResponse)
-UpdateWeightsResponse = codec.twin(weights_pb2.UpdateWeightsResponse)
 read_generate = codec.decoder(rollout_service_pb2.GenerateRequest)
 read_info = codec.decoder(rollout_service_pb2.GetServerInfoRequest)
 
@@ -119,14 +115,14 @@ async def serve() -> None:
 @cache
 def segment_bytes(count: int, version: int) -> bytes:
     """An event with `count` tokens, as bytes."""
-    segment = Segment(
+    segment = messages.Segment(
         author=trajectory_pb2.AUTHOR_POLICY,
         token_ids=codec.array_bytes(np.full(count, 97, np.int32)),
         logprobs=codec.array_bytes(np.full(count, -0.5, np.float32), codec.LOGPROB),
         weight_version=version,
         temperature=1.0,
     )
-    return GenerateResponse(segment=segment).SerializeToString()
+    return messages.GenerateResponse(segment=segment).SerializeToString()
 
 
 class BareEngine:
@@ -178,7 +174,7 @@ class BareEngine:
             "replicas": [{"state": rollout_service_pb2.REPLICA_STATE_SERVING}],
             "tensors": tensors,
         }
-        return GetServerInfoResponse(**answer).SerializeToString()
+        return messages.GetServerInfoResponse(**answer).SerializeToString()
 
     async def _generate(self, data: bytes, _: object) -> AsyncIterator[bytes]:
         request = read_generate(data)
@@ -187,7 +183,9 @@ class BareEngine:
         per_flush = max(1, int(flush * self._tokens_per_second))
         self._asked["turns"] += 1
         loop = asyncio.get_running_loop()
-        yield GenerateResponse(started={"weight_version": self._active}).SerializeToString()
+        yield messages.GenerateResponse(
+            started={"weight_version": self._active}
+        ).SerializeToString()
         sampled, due = 0, loop.time()
         while sampled < total:
             count = min(per_flush, total - sampled)
@@ -200,7 +198,7 @@ class BareEngine:
             "finish_reason": trajectory_pb2.FINISH_REASON_LENGTH,
             "policy_token_count": total,
         }
-        yield GenerateResponse(finished=finished).SerializeToString()
+        yield messages.GenerateResponse(finished=finished).SerializeToString()
 
     async def _abort(self, data: bytes, _: object) -> bytes:
         self._asked["aborts"] += 1
@@ -222,7 +220,7 @@ class BareEngine:
                 state = weights_pb2.WEIGHT_STATE_ACTIVE
             else:
                 continue
-            answer = UpdateWeightsResponse(
+            answer = messages.UpdateWeightsResponse(
                 weight_version=version, state=state, active_weight_version=self._active
             )
             if state == weights_pb2.WEIGHT_STATE_STAGED:

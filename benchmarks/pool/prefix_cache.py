@@ -32,22 +32,13 @@ from pathlib import Path
 import click
 import grpc
 import numpy as np
-from benchmarks.pool.agents import (
-    CompleteTrajectoryRequest,
-    ContinueRequest,
-    GenerateRequest,
-    Outcome,
-    SamplingParams,
-    StreamOptions,
-    TokenSequence,
-)
 from benchmarks.pool.processes import Hub, hub
 from benchmarks.support.processes import Process, serving_address, started
 from rich.console import Console
 from rich.table import Table
 
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
-from penstock.wire import codec
+from penstock.wire import codec, messages, methods
 
 POLICIES = ("sticky", "least_loaded", "round_robin")
 PROMPT_TOKENS = 512
@@ -88,19 +79,12 @@ class Agents:
     """The conversations through one hub."""
 
     def __init__(self, own: Hub, seen: Seen, rng: random.Random) -> None:
-        rollouts, tasks = "/penstock.v1.RolloutService", "/penstock.v1.TaskService"
         channel = own.channel
-        self._generate = channel.unary_stream(
-            f"{rollouts}/Generate",
-            codec.encode,
-            codec.decoder(rollout_service_pb2.GenerateResponse),
+        self._generate = methods.streaming(channel, rollout_service_pb2.GenerateResponse)
+        self._continue = methods.streaming(channel, rollout_service_pb2.ContinueResponse)
+        self._complete = channel.unary_unary(
+            "/penstock.v1.TaskService/CompleteTrajectory", codec.encode
         )
-        self._continue = channel.unary_stream(
-            f"{rollouts}/Continue",
-            codec.encode,
-            codec.decoder(rollout_service_pb2.ContinueResponse),
-        )
-        self._complete = channel.unary_unary(f"{tasks}/CompleteTrajectory", codec.encode)
         self._seen = seen
         self._rng = rng
 
@@ -116,31 +100,33 @@ class Agents:
 
     def _tokens(self, count: int) -> trajectory_pb2.TokenSequence:
         ids = np.asarray([self._rng.randrange(32, 127) for _ in range(count)], np.int32)
-        return TokenSequence(token_ids=codec.array_bytes(ids))
+        return messages.TokenSequence(token_ids=codec.array_bytes(ids))
 
     async def _converse(
         self, group: str, index: int, shape: Shape, prompt: trajectory_pb2.TokenSequence
     ) -> None:
         name = f"{group}-{index}"
-        opening = GenerateRequest(
+        opening = messages.GenerateRequest(
             trajectory_id=name,
             group_id=group,
             group_size=shape.siblings,
             sample_index=index,
             tokens=prompt,
-            sampling_params=SamplingParams(max_tokens=TURN_TOKENS, ignore_eos=True),
+            sampling_params=messages.SamplingParams(max_tokens=TURN_TOKENS, ignore_eos=True),
             stream_options=prompt_stream(),
         )
         await self._turn(self._generate(opening), opens=True)
         for _ in range(shape.turns - 1):
             await asyncio.sleep(self._rng.uniform(0.0, LONGEST_TOOL_SECONDS))
             said = self._tokens(OBSERVATION_TOKENS)
-            following = ContinueRequest(
+            following = messages.ContinueRequest(
                 trajectory_id=name, tokens=said, stream_options=prompt_stream()
             )
             await self._turn(self._continue(following), opens=False)
         await self._complete(
-            CompleteTrajectoryRequest(trajectory_id=name, outcome=Outcome(reward=1.0))
+            messages.CompleteTrajectoryRequest(
+                trajectory_id=name, outcome=messages.Outcome(reward=1.0)
+            )
         )
 
     async def _turn(
@@ -168,7 +154,7 @@ class Agents:
 
 def prompt_stream() -> rollout_service_pb2.StreamOptions:
     """Stream options that send each token as soon as it is sampled."""
-    options = StreamOptions()
+    options = messages.StreamOptions()
     options.flush_interval.FromNanoseconds(0)
     return options
 

@@ -15,10 +15,9 @@ from benchmarks.pool.agents import Done, Work
 from benchmarks.support.processes import Process, serving_address, started
 
 from penstock.v1 import rollout_service_pb2
-from penstock.wire import codec
+from penstock.wire import methods
 from penstock.wire.channel import client_options
-
-GetServerInfoRequest = codec.twin(rollout_service_pb2.GetServerInfoRequest)
+from penstock.wire.messages import GetServerInfoRequest
 
 
 @contextlib.asynccontextmanager
@@ -54,11 +53,7 @@ class Hub:
 
     async def serving_count(self) -> int:
         """Number of engines in rotation."""
-        call = self.channel.unary_unary(
-            "/penstock.v1.RolloutService/GetServerInfo",
-            codec.encode,
-            codec.decoder(rollout_service_pb2.GetServerInfoResponse),
-        )
+        call = methods.unary(self.channel, rollout_service_pb2.GetServerInfoResponse)
         info = await call(GetServerInfoRequest())
         serving = rollout_service_pb2.REPLICA_STATE_SERVING
         return sum(replica.state == serving for replica in info.replicas)

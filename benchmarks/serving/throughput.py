@@ -63,14 +63,10 @@ from rich.table import Table
 
 from penstock.demo.model import prepare_model
 from penstock.server.vllm import environment as vllm_environment
-from penstock.v1 import rollout_service_pb2, trajectory_pb2
-from penstock.wire import codec
+from penstock.v1 import rollout_service_pb2
+from penstock.wire import codec, methods
+from penstock.wire.messages import GenerateRequest, SamplingParams, StreamOptions, TokenSequence
 from penstock.wire.security import Security, open_channel
-
-GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
-SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
-StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
-TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 
 SECURE = ("tls_to_plaintext", "tls_to_plaintext_stream")
 LOOK_SECONDS = 0.3
@@ -159,11 +155,7 @@ async def penstock_server(
 
 def generate_runners(channel: grpc.aio.Channel, name: str) -> dict[str, Run]:
     """Runners of single turns through `Generate`, whole and streamed."""
-    generate = channel.unary_stream(
-        "/penstock.v1.RolloutService/Generate",
-        request_serializer=codec.encode,
-        response_deserializer=codec.decoder(rollout_service_pb2.GenerateResponse),
-    )
+    generate = methods.streaming(channel, rollout_service_pb2.GenerateResponse)
     count = 0
 
     async def turn(tokens: int, final_only: bool) -> None:

@@ -52,7 +52,7 @@ class EngineTimes:
     def __post_init__(self) -> None:
         counts = [count for count, _ in self.steps]
         if not counts or counts[0] < 1 or counts != sorted(set(counts)):
-            raise ValueError(f"steps must have ascending counts from 1 on, got {counts}")
+            raise ValueError(f"steps must have ascending counts starting at 1, got {counts}")
         if any(seconds <= 0.0 for _, seconds in self.steps):
             raise ValueError(f"steps must take time, got {self.steps}")
         if self.first_token_steps not in (0, 1) or self.most_running < 1:

@@ -36,11 +36,9 @@ from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import Placing
 from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.roster import LOOKS_PER_SECOND
-from penstock.v1 import rollout_service_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import GetServerInfoResponse
 from penstock.wire.security import Security
 
-Info = twin(rollout_service_pb2.GetServerInfoResponse)
 # Placing a request does not read its tokens.
 NO_TOKENS = np.zeros(1, np.int32)
 SAMPLING = Sampling(max_tokens=1)
@@ -100,7 +98,7 @@ class SimulatedPool:
     def _member(self, engine: SimulatedEngine) -> Member:
         server = EngineServer(engine.name, Security())
         member = Member(server, self._setup.rules.limits, lambda: self._clock.now)
-        member.heard(Info(server_id=engine.name))
+        member.heard(GetServerInfoResponse(server_id=engine.name))
         member.state, member.problem = State.SERVING, ""
         return member
 
@@ -176,7 +174,9 @@ class SimulatedPool:
         """Polls every engine, and schedules the next poll."""
         for engine, member in zip(self.engines, self.members, strict=True):
             if member.state is State.SERVING:
-                info = Info(server_id=engine.name, active_weight_version=engine.version)
+                info = GetServerInfoResponse(
+                    server_id=engine.name, active_weight_version=engine.version
+                )
                 info.load.running_turn_count = engine.running_count
                 info.load.waiting_turn_count = engine.waiting_count
                 info.load.kv_cache_usage = engine.cache_usage(self._clock.now)

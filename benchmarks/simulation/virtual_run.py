@@ -8,7 +8,7 @@ the limits of `pool`, and `lag`. This module adds the times at which the server 
     turn       turns, client.trajectory: the context grows by the tool's answer
     complete   rollouts.complete: the last sibling finishes the group, with the version of its oldest token
     deliver    rpc.trainer.delivery: the gate selects after every change, even without credit
-    switch     rpc.trainer.switches: the gate advances when the trainer requests the switch,
+    switch     rpc.trainer.servicer: the gate advances when the trainer requests the switch,
                before the engines switch
     step       trainer.loop: gather, train, wait for the previous switch, publish, switch, demand
 

@@ -14,14 +14,11 @@ import grpc
 import numpy as np
 from benchmarks.support.processes import serving_address, started
 
-from penstock.v1 import rollout_service_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
-from penstock.wire import codec
+from penstock.v1 import rollout_service_pb2, trainer_service_pb2, weights_pb2
+from penstock.wire import codec, methods
 from penstock.wire.channel import client_options
+from penstock.wire.messages import ExchangeRequest, GenerateRequest, SamplingParams, TokenSequence
 
-GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
-SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
-TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
-ExchangeRequest = codec.twin(trainer_service_pb2.ExchangeRequest)
 EPOCH = 1
 PROMPT = "Once upon a time there was a"
 
@@ -47,11 +44,7 @@ class Server:
         self.weights = grpc.aio.insecure_channel(
             address, options=client_options(own_connection=True)
         )
-        self._generate = self.channel.unary_stream(
-            "/penstock.v1.RolloutService/Generate",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GenerateResponse),
-        )
+        self._generate = methods.streaming(self.channel, rollout_service_pb2.GenerateResponse)
         self._count = 0
 
     async def turn(

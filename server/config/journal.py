@@ -32,8 +32,7 @@ class JournalSection(Section):
     """http://HOST:PORT of the NATS server's monitoring endpoint. It reports whether the NATS server
     syncs every write."""
     credentials: Path | None = None
-    """File of NATS credentials, as `nsc` writes it. `url` must not contain a password or a
-    token."""
+    """File of NATS credentials, as `nsc` writes it. `url` must not contain a password or a token."""
     ca: Path | None = None
     """PEM file of the authority that signed the NATS server's certificate. With `ca` or
     `certificate`, connections use TLS only."""

@@ -51,8 +51,7 @@ class LimitsSection(Section):
     pending_tasks: int = Field(default=100_000, ge=1)
     """Tasks waiting for a worker."""
     groups_without_trainer: int = Field(default=256, ge=1)
-    """Training groups begun and not yet delivered while no trainer has declared its staleness
-    contract."""
+    """Training groups begun and not yet delivered while no trainer has declared its staleness contract."""
     evaluation_groups: int = Field(default=256, ge=1)
     """Evaluation groups begun and not yet delivered."""
     memory_bytes: int = Field(default_factory=default_bytes, ge=16 << 20)

@@ -1,19 +1,6 @@
-"""Configuration of `penstock serve`: one TOML file. Every field is also a command-line option.
+"""Configuration of `penstock serve`: one TOML file, whose tables are the sections below.
 
-listen = "127.0.0.1:50051"
-
-[engine]                 # vLLM's own names, here and as options
-model = "HuggingFaceTB/SmolLM2-135M-Instruct"
-dtype = "bfloat16"
-max-model-len = 2048
-
-[leases]
-seconds = 60
-
-[security]
-certificate = "server.pem"
-key = "server-key.pem"
-tokens = "tokens.toml"
+`--set section.key=value` overrides a field.
 """
 
 from __future__ import annotations
@@ -38,6 +25,10 @@ class ConfigError(Exception):
     """The configuration cannot be used. The message names the offending value."""
 
 
+class AddressInUse(Exception):
+    """The server cannot listen on the address."""
+
+
 class WeightsSection(Section):
     """How the server receives weight versions and switches to them."""
 
@@ -49,9 +40,8 @@ class WeightsSection(Section):
     max_staged: int = Field(default=2, ge=1)
     """Most versions staged in addition to the active one. The oldest is removed to make room."""
     await_trainer: bool = False
-    """Whether turns wait until a trainer is connected and the version it holds is active. Use it
-    for a server that is restarted in the middle of a run. With a journal the server detects this on
-    its own."""
+    """Whether turns wait until a trainer is connected and the version it holds is active. Use it for a
+    server that is restarted in the middle of a run. With a journal the server detects this on its own."""
     hold_active: bool = True
     """Whether the bytes of the active version stay in memory. Deltas apply to them, and the server
     returns to them if a version fails to load."""
@@ -93,11 +83,9 @@ class ConversationSection(Section):
     """How the policy's messages in a conversation are parsed; see docs/conversations.md."""
 
     tool_parser: str = ""
-    """vLLM's name of the parser that finds tool calls, such as "hermes". If empty, they remain
-    text."""
+    """vLLM's name of the parser that finds tool calls, such as "hermes". If empty, they remain text."""
     reasoning_parser: str = ""
-    """vLLM's name of the parser that finds reasoning, such as "qwen3". If empty, it remains
-    text."""
+    """vLLM's name of the parser that finds reasoning, such as "qwen3". If empty, it remains text."""
 
 
 class SecuritySection(Section):
@@ -111,8 +99,7 @@ class SecuritySection(Section):
     client_ca: Path | None = None
     """PEM file of the authority of client certificates. If set, connections use mutual TLS only."""
     tokens: Path | None = None
-    """File of tokens and roles that `penstock token` writes. Without it callers are not
-    authenticated."""
+    """File of tokens and roles that `penstock token` writes. Without it callers are not authenticated."""
     insecure: bool = False
     """Whether the server may listen on a non-loopback address without the settings above. Only for
     a network that is closed by other means."""

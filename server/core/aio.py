@@ -19,8 +19,7 @@ SAY_AGAIN_SECONDS = 10.0
 class Broadcast:
     """A change that any number of coroutines can wait for, without polling and without a queue.
 
-    A waiter first checks its condition. If it is false, the waiter calls `wait` before it awaits anything
-    else. Then it cannot miss a change between the check and the wait.
+    A waiter checks its condition and calls `wait` before it awaits anything else. So it misses no change.
     """
 
     def __init__(self) -> None:
@@ -92,9 +91,8 @@ async def said_again(
     """Yield the function that answers a long call. Its last answer is repeated every `seconds`, but not
     after the context ends nor in the middle of another answer.
 
-    To its caller, a call whose frames were lost looks like one that is still working: its stream is open,
-    and pings are answered. With the repetition, a caller that receives nothing for several intervals can
-    give up.
+    A call whose frames were lost looks like one that still works: its stream is open, and pings are
+    answered. A caller that receives no repetition for several intervals can give up.
     """
     said: list[T] = []
     speaking = asyncio.Lock()

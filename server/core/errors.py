@@ -1,8 +1,7 @@
 """The table of errors: maps domain errors to status codes and error details.
 
-Every refusal in the server is a `DomainError` with a reason from `wire.reasons`. The boundary
-(`service.py`) turns it into a status. Inside a stream it becomes a `Rejection`. Everything in the
-message is also in the metadata, so that clients need not parse text.
+Every refusal in the server is a `DomainError`. `rpc/boundary.py` turns it into a status; inside a stream
+it becomes a `Rejection`. The metadata has everything in the message, so that clients need not parse it.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from penstock.v1 import rejection_pb2
 from penstock.wire.codec import twin
 from penstock.wire.reasons import DOMAIN, Reason
-
-Rejection = twin(rejection_pb2.Rejection)
 
 MAX_ID_LENGTH = 256
 """Most characters of an id or a reason that a caller chooses."""
@@ -94,6 +91,7 @@ RETRY_SECONDS: Mapping[Reason, float] = {
 }
 """Default retry delays. MESSAGE_TOO_LARGE has none because a retry does not help."""
 
+# What is sent in the trailers, whose size both ends limit (`wire.channel`).
 MAX_TEXT = 400
 MAX_VALUE = 200
 
@@ -107,14 +105,12 @@ class DomainError(Exception):
         *,
         retry_after_seconds: float | None = None,
     ) -> None:
-        # Both are sent in the trailers, whose size both ends limit (`wire.channel`).
         self.message = message if len(message) <= MAX_TEXT else f"{message[:MAX_TEXT]}..."
         super().__init__(self.message)
         self.reason = reason
         self.metadata = {key: _short(value) for key, value in (metadata or {}).items()}
-        if retry_after_seconds is None:
-            retry_after_seconds = RETRY_SECONDS.get(reason)
-        self.retry_after_seconds = retry_after_seconds
+        default = RETRY_SECONDS.get(reason)
+        self.retry_after_seconds = default if retry_after_seconds is None else retry_after_seconds
 
     @property
     def code(self) -> grpc.StatusCode:
@@ -122,8 +118,6 @@ class DomainError(Exception):
 
 
 class FieldInvalid(DomainError):
-    """A field of a request is missing, malformed or out of range."""
-
     def __init__(self, field: str, description: str, got: object = None) -> None:
         metadata = {"field": field} if got is None else {"field": field, "got": got}
         suffix = "" if got is None else f", got {_short(got)!r}"
@@ -160,12 +154,11 @@ def to_status(error: DomainError) -> RpcStatus:
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     for detail in details:
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
+        status.details.add().Pack(detail)
     return RpcStatus(error.code, error.message, status.SerializeToString())
 
 
 def to_rejection(error: DomainError) -> rejection_pb2.Rejection:
     """For errors inside a stream."""
-    return Rejection(reason=error.reason, message=error.message, metadata=error.metadata)
+    rejection = twin(rejection_pb2.Rejection)
+    return rejection(reason=error.reason, message=error.message, metadata=error.metadata)

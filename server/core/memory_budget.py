@@ -1,4 +1,4 @@
-"""Bounds the memory of trajectories, groups and tasks.
+"""Bounds the memory that grows with the callers:
 
     open trajectories    their tokens and log-probabilities; while a turn is in flight, also those it may
                          still write; outcomes, until the group is complete
@@ -10,20 +10,19 @@
     kept                 completed groups that are also in the journal, until their first delivery: up to a
                          sixteenth of the budget, and only memory that nothing else needs
 
-Order: a call states how much it is about to add. It is then either refused with MEMORY_BUDGET,
-which changes nothing, or added. Shortly before the bound no new group begins, so that those under
-way can finish.
+A call states how much it is about to add. It is then either refused with MEMORY_BUDGET, which changes
+nothing, or added. Shortly before the bound no new group begins, so that those under way can finish.
 
-The budget does not include memory that does not grow with the callers. That is the model, staged
-weights (`max_staged` and the held one), and marks of closed trajectories (some hundred bytes each,
-a bounded number). Nor does it include each open call's request, or incomplete gRPC requests. gRPC
-does not report how much it holds of those, but holds them for at most `limits.stalled_seconds`.
+Not included are the model, staged weights, marks of closed trajectories (some hundred bytes each, a
+bounded number), each open call's request, and incomplete gRPC requests. gRPC does not report how much it
+holds of those, but holds them for at most `limits.stalled_seconds`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.server.core.errors import DomainError
@@ -31,14 +30,11 @@ from penstock.wire.reasons import Reason
 
 # No group begins above this fraction of the budget.
 BEGIN_BELOW = 0.8
-OF_PHYSICAL_MEMORY = 4
 # Divisor of the budget for groups that are kept in memory although they are on disk.
 KEPT_PART = 16
 
 
 class GivesWay(Protocol):
-    """State that is freed as far as other parts need its memory."""
-
     @property
     def byte_count(self) -> int: ...
 
@@ -46,8 +42,6 @@ class GivesWay(Protocol):
 
 
 class Kept(Protocol):
-    """A cache, kept in memory only for speed."""
-
     @property
     def byte_count(self) -> int: ...
 
@@ -56,24 +50,23 @@ class Kept(Protocol):
 
 def default_bytes() -> int:
     """A quarter of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // OF_PHYSICAL_MEMORY
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
+@dataclass(eq=False)
 class MemoryBudget:
-    def __init__(
-        self, limit_bytes: int, parts: Sequence[Callable[[], int]], kept: Kept, last: GivesWay
-    ) -> None:
-        """Each of `parts` returns the bytes that a part takes. `kept` is cleared if any part needs
-        memory; `last` frees as much as the other parts need."""
-        self.limit_bytes = limit_bytes
-        self.parts = parts
-        self._kept = kept
-        self._last = last
+    limit_bytes: int
+    parts: Sequence[Callable[[], int]]
+    """Each returns the bytes that a part takes."""
+    kept: Kept
+    """Cleared if any part needs memory."""
+    last: GivesWay
+    """Frees as much as the other parts need."""
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all parts and of the cache."""
-        return self._needed + self._kept.byte_count
+        return self._needed + self.kept.byte_count
 
     @property
     def _needed(self) -> int:
@@ -86,18 +79,16 @@ class MemoryBudget:
         """Make room for `byte_count` bytes; raise MEMORY_BUDGET if they do not fit."""
         used = self._needed
         if not self.may_keep(byte_count):
-            self._kept.clear()
+            self.kept.clear()
         missing = used + byte_count - self.limit_bytes
-        if 0 < missing <= self._last.byte_count:
-            self._last.give_way(missing)
-            return
-        if missing > 0:
+        if 0 < missing <= self.last.byte_count:
+            self.last.give_way(missing)
+        elif missing > 0:
             raise DomainError(
                 Reason.MEMORY_BUDGET,
                 f"{used} of {self.limit_bytes} bytes are in use; {byte_count} more do not fit",
                 {"used_bytes": used, "byte_count": byte_count, "limit": self.limit_bytes},
-                retry_after_seconds=1.0,
             )
 
     def may_begin(self) -> bool:
-        return self._needed - self._last.byte_count < BEGIN_BELOW * self.limit_bytes
+        return self._needed - self.last.byte_count < BEGIN_BELOW * self.limit_bytes

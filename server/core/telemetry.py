@@ -1,51 +1,60 @@
-"""Metrics of the server, through the OpenTelemetry API; no-ops unless an endpoint is configured.
-
-Counters and histograms are recorded by the callbacks below when events happen. Gauges are read on export.
-"""
+"""Metrics of the server, through the OpenTelemetry API; no-ops unless an endpoint is configured."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from penstock.server.core.errors import MAX_ID_LENGTH
+
 Gauge = Callable[[], float]
-Breakdown = Callable[[], Mapping[str, float]]
+
+MOST_REASONS = 200
+"""Each reason is kept forever and is a separate series in the metrics, so their number is limited."""
+OTHER = "OTHER"
+
+
+class ReasonCounts(Counter[str]):
+    """Counts by reason, for reasons that callers choose."""
+
+    def count(self, reason: str, times: int = 1) -> None:
+        """Counts as OTHER if the reason is one too many or too long."""
+        known = reason in self or len(self) < MOST_REASONS
+        self[reason if known and len(reason) <= MAX_ID_LENGTH else OTHER] += times
 
 
 class ServerMetrics:
     def __init__(self) -> None:
         self._meter = metrics.get_meter("penstock.server")
         self._tokens = self._meter.create_counter(
-            "penstock.tokens", unit="{token}", description="Tokens the policy sampled"
+            "penstock.tokens", "{token}", "Tokens the policy sampled"
         )
         self._lag = self._meter.create_histogram(
             "penstock.group.lag",
-            unit="{version}",
-            description="Lag of the oldest token of a group when it was taken",
+            "{version}",
+            "Lag of the oldest token of a group when it was taken",
         )
         self._pause = self._meter.create_histogram(
-            "penstock.weights.pause", unit="s", description="How long a switch stopped generation"
+            "penstock.weights.pause", "s", "How long a switch stopped generation"
         )
         self._update_bytes = self._meter.create_histogram(
-            "penstock.weights.bytes", unit="By", description="Bytes of an upload"
+            "penstock.weights.bytes", "By", "Bytes of an upload"
         )
         self._changed_tensors = self._meter.create_histogram(
             "penstock.weights.changed_tensors",
-            unit="{tensor}",
-            description="Tensors of an upload that differ from the previous version",
+            "{tensor}",
+            "Tensors of an upload that differ from the previous version",
         )
         self._unchanged = self._meter.create_counter(
-            "penstock.weights.unchanged",
-            unit="{version}",
-            description="Uploads that changed no tensor",
+            "penstock.weights.unchanged", "{version}", "Uploads that changed no tensor"
         )
-
         self._conversations = self._meter.create_counter(
             "penstock.conversations",
-            unit="{request}",
-            description="Requests with a whole conversation, by their effect on the conversation held",
+            "{request}",
+            "Requests with a whole conversation, by their effect on the conversation held",
         )
         self.conversations: dict[str, int] = {}
         """The same counts since the server's start, by kind."""
@@ -62,7 +71,6 @@ class ServerMetrics:
         self._lag.record(lag)
 
     def weights_staged(self, length_bytes: int, changed_tensors: int) -> None:
-        """Called when an upload is complete."""
         self._update_bytes.record(length_bytes)
         self._changed_tensors.record(changed_tensors)
         if not changed_tensors:
@@ -79,7 +87,9 @@ class ServerMetrics:
 
         self._meter.create_observable_gauge(name, [callback], unit, description)
 
-    def observe_counts(self, name: str, unit: str, description: str, read: Breakdown) -> None:
+    def observe_counts(
+        self, name: str, unit: str, description: str, read: Callable[[], Mapping[str, float]]
+    ) -> None:
         """Running totals, one per reason."""
 
         def callback(_: CallbackOptions) -> Iterable[Observation]:

@@ -1,14 +1,8 @@
 """The interface between the server and a sampler.
 
-    Engine              samples: every engine
-    SwitchableEngine    and takes new weights while paused
-    CollectiveEngine    and receives them through a collective that it has joined
-    AdapterEngine       a switchable engine that samples with adapters on its weights
-    LocalEngine         all of these: an engine that this process owns, such as `vllm.engine.VllmEngine`
-
 A pool of engine servers is an `Engine` only, because it switches its engines by their own rpcs. The tests'
-fake is a function of (prefix, weight version), so that every token can be recomputed. The types here are
-small frozen dataclasses. They keep the engine's own types apart from protobuf's.
+fake is a function of (prefix, weight version), so that every token can be recomputed. The types here keep
+the engine's own types apart from protobuf's.
 
 Order of a weight switch, which the server's `EngineSwitch` drives under one lock:
 
@@ -19,13 +13,11 @@ If the weights arrive through a collective that the engine has joined, `load` is
     begin_collective -> receive_collective, once for each round -> finish_collective
                   or -> abandon_collective
 
-Between the return of `pause` and the call of `resume` the engine samples nothing. Each delta names
-the weight version whose forward pass sampled it. The server passes the version to `load` during the
-pause, and the engine attaches it to every later step. A delta never spans two versions.
+Between the return of `pause` and the call of `resume` the engine samples nothing. A delta never spans two
+versions: `load` names the version during the pause, and every later delta carries it.
 
-An adapter is a separate version in addition to the full weights. Adapters are added and removed
-without a pause. A request that names an adapter is sampled by that adapter only, and its deltas
-carry the adapter's version.
+An adapter is a separate version on top of the full weights, added and removed without a pause. A request
+that names an adapter is sampled by that adapter only, and its deltas carry the adapter's version.
 """
 
 from __future__ import annotations
@@ -216,7 +208,6 @@ class Engine(Protocol):
 
         The iterators of the requests yield the tokens sampled so far and end with ABORTED.
         """
-        ...
 
     def stats(self) -> EngineStats: ...
 
@@ -226,7 +217,6 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stops the engine and all processes it started."""
-        ...
 
 
 class SwitchableEngine(Engine, Protocol):
@@ -236,7 +226,6 @@ class SwitchableEngine(Engine, Protocol):
         With `drop_cache` the key-value cache is discarded, including that of frozen requests. They
         recompute it after `resume`, under the weights that are active then.
         """
-        ...
 
     async def prepare(self, weights: StagedWeights) -> None:
         """Does as much of `load` as possible while requests continue, so that the pause is short.
@@ -245,16 +234,13 @@ class SwitchableEngine(Engine, Protocol):
         discarded by the next `prepare` or `load`. Raises EngineLost. Raises EngineLoadFailed, after
         which the engine is unchanged.
         """
-        ...
 
     async def load(self, weights: StagedWeights) -> None:
         """Replaces the weights; only while paused. Later tokens carry `weights.weight_version`. Raises
         EngineLoadFailed, after which only another `load` can make the engine usable."""
-        ...
 
     async def resume(self) -> None:
         """Ends a pause. Frozen requests continue."""
-        ...
 
     async def score(
         self, token_ids: NDArray[np.int32], adapter_version: int | None = None
@@ -278,11 +264,9 @@ class CollectiveEngine(SwitchableEngine, Protocol):
         formed; the engine is then in no collective. Raises EngineLost if the engine does not return within
         about `seconds`.
         """
-        ...
 
     async def begin_collective(self) -> None:
         """Begins an update; only while paused. The weights do not change yet."""
-        ...
 
     async def receive_collective(self, update: CollectiveUpdate, seconds: float) -> None:
         """Takes part in one transfer. `update` describes it in the backend's own format.
@@ -290,11 +274,9 @@ class CollectiveEngine(SwitchableEngine, Protocol):
         After an error the update has ended and the engine has left the collective. Raises WeightRefused if
         the weights are unchanged, EngineLoadFailed if they are not, and EngineLost as joining does.
         """
-        ...
 
     async def finish_collective(self, weight_version: int, seconds: float) -> None:
         """Later tokens carry `weight_version`. Raises the same errors as `receive_collective`."""
-        ...
 
     async def abandon_collective(self, seconds: float) -> bool:
         """Also leaves the collective. Returns whether the weights are unchanged. Raises EngineLost."""
@@ -304,11 +286,9 @@ class CollectiveEngine(SwitchableEngine, Protocol):
 class AdapterEngine(SwitchableEngine, Protocol):
     async def add_adapter(self, adapter: Adapter) -> None:
         """Needs no pause. Raises EngineLost, and EngineLoadFailed, after which the engine is unchanged."""
-        ...
 
     async def remove_adapter(self, weight_version: int) -> None:
         """Frees an adapter that no request uses any more. Raises EngineLost."""
-        ...
 
 
 class LocalEngine(CollectiveEngine, AdapterEngine, Protocol):

@@ -10,12 +10,10 @@ the turns, so it is not known in advance. On each report of the engine, the limi
     the limit is reached and the cache has room                  grows by a step
     the limit is not reached                                     unchanged: nothing was learnt
 
-A falling limit takes no turn away. Turns in flight come down to it as they end, which can take many
-reports. The cache is full all that time and shows nothing about the new limit. So the limit falls
-once. It falls again only if the turns have come down to it and it still proves too high.
-Preemptions on the way down do not count.
-
-The first report only starts the count of preemptions, because earlier ones were not of this hub's turns.
+A lower limit takes no turn away: turns in flight come down to it as they end, which can take many reports.
+The cache is full all that time and shows nothing about the new limit. So neither a full cache nor a
+preemption on the way down counts. The first report only starts the count of preemptions, because earlier
+ones were not of this hub's turns.
 
 Growth is additive and the fall multiplicative, as in TCP, so engines that share nothing need no agreement.
 """
@@ -50,7 +48,6 @@ class LoadReport:
     """An engine's report of its load, and the number of this hub's turns it then had."""
 
     turns: int
-    running: int
     waiting: int
     kv_cache_usage: float
     """From 0 to 1."""
@@ -67,10 +64,6 @@ class TurnLimit:
     """Whether the engine had more turns than this at the last report."""
     proven: bool = False
     """Whether it ever fell. Until then it shows what was tried, not what the engine can take."""
-
-    @classmethod
-    def begin(cls, rules: LimitRules) -> TurnLimit:
-        return cls(rules.first)
 
     def bounded(self, turns: int, rules: LimitRules) -> TurnLimit:
         """The limit of an engine that took this many turns and refused one more."""

@@ -1,12 +1,11 @@
-"""Admission of groups: the staleness gate of the trainer's contract, and a plain limit before there
-is one.
+"""Admission of groups: the staleness gate of the trainer's contract, and a plain limit before there is
+one.
 
-A gate (`staleness_gate`) is pure and belongs to one contract. This module keeps state across
-trainers: a Hello with another contract makes a new gate, to which all groups under way are added.
+A Hello with another contract makes a new gate, to which all groups under way are added.
 
-A server that is restarted in the middle of a run does not know the contract until its trainer
-reconnects. No task begins until then. The plain limit could start more groups than the contract has
-slots for, and those would be too old when they are trained.
+A server that is restarted in the middle of a run does not know the contract until its trainer reconnects.
+No task begins until then: the plain limit could start more groups than the contract has slots for, and
+those would be too old when they are trained.
 """
 
 from __future__ import annotations
@@ -96,9 +95,7 @@ class Admission:
 
     def may_begin(self, active_version: int) -> bool:
         """Like `may_admit`, but false until an expected trainer is back."""
-        if self.trainer_awaited:
-            return False
-        return self.may_admit(active_version)
+        return not self.trainer_awaited and self.may_admit(active_version)
 
     def admit(self, group_id: str, active_version: int) -> None:
         """Call it only if `may_admit` returned true."""
@@ -122,7 +119,7 @@ class Admission:
         self._changed.notify()
 
     def restore(self, groups: Iterable[tuple[str, int, int | None]]) -> None:
-        """Brings back groups to deliver again: (id, version it began under, oldest version)."""
+        """Takes groups to deliver again: (id, version it began under, oldest version)."""
         for group_id, version, oldest in groups:
             self._groups[group_id] = _Admitted(version, True, oldest)
             if self._gate is not None:

@@ -1,6 +1,4 @@
-"""State of the task queue: rules, attempts, groups and leases.
-
-States of an attempt (one of a group's `group_size` attempts):
+"""States of an attempt (one of a group's `group_size` attempts):
 
     waiting --lease--> leased <--> orphaned
        ^                 |            |
@@ -13,10 +11,8 @@ States of an attempt (one of a group's `group_size` attempts):
 
 An attempt is orphaned when its lease stream is lost, until the next call or renewal. The failure of an
 attempt without retries is data: it becomes part of the group. Final attempts wait again if a group that
-was leased as a whole lost its holder.
-A sibling of a caller's own group that was never opened also goes from waiting to failed.
-
-This module only holds state. `task_queue` changes it, and `lease_clock` decides when leases expire.
+was leased as a whole lost its holder. A sibling of a caller's own group that was never opened also goes
+from waiting to failed.
 """
 
 from __future__ import annotations
@@ -28,31 +24,9 @@ from enum import Enum
 
 from penstock.server.journal.protocol import Record
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
-from penstock.wire.codec import twin
-from penstock.wire.messages import JournalRecord
+from penstock.wire.messages import GroupChanged, JournalAttempt, JournalRecord
 
 logger = logging.getLogger(__name__)
-
-_GroupChanged = twin(journal_pb2.GroupChanged)
-_JournalAttempt = twin(journal_pb2.JournalAttempt)
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRules:
-    seconds: float = 60.0
-    """Since the last call on its trajectory."""
-    grace_seconds: float = 10.0
-    """Most that is left after the agent's lease stream is lost."""
-    max_attempts: int = 3
-    """Number of attempts after which a failure becomes part of the group."""
-
-    def __post_init__(self) -> None:
-        if not self.seconds > 0 or not self.grace_seconds > 0:
-            raise ValueError(
-                f"lease times must be positive, got {self.seconds} s, {self.grace_seconds} s"
-            )
-        if self.max_attempts < 1:
-            raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
 
 
 @dataclass(slots=True, eq=False)
@@ -70,9 +44,9 @@ class Holder:
         """Logs the first refusal, because the agent would wait silently."""
         if not self.whole_groups:
             return True
-        too_large = task.group_size > self.concurrency
         is_race = 0 < task.finish_count < task.group_size
-        if (too_large or is_race) and not self._noted:
+        takes = task.group_size <= self.concurrency and not is_race
+        if not takes and not self._noted:
             self._noted = True
             logger.warning(
                 "agent %s wants whole groups and works on %d attempts at a time; it skips task %s of %d%s",
@@ -82,17 +56,14 @@ class Holder:
                 task.group_size,
                 f", of which the first {task.finish_count} complete it" if is_race else "",
             )
-        return not (too_large or is_race)
+        return takes
 
 
 class AttemptState(Enum):
-    """See the module's docstring."""
-
     WAITING = "waiting"
     """For a lease or, in a caller's own group, until its trajectory is opened."""
     LEASED = "leased"
     ORPHANED = "orphaned"
-    """Leased, but the lease stream was lost and no call has reached the attempt since."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
 
@@ -104,12 +75,6 @@ class AttemptState(Enum):
     @property
     def final(self) -> bool:
         return self in (AttemptState.SUCCEEDED, AttemptState.FAILED)
-
-    def to(self, state: AttemptState) -> AttemptState:
-        """Raises ValueError if no attempt moves from this state to that one."""
-        if state not in TRANSITIONS[self]:
-            raise ValueError(f"an attempt cannot go from {self.value} to {state.value}")
-        return state
 
 
 _SETTLED = frozenset({AttemptState.WAITING, AttemptState.SUCCEEDED, AttemptState.FAILED})
@@ -139,8 +104,10 @@ class Attempt:
     """Changed by `to` only."""
 
     def to(self, state: AttemptState) -> None:
-        """Raises ValueError if no attempt moves from this state to that one."""
-        self.state = self.state.to(state)
+        """Raises ValueError if no attempt moves from its state to that one."""
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"an attempt cannot go from {self.state.value} to {state.value}")
+        self.state = state
 
 
 @dataclass(slots=True, eq=False)
@@ -198,7 +165,7 @@ class Settled:
 
 def group_changed(group: Group) -> Record:
     return JournalRecord(
-        group_changed=_GroupChanged(
+        group_changed=GroupChanged(
             group_id=group.group_id,
             task_id=group.task.task_id if group.task is not None else "",
             group_size=group.size,
@@ -206,7 +173,7 @@ def group_changed(group: Group) -> Record:
             admitted_weight_version=group.admitted_version,
             whole=group.whole,
             attempts=[
-                _JournalAttempt(
+                JournalAttempt(
                     trajectory_id=attempt.trajectory_id,
                     retry_count=attempt.retry_count,
                     leased=attempt.state.leased,

@@ -1,6 +1,4 @@
-"""Completed groups: order, delivery, redelivery, receipts.
-
-The life of a completed group, in the words that the whole server uses:
+"""The life of a completed group, in the words that the whole server uses:
 
     settled     an attempt has its result, or returns to the queue (`task_queue`)
     completed   its last attempt is settled; the group's record is being written (`rollouts.buffering`)
@@ -21,13 +19,12 @@ Groups are delivered at least once. A group is forgotten only when a durable che
 step, or when it is dropped. An evaluation group is forgotten with its receipt, because it trains no
 weights, and a trainer that goes back evaluates again.
 
-The staleness gate limits the number of training groups, and the task queue that of evaluation groups.
-Each has a slot there from its beginning, which is *released* when the group is delivered or dropped. A
+The staleness gate limits the number of training groups, and the task queue that of evaluation groups. Each
+has a slot there from its beginning, which is *released* when the group is delivered or dropped. A
 delivered training group keeps its slot until the trainer's next version.
 
-A group in a journal on disk is also kept in memory until its first delivery, if there is room. Most
-groups are requested as soon as they finish. If the memory is needed for something else, the group is
-read from the journal instead. Redelivered groups are read from the journal too.
+A group in a journal on disk is also kept in memory until its first delivery, if there is room: most groups
+are requested as soon as they finish. Otherwise, and for redelivery, it is read from the journal.
 """
 
 from __future__ import annotations
@@ -36,18 +33,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Protocol
 
 from penstock.server.core.aio import Broadcast
-from penstock.server.core.reason_counts import ReasonCounts
+from penstock.server.core.telemetry import ReasonCounts
 from penstock.server.journal.protocol import FilePlace, Journal, Stored
 from penstock.server.turns.encoding import EncodedGroup, group_in
 from penstock.v1 import task_service_pb2, trainer_service_pb2, trajectory_pb2
-from penstock.wire.codec import twin
-
-_ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
-_GroupDeliveries = twin(trainer_service_pb2.GroupDeliveries)
-_GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
+from penstock.wire.messages import ExchangeResponse, GroupDeliveries, GroupDelivery
 
 MAX_UNREAD_DROPS = 1_000
 MOST_PLACED = 32
@@ -55,27 +47,11 @@ MOST_PLACED = 32
 holds its tokens."""
 
 
-class Storage(Protocol):
-    @property
-    def memory_bytes(self) -> int:
-        """Memory budget that it takes and cannot give back."""
-        ...
-
-    async def read(self) -> bytes:
-        """Returns the encoded group. Raises JOURNAL_CORRUPT."""
-        ...
-
-    def place(self) -> FilePlace | None:
-        """Where another process on this host can read the record; None if it cannot."""
-        ...
-
-    def release(self) -> None: ...
-
-
 class InMemory:
     def __init__(self, group: EncodedGroup) -> None:
         self._group = group
         self.memory_bytes = group.byte_count
+        """Memory budget that it takes and cannot give back."""
 
     async def read(self) -> bytes:
         return self._group.joined()
@@ -113,8 +89,6 @@ class KeptGroups:
 
 
 class InJournal:
-    """A group that is read from the journal on demand, unless it is still in memory."""
-
     def __init__(self, journal: Journal, stored: Stored, kept: KeptGroups) -> None:
         """The journal must already hold the record."""
         self._journal = journal
@@ -123,11 +97,13 @@ class InJournal:
         self.memory_bytes = 0
 
     async def read(self) -> bytes:
+        """Returns the encoded group. Raises JOURNAL_CORRUPT."""
         kept = self._kept.take(self.stored)
         return group_in(await self._journal.read(self.stored)) if kept is None else kept.joined()
 
     def place(self) -> FilePlace | None:
-        """Drops the copy in memory, because the trainer reads the file."""
+        """Where another process on this host can read the record; None if it cannot. Drops the copy in
+        memory, because the trainer reads the file."""
         place = self._journal.place(self.stored)
         if place is not None:
             self._kept.take(self.stored)
@@ -136,6 +112,9 @@ class InJournal:
     def release(self) -> None:
         self._kept.take(self.stored)
         self._journal.release(self.stored)
+
+
+Storage = InMemory | InJournal
 
 
 @dataclass(slots=True, eq=False)
@@ -175,13 +154,11 @@ class DroppedGroup:
 
 
 class GroupBuffer:
-    """Groups from the moment they are durable until the trainer can no longer ask for them."""
-
     def __init__(
         self,
         changed: Broadcast,
         on_forgotten: Callable[[BufferedGroup], None],
-        kept_bytes: int = 0,
+        kept_bytes: int,
     ) -> None:
         """`on_forgotten` is called with each group that the trainer can no longer ask for. `kept_bytes`
         limits the journal's groups that are also kept in memory."""
@@ -251,7 +228,6 @@ class GroupBuffer:
         return found or next(delivered, None)
 
     def buffered_evaluations(self, count: int) -> list[str]:
-        """Ids of the first `count` buffered evaluation groups."""
         return list(islice(self._evaluations, count))
 
     def deliver(self, group_ids: Iterable[str]) -> list[BufferedGroup]:
@@ -294,11 +270,9 @@ class GroupBuffer:
             self._evaluations[group.group_id] = None
 
     def receipt(self, delivery_ids: Iterable[int], step: int) -> list[BufferedGroup]:
-        """Notes that `step` used these deliveries, or that they were rejected if `step` is zero.
-
-        Forgets rejected groups and evaluation groups. Ignores unknown deliveries: those whose group was
-        delivered again, and those that are final.
-        """
+        """Notes that `step` used these deliveries, or that they were rejected if `step` is zero. Forgets
+        rejected groups and evaluation groups. Ignores unknown deliveries: those whose group was delivered
+        again, and those that are final."""
         receipted: list[BufferedGroup] = []
         for delivery_id in delivery_ids:
             group = self._delivered.pop(delivery_id, None)
@@ -349,7 +323,7 @@ class GroupBuffer:
 
 def placed_delivery(group: BufferedGroup, place: FilePlace) -> trainer_service_pb2.GroupDelivery:
     """Names the place of a group, for a trainer on the same host."""
-    delivery = _GroupDelivery(
+    delivery = GroupDelivery(
         delivery_id=group.delivery_id, redelivery_count=group.delivery_count - 1
     )
     stored = delivery.stored
@@ -362,5 +336,5 @@ def placed_message(
     deliveries: Sequence[trainer_service_pb2.GroupDelivery],
 ) -> trainer_service_pb2.ExchangeResponse:
     if len(deliveries) == 1:
-        return _ExchangeResponse(delivery=deliveries[0])
-    return _ExchangeResponse(deliveries=_GroupDeliveries(deliveries=deliveries))
+        return ExchangeResponse(delivery=deliveries[0])
+    return ExchangeResponse(deliveries=GroupDeliveries(deliveries=deliveries))

@@ -1,37 +1,31 @@
 """Controls how many groups may be outstanding: enough to keep the trainer busy, and no more.
 
-Lag is a cost, not a budget to spend. Every completed group that waits in the buffer while the
-trainer works ages by a version per step. So the number of outstanding groups should be the smallest
-one that still has a batch finished whenever the trainer asks. That number depends on how long
-groups take compared to a step. This is not known in advance, and it changes as the policy learns to
+Every completed group that waits in the buffer while the trainer works ages by a version per step. So the
+number of outstanding groups should be the smallest one that still has a batch finished whenever the
+trainer asks. It depends on how long groups take compared to a step, which changes as the policy learns to
 write longer. So the controller finds the number by feedback, once per step.
 
 The feedback is an integral. Each step moves the target by how much longer, or shorter, than
-`TOLERATED_WAIT` the trainer starved. Summed over a run, the moves telescope to the distance between
-the first value and the last, which is bounded. So wherever the target stays clear of its limits,
-the mean wait tends to `TOLERATED_WAIT`, for every distribution of lengths and every batch size. For
-batches of one or two groups it is up to four times that, because the move of one step is capped.
+`TOLERATED_WAIT` the trainer starved. Summed over a run, the moves telescope to the distance between the
+first value and the last, which is bounded. So wherever the target stays clear of its limits, the mean wait
+tends to `TOLERATED_WAIT`, for every distribution of lengths and every batch size. For batches of one or
+two groups it is up to four times that, because the move of one step is capped. Fixed steps up and down (an
+eighth and a sixteenth of a batch) settled anywhere from 0.5 % to 28 % (`benchmarks/staleness/gate.py`).
 
-Fixed steps up and down do not achieve this. Steps of an eighth and a sixteenth of a batch settled
-where their frequencies balance. That was anywhere from 0.5 % to 28 %, for batches of 1 to 64 groups
-and the loads of `benchmarks/staleness/gate.py`.
+Starvation raises the target, but by no more groups than were lacking when the trainer asked: if groups are
+fast, one missing group costs as much time as many. Groups that the previous step added do not count as
+lacking either, because they started too late for this step. The rest of the starvation becomes *debt*.
+Steps without starvation pay the debt before they lower the target again.
 
-The controller has two parts, the target and a *debt*. Starvation raises the target, but by no more
-groups than were lacking when the trainer asked. If groups are fast, one missing group costs as much
-time as many. Groups that the previous step added do not count as lacking either, because they
-started too late for this step. The rest of the starvation becomes debt. Steps without starvation
-pay the debt before they lower the target again.
+Some targets are a cliff, with no wait above and a long one below. One is at two batches, of which one is
+being trained: below it every step waits for a whole group. The controller stays at such an edge, and tries
+one group less only as seldom as the tolerated wait allows. Without the debt, each such step left the
+target half a batch or more too high for dozens of steps.
 
-Some targets are a cliff, with no wait above and a long one below. The controller stays at such an
-edge, and tries one group less only as seldom as the tolerated wait allows. There is one at two
-batches, of which one is being trained: below it every step waits for a whole group. With the target
-alone, each such step left the target half a batch or more too high for dozens of steps.
-
-Not all starvation happens at an edge. A step is at no edge if the previous step also starved and
-more groups are lacking than that step added. The same holds for the third starving step in a row.
-Such a step raises the target by all that it starved. Without this rule a trainer of 32 or more
-engines, whose groups take several steps, idled for 28 % of its fifth to tenth step. With it the
-figure is 3 % (`benchmarks/simulation/tables.py`, `max_lag` 4).
+A step is at no edge if the previous step also starved and more groups are lacking than that step added.
+The same holds for the third starving step in a row. Such a step raises the target by all that it starved.
+Without this rule a trainer of 32 or more engines, whose groups take several steps, idled for 28 % of its
+fifth to tenth step; with it, for 3 % (`benchmarks/simulation/tables.py`, `max_lag` 4).
 """
 
 from __future__ import annotations
@@ -47,45 +41,40 @@ EDGE_STEPS = 2
 """Steps in a row that can starve at an edge. Groups that the first one added are there for the third."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepObservation:
     """Measurements of one trainer step, from one version to the next."""
 
-    seconds: float
+    seconds: float = 0.0
     """Duration of the whole step: gathering the batch, training on it, publishing the weights."""
-    starved_seconds: float
+    starved_seconds: float = 0.0
     """Part of `seconds` with demand unmet because too few groups were finished."""
-    surplus: int
-    """Finished groups left over when the demand was met."""
-    lacking: int
+    surplus: int = 0
+    """Finished groups left over when the demand was last met."""
+    lacking: int = 0
     """Most groups that were requested and not finished."""
-    filled: bool
+    filled: bool = False
     """Whether the target is what prevented the admission of further groups."""
 
 
 class StepMeter:
     def __init__(self) -> None:
+        self.step = StepObservation()
+        """The step under way."""
         self._began: float | None = None
         self._unmet = 0
         """Groups that the batch still lacks."""
         self._starving_since: float | None = None
-        self._starved_seconds = 0.0
-        self._lacking = 0
-        """Most groups that the batch lacked while the trainer starved."""
-        self.surplus = 0
-        """Groups left over when the demand was last met."""
-        self.filled = False
-        """Whether the target has prevented an admission."""
 
     def demand(self, unmet: int, completed: int, now: float) -> None:
         """`unmet` is the number of groups that the batch still lacks."""
         if self._starving_since is not None:
-            self._starved_seconds += max(0.0, now - self._starving_since)
+            self.step.starved_seconds += max(0.0, now - self._starving_since)
         self._unmet = unmet
         # Under WAIT a trainer may wait for an old group while enough others are completed. It does
         # not starve then, because more groups would not help.
         lacking = unmet - completed
-        self._lacking = max(self._lacking, lacking)
+        self.step.lacking = max(self.step.lacking, lacking)
         self._starving_since = now if lacking > 0 else None
 
     def supply(self, completed: int, now: float) -> None:
@@ -95,23 +84,16 @@ class StepMeter:
     def close_step(self, completed: int, now: float) -> StepObservation | None:
         """Begin another step. Return the one that ends, if its beginning was seen."""
         self.demand(0, completed, now)
-        observed = None
-        if self._began is not None:
-            seconds = max(0.0, now - self._began)
-            observed = StepObservation(
-                seconds, self._starved_seconds, self.surplus, self._lacking, filled=self.filled
-            )
-        self._began = now
-        self._starved_seconds = 0.0
-        self._lacking = 0
-        self.surplus = 0
-        self.filled = False
-        return observed
+        ended, self.step = self.step, StepObservation()
+        began, self._began = self._began, now
+        if began is None:
+            return None
+        ended.seconds = max(0.0, now - began)
+        return ended
 
 
 class FreshnessController:
-    """Moves the limit on outstanding groups between `floor` and `ceiling`. The ceiling takes
-    precedence."""
+    """Moves the limit on outstanding groups between `floor` and `ceiling`, which takes precedence."""
 
     def __init__(self, groups_per_step: int, floor: int, ceiling: int) -> None:
         self._groups_per_step = groups_per_step

@@ -16,34 +16,25 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from penstock.server.config.limits import LeasesSection
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError
-from penstock.server.groups.attempts import Attempt, AttemptState, Group, LeaseRules
+from penstock.server.groups.attempts import Attempt, AttemptState, Group
 from penstock.wire.reasons import Reason
 
 MAX_REMEMBERED = 100_000
 
 
 class LeaseClock:
-    """Deadlines of attempts, and the ids of those that passed."""
-
-    def __init__(
-        self,
-        rules: LeaseRules,
-        clock: Callable[[], float],
-        *,
-        max_remembered: int = MAX_REMEMBERED,
-    ) -> None:
+    def __init__(self, rules: LeasesSection, clock: Callable[[], float]) -> None:
         self.rules = rules
         self._clock = clock
-        self._max_remembered = max_remembered
         self._armed: float | None = None
         self._expired: OrderedDict[str, bool] = OrderedDict()
         self.sooner = Broadcast()
         """Notified when a lease expires earlier than `next_deadline` last returned."""
 
     def touch(self, attempt: Attempt) -> None:
-        """Start or restart a lease."""
         deadline = self._clock() + self.rules.seconds
         # A caller's group expires as a whole, because siblings not yet opened cannot be called.
         siblings = [attempt] if attempt.group.task is not None else attempt.group.attempts
@@ -52,7 +43,7 @@ class LeaseClock:
         self._arm(deadline)
 
     def renew(self, attempt: Attempt) -> None:
-        """Restart a lease after a sign of life, even if its stream is lost."""
+        """Restart a lease after a sign of life of its agent, which makes up for a lost stream."""
         self._reached(attempt)
         self.touch(attempt)
 
@@ -62,7 +53,6 @@ class LeaseClock:
         self._reached(attempt)
 
     def _reached(self, attempt: Attempt) -> None:
-        """Note a sign of life of an agent, which makes up for its lost stream."""
         if attempt.state is AttemptState.ORPHANED:
             attempt.to(AttemptState.LEASED)
 
@@ -112,7 +102,7 @@ class LeaseClock:
         """Calls on these ids are refused from now on."""
         for trajectory_id in trajectory_ids:
             self._expired[trajectory_id] = retried
-        while len(self._expired) > self._max_remembered:
+        while len(self._expired) > MAX_REMEMBERED:
             self._expired.popitem(last=False)
 
     @property

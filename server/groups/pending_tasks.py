@@ -1,23 +1,78 @@
-"""Tasks that wait for their group to begin, evaluation first, within a bound."""
+"""Tasks that wait for their group to begin, and the tasks of a run that are not accepted again.
+
+States of a task id:
+
+    new --hold--> held --leave--> past --100,000 others left since--> forgotten
+                   ^               |
+                   +-----hold------+   its group was dropped, and it waits again
+
+A task is *held* while it waits, while its group is under way, and while the trainer may still request its
+completed group. The queue and the staleness gate bound their number. A task is *past* if a durable
+checkpoint contains its group, or if the group counts as dropped. A trainer does not submit such a task
+again, because its checkpoint records how far its data is consumed. Only a repeated call that was sent
+earlier may still arrive.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError
-from penstock.server.groups.known_tasks import KnownTasks
 from penstock.v1 import task_service_pb2, trajectory_pb2
 from penstock.wire.reasons import Reason
 
+MAX_PAST = 100_000
+
+
+class KnownTasks:
+    def __init__(self, max_past: int = MAX_PAST) -> None:
+        self._max_past = max_past
+        self._held: set[str] = set()
+        self._past: OrderedDict[str, None] = OrderedDict()
+
+    def __contains__(self, task_id: str) -> bool:
+        return task_id in self._held or task_id in self._past
+
+    def __iter__(self) -> Iterator[str]:
+        """All ids; past ones first, oldest first."""
+        return chain(self._past, self._held)
+
+    def restore(self, known: Iterable[str], held: Iterable[str]) -> None:
+        """`known` is oldest first."""
+        self._held.update(held)
+        for task_id in known:
+            if task_id not in self._held:
+                self._remember(task_id)
+
+    def hold(self, task_id: str) -> None:
+        self._past.pop(task_id, None)
+        self._held.add(task_id)
+
+    def leave(self, task_id: str) -> None:
+        """Move a held task to past when its group ends. Ignore other ids."""
+        if task_id in self._held:
+            self._held.remove(task_id)
+            self._remember(task_id)
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._past.clear()
+
+    def _remember(self, task_id: str) -> None:
+        self._past[task_id] = None
+        while len(self._past) > self._max_past:
+            self._past.popitem(last=False)
+
 
 class PendingTasks:
+    """Evaluation first, within a bound."""
+
     def __init__(self, changed: Broadcast, max_pending: int) -> None:
         self._changed = changed
         self._max_pending = max_pending
-        # In the order in which groups are begun: evaluation first.
         self._tasks: dict[trajectory_pb2.Purpose.ValueType, deque[task_service_pb2.Task]] = {
             trajectory_pb2.PURPOSE_EVAL: deque(),
             trajectory_pb2.PURPOSE_TRAIN: deque(),
@@ -43,12 +98,11 @@ class PendingTasks:
     def check_room(self, count: int) -> None:
         """Raise QUEUE_FULL if one request has more tasks than could ever wait."""
         if count > self._max_pending:
-            raise DomainError(
-                Reason.QUEUE_FULL,
-                f"{count} tasks are more than the {self._max_pending} that may wait",
-                {"pending_count": self.count, "limit": self._max_pending},
-                retry_after_seconds=5.0,
-            )
+            raise self._full(f"{count} tasks are more than the {self._max_pending} that may wait")
+
+    def _full(self, message: str) -> DomainError:
+        metadata = {"pending_count": self.count, "limit": self._max_pending}
+        return DomainError(Reason.QUEUE_FULL, message, metadata, retry_after_seconds=5.0)
 
     def submit(
         self, tasks: Iterable[task_service_pb2.Task]
@@ -63,16 +117,10 @@ class PendingTasks:
             else:
                 fresh[task.task_id] = task
         if self.count + len(fresh) > self._max_pending:
-            raise DomainError(
-                Reason.QUEUE_FULL,
-                f"{self.count} tasks are waiting, {len(fresh)} more do not fit",
-                {"pending_count": self.count, "limit": self._max_pending},
-                retry_after_seconds=5.0,
-            )
-        for task in fresh.values():
-            self.known.hold(task.task_id)
-            self._tasks[_effective(task.purpose)].append(task)
-            self.byte_count += task.ByteSize()
+            raise self._full(f"{self.count} tasks are waiting, {len(fresh)} more do not fit")
+        for task_id in fresh:
+            self.known.hold(task_id)
+        self.restore(fresh.values())
         if fresh:
             self._changed.notify()
         return list(fresh.values()), duplicates
@@ -92,7 +140,7 @@ class PendingTasks:
     def first(
         self,
     ) -> Iterator[tuple[trajectory_pb2.Purpose.ValueType, task_service_pb2.Task]]:
-        """The first task of each purpose, in the order in which groups are begun."""
+        """Of each purpose, in the order in which groups are begun."""
         for purpose, tasks in self._tasks.items():
             if tasks:
                 yield purpose, tasks[0]
@@ -103,7 +151,7 @@ class PendingTasks:
         return task
 
     def drop_all(self) -> int:
-        """Forget every task, known ones included. Return how many were waiting."""
+        """Forgets the known ones too. Returns how many were waiting."""
         dropped = self.count
         for tasks in self._tasks.values():
             tasks.clear()
@@ -113,6 +161,4 @@ class PendingTasks:
 
 
 def _effective(purpose: trajectory_pb2.Purpose.ValueType) -> trajectory_pb2.Purpose.ValueType:
-    if purpose == trajectory_pb2.PURPOSE_UNSPECIFIED:
-        return trajectory_pb2.PURPOSE_TRAIN
-    return purpose
+    return purpose or trajectory_pb2.PURPOSE_TRAIN

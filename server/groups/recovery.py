@@ -1,10 +1,8 @@
 """Rebuilds a server's state from its journal, and turns a server's state into records for a snapshot.
 
-Every record describes the new state of one thing. So after all records have been read, the state is
-that of the last server: everything it had acknowledged, and at most a little more. Compaction may
-have removed the thing that a record is about; such a record is ignored.
-
-At a start: records -> `Recovered` -> queue, store, buffer, admission. After it:
+Every record describes the new state of one thing. So after all records have been read, the state is that
+of the last server: everything it had acknowledged, and at most a little more. Compaction may have removed
+the thing that a record is about; such a record is ignored. After a start:
 
     a waiting task             waits
     a group under way          continues; the holders of its leases must call within the grace period
@@ -20,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.server.groups.attempts import Attempt, Group, group_changed, recorded_state
+from penstock.server.groups.buffer import GroupBuffer, InJournal
+from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal import records
 from penstock.server.journal.protocol import (
     Deferred,
@@ -29,13 +29,8 @@ from penstock.server.journal.protocol import (
     SnapshotItem,
     Stored,
 )
-from penstock.server.turns.records import (
-    apply_turn,
-    open_record,
-    trajectory_opened,
-    whole_turn,
-)
-from penstock.server.turns.store import ClosedMark, outcome_digest
+from penstock.server.turns.records import apply_turn, open_record, trajectory_opened, whole_turn
+from penstock.server.turns.store import ClosedMark, TrajectoryStore, outcome_digest
 from penstock.server.turns.trajectory import TrajectoryRecord
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
 
@@ -174,14 +169,8 @@ class Recovered:
             whole=changed.whole,
         )
         group.attempts = [
-            Attempt(
-                group,
-                index,
-                attempt.retry_count,
-                attempt.trajectory_id,
-                state=recorded_state(attempt),
-            )
-            for index, attempt in enumerate(changed.attempts)
+            Attempt(group, index, one.retry_count, one.trajectory_id, state=recorded_state(one))
+            for index, one in enumerate(changed.attempts)
         ]
         self.groups[group_id] = group
 
@@ -207,15 +196,10 @@ class Recovered:
         for place in referred.segments:
             name = trajectories[place.trajectory].trajectory_id
             found = self.trajectories.get(name)
-            turn = (
-                None
-                if found is None
-                else found.recorded_at(place.token_position, place.token_count)
-            )
+            position, count = place.token_position, place.token_count
+            turn = None if found is None else found.recorded_at(position, count)
             if turn is None:
-                raise ValueError(
-                    f"no turn of {name} holds the {place.token_count} tokens at {place.token_position}"
-                )
+                raise ValueError(f"no turn of {name} holds the {count} tokens at {position}")
             turns.append(turn)
         stored.turns = tuple(turns)
         self._finished(referred.finished, stored, referred.group_byte_count)
@@ -252,13 +236,11 @@ class Recovered:
     def _forget(self, group_id: str) -> None:
         group = self.groups.get(group_id)
         finished = self.finished.pop(group_id, None)
-        task_id = (
-            finished.task_id
-            if finished is not None
-            else group.task.task_id
-            if group is not None and group.task is not None
-            else ""
-        )
+        task_id = ""
+        if finished is not None:
+            task_id = finished.task_id
+        elif group is not None and group.task is not None:
+            task_id = group.task.task_id
         if task_id in self.known:
             self.known.move_to_end(task_id)
         if group is not None:
@@ -346,63 +328,55 @@ def _apply(state: Recovered, record: Record, stored: Stored) -> None:
         raise JournalUnreadable(f"the journal is inconsistent: {where}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class ServerState:
-    starts: int
-    run_id: str
-    trainer_epoch: int
-    start_id: str
-    weight_version: int
-    known_tasks: Iterable[str]
-    ended_groups: Iterable[str]
-    pending_tasks: Iterable[task_service_pb2.Task]
-    groups: Iterable[Group]
-    finished: Iterable[tuple[Stored, str, int]]
-    """(place of the record, group id, step that trained the group or zero)"""
-    trajectories: Iterable[TrajectoryRecord]
-    closed: Iterable[tuple[str, ClosedMark, trajectory_pb2.Outcome | None]]
-    """(trajectory id, mark, outcome if it is still in memory)"""
-    expired: Iterable[tuple[str, bool]]
-
-
-def snapshot(state: ServerState) -> Iterator[SnapshotItem]:
-    """Yield records from which `Recovered` rebuilds the state."""
-    yield records.server_started(state.starts)
-    if state.run_id:
+def snapshot(
+    starts: int,
+    run: tuple[str, int, str],
+    weight_version: int,
+    queue: TaskQueue,
+    store: TrajectoryStore,
+    buffer: GroupBuffer,
+) -> Iterator[SnapshotItem]:
+    """Yield records from which `Recovered` rebuilds the state. `run` is the trainer's: its id, its epoch
+    and the id of its start."""
+    yield records.server_started(starts)
+    run_id, trainer_epoch, start_id = run
+    if run_id:
         # Before any group, because replaying it would make all groups wait again.
-        yield records.session_began(state.run_id, state.trainer_epoch, state.start_id, 0)
-    if state.weight_version:
-        yield records.weights_activated(state.weight_version)
-    known, ended = list(state.known_tasks), list(state.ended_groups)
+        yield records.session_began(run_id, trainer_epoch, start_id, 0)
+    if weight_version:
+        yield records.weights_activated(weight_version)
+    known, ended = list(queue.pending.known), list(queue.ended_groups)
     # Before any group, so that ended groups are not put under way again.
     yield Deferred(lambda: (records.tasks_known(known), records.groups_ended(ended)))
-    for stored, group_id, step in state.finished:
-        yield stored
-        if step:
-            yield records.groups_receipted([group_id], step)
-    for group in state.groups:
+    for completed in buffer.groups:
+        assert isinstance(completed.storage, InJournal)
+        yield completed.storage.stored
+        if completed.step:
+            yield records.groups_receipted([completed.group_id], completed.step)
+    for group in queue.groups:
         if group.task is not None:
             yield records.task_accepted(group.task)
         yield group_changed(group)
-    for trajectory in state.trajectories:
+    for trajectory in store.records():
+        if trajectory.single_turn:
+            continue
         yield trajectory_opened(trajectory)
         if trajectory.turn is not None:
             yield whole_turn(trajectory)
     gone: list[tuple[str, ClosedMark]] = []
-    for trajectory_id, mark, outcome in state.closed:
-        if outcome is None:
+    for trajectory_id, mark in store.closed:
+        record = store.find(trajectory_id)
+        if record is None or record.outcome is None:
             gone.append((trajectory_id, mark))
         else:
-            yield _closed(trajectory_id, mark, outcome)
+            yield _closed(trajectory_id, mark, record.outcome)
     # Deferred, because there are many of them and nothing that is still open needs them.
     yield Deferred(lambda: (_closed(name, mark, mark.outcome_digest) for name, mark in gone))
     for retried in (False, True):
-        ids = [
-            trajectory_id for trajectory_id, made_again in state.expired if made_again == retried
-        ]
+        ids = [name for name, made_again in queue.leases.expired if made_again == retried]
         if ids:
             yield records.leases_expired(ids, retried=retried)
-    for task in state.pending_tasks:
+    for task in queue.pending.all:
         yield records.task_accepted(task)
 
 

@@ -1,8 +1,8 @@
 """The staleness gate: which groups may start, and which the trainer receives. No I/O, no clock.
 
-Contract: **no token is trained with a lag above `max_lag` (L)**. Let the trainer hold version `v`
-while it gathers the batch that makes `v+1`. The lag of a token is `v` at the moment its group is
-delivered, minus the version that sampled it (`penstock.wire.staleness.lag`). `B` groups make a step.
+Contract: **no token is trained with a lag above `max_lag` (L)**. Let the trainer hold version `v` while it
+gathers the batch that makes `v+1`. The lag of a token is `v` when its group is delivered, minus the
+version that sampled it (`penstock.wire.staleness.lag`). `B` groups make a step.
 
 States of a group, and the calls that move it:
 
@@ -13,17 +13,15 @@ States of a group, and the calls that move it:
         +---------------------------+---------------+  +-------------------+
 
 Running and completed groups are *outstanding*. A delivered group is remembered while the trainer holds the
-version it was delivered at, because it fills one of that version's B slots. Under every policy, outstanding
-and delivered groups (of which at most B count) together number at most `target`. The freshness controller
-moves `target` between `fewest_outstanding` and (L+1)*B.
+version it was delivered at, because it fills one of that version's B slots. Under every policy,
+outstanding and delivered groups (of which at most B count) together number at most `target`. The freshness
+controller moves `target` between `fewest_outstanding` and (L+1)*B.
 
-Order of events, per step: `advance(v)` when the trainer holds `v`; `select(credit)` whenever the
-demand, the completed groups or the trainer's version changed; then `admit` while `may_admit`.
-Weights are switched a little after the trainer steps, so the active version may lag `v`. After the
-trainer restarts from an older checkpoint, the active version may also be ahead of `v`.
+Order of events, per step: `advance(v)` when the trainer holds `v`; `select(credit)` whenever the demand,
+the completed groups or the trainer's version changed; then `admit` while `may_admit`. Weights are switched
+a little after the trainer steps, so the active version may lag `v`. After the trainer restarts from an
+older checkpoint, the active version may also be ahead of `v`.
 
-Late policies
--------------
 MASK: completed groups are delivered oldest first and never dropped. Tokens older than L carry no
   gradient: the trainer masks them, by the same `lag`.
 REQUEUE, DROP: as MASK, but `select` drops completed groups with a token older than L and lists
@@ -35,28 +33,29 @@ WAIT: a schedule. A group admitted while version `s` is active gets the deadline
 
       due(k) + t <= B*(k+1)
 
-  *Admission* maintains it. Before the batch (t = 0) the bound on `due(k)` is B*(k+1), after it (t = B) B*k.
-  *Selection* takes the earliest deadlines first, and either all of the credit that fits in the batch or
-  nothing. It takes a group only if every group with an earlier deadline keeps a slot: for each k
-  with v+k before its deadline, `due(k) + t + 1 <= B*(k+1)`. At most B groups are delivered per version.
-  Further credit is kept for the next version, because those groups would be trained there.
+  *Admission* maintains it. Before the batch (t = 0) the bound on `due(k)` is B*(k+1), after it (t = B)
+  B*k. *Selection* takes the earliest deadlines first, and either all of the credit that fits in the batch
+  or nothing. It takes a group only if every group with an earlier deadline keeps a slot: for each k with
+  v+k before its deadline, `due(k) + t + 1 <= B*(k+1)`. At most B groups are delivered per version. Further
+  credit is kept for the next version, because those groups would be trained there.
 
-Proof that WAIT keeps the contract. Taking a group leaves `due(k) + t` unchanged for each k at or
-past its deadline, and is checked for each k before it, so selection keeps the invariant. After B
-groups, `due(k) <= B*k`. When `v` becomes `v+1` and t = 0, that is the invariant there for k-1; for
-k = L no deadline lies beyond `(v+1)+L-1` yet. At k = 0 it states that once the batch is full, nothing
-is due. So no group outlives its deadline, which is no later than its oldest token's version + L.
+Proof that WAIT keeps the contract. Taking a group leaves `due(k) + t` unchanged for each k at or past its
+deadline, and is checked for each k before it, so selection keeps the invariant. After B groups,
+`due(k) <= B*k`. When `v` becomes `v+1` and t = 0, that is the invariant there for k-1; for k = L no
+deadline lies beyond `(v+1)+L-1` yet. At k = 0 it states that once the batch is full, nothing is due. So no
+group outlives its deadline, which is no later than its oldest token's version + L.
 
 Nothing deadlocks. When all outstanding groups are completed, the earliest passes its check, because
-nothing is due before it. Apart from the moment of a switch, admission is refused only while at
-least as many groups are outstanding as the batch still needs. The limits on what may be delivered (at
-most so many groups with a deadline after `v+k`) are nested, so the greedy choice is a largest one.
-A batch that is delivered in pieces is therefore complete no later than a whole one.
+nothing is due before it. Apart from the moment of a switch, admission is refused only while at least as
+many groups are outstanding as the batch still needs. The limits on what may be delivered (at most so many
+groups with a deadline after `v+k`) are nested, so the greedy choice is a largest one. A batch that is
+delivered in pieces is therefore complete no later than a whole one.
 
-`max_lag = 0` is the synchronous loop under any policy: `target` is then B, so B groups are admitted
-per version, and none before the weights are switched.
+`max_lag = 0` is the synchronous loop under any policy: `target` is then B, so B groups are admitted per
+version, and none before the weights are switched.
 
-Failures --------
+Failures:
+
 - A group fails or expires: `release` frees its slot at once.
 - The trainer refuses a delivered group: `release` frees its slot in the batch, so that the trainer can
   demand another at the same version. Under WAIT and at `max_lag = 0`, a trainer that filters its batch
@@ -134,17 +133,9 @@ class Selection:
     """Groups dropped for age under REQUEUE and DROP; the gate has forgotten them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Completed:
-    """Sorted by `oldest`, then `order`."""
-
-    oldest: int
-    order: int
-
-
 class StalenessGate:
-    """See the module's docstring. `now` is seconds on any monotonic clock; it only feeds the freshness
-    controller. With `freshness=False` the bound on outstanding groups stays at its largest, `(L+1)*B`."""
+    """`now` is seconds on any monotonic clock; it only feeds the freshness controller. With
+    `freshness=False` the bound on outstanding groups stays at its largest, `(L+1)*B`."""
 
     def __init__(
         self, contract: StalenessContract, trainer_version: int = 0, *, freshness: bool = True
@@ -152,48 +143,32 @@ class StalenessGate:
         if trainer_version < 0:
             raise ValueError(f"trainer_version must be at least 0, got {trainer_version}")
         self.contract = contract
-        self._trainer_version = trainer_version
-        self._controller = (
-            FreshnessController(
-                contract.groups_per_step, contract.fewest_outstanding, contract.max_outstanding
-            )
-            if freshness
-            else None
-        )
-        self._running: dict[str, int] = {}
+        self.trainer_version = trainer_version
+        most = contract.max_outstanding
+        fewest = contract.fewest_outstanding if freshness else most
+        self._controller = FreshnessController(contract.groups_per_step, fewest, most)
+        self.running: dict[str, int] = {}
         """The oldest version that may sample in each running group."""
-        self._completed: dict[str, _Completed] = {}
+        self.completed: dict[str, int] = {}
+        """The oldest version of each group that is completed and not yet delivered, in order of
+        completion."""
         self._due: Counter[int] = Counter()
         """Number of outstanding groups by deadline."""
         self._batch: OrderedDict[str, None] = OrderedDict()
         """Ids of groups delivered at the version the trainer holds. May exceed a step: the trainer will
         refuse some, or trained them before the server restarted and gets them again."""
         self._most_remembered = max(1024, 4 * contract.max_outstanding)
-        self._order = 0
         self._meter = StepMeter()
 
     @property
-    def trainer_version(self) -> int:
-        return self._trainer_version
-
-    @property
     def target(self) -> int:
-        """Groups that may be outstanding now, including those delivered at this version."""
-        return self._controller.target if self._controller else self.contract.max_outstanding
+        """Most groups outstanding and delivered at this version."""
+        return self._controller.target
 
     @property
     def outstanding(self) -> int:
         """Groups admitted and not yet delivered or released; `restore` and `adopt` may exceed `target`."""
-        return len(self._running) + len(self._completed)
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    @property
-    def completed(self) -> int:
-        """Groups completed and not yet delivered."""
-        return len(self._completed)
+        return len(self.running) + len(self.completed)
 
     @property
     def delivered(self) -> int:
@@ -205,23 +180,23 @@ class StalenessGate:
         older checkpoint."""
         if trainer_version < 0:
             raise ValueError(f"trainer_version must be at least 0, got {trainer_version}")
-        if trainer_version == self._trainer_version:
+        if trainer_version == self.trainer_version:
             return
-        restarted = trainer_version < self._trainer_version
-        self._trainer_version = trainer_version
+        restarted = trainer_version < self.trainer_version
+        self.trainer_version = trainer_version
         self._batch.clear()
-        observed = self._meter.close_step(len(self._completed), now)
-        if observed is not None and self._controller and not restarted:
+        observed = self._meter.close_step(len(self.completed), now)
+        if observed is not None and not restarted:
             self._controller.observe(observed)
         if restarted:
             # The engine may continue with successors of this version, in the running groups too.
-            for group_id, oldest in self._running.items():
+            for group_id, oldest in self.running.items():
                 self._move_deadline(oldest, min(oldest, trainer_version))
-                self._running[group_id] = min(oldest, trainer_version)
+                self.running[group_id] = min(oldest, trainer_version)
 
     def may_admit(self, active_version: int) -> bool:
         """Whether one more group may start while `active_version` samples."""
-        if lag(self._trainer_version, active_version) > self.contract.max_lag:
+        if lag(self.trainer_version, active_version) > self.contract.max_lag:
             return False  # Its first tokens would already be too old; the switch is on its way.
         if not self._has_place():
             return False
@@ -231,7 +206,7 @@ class StalenessGate:
         return all(
             load + 1 <= self._capacity(k)
             for k, load in enumerate(self._loads())
-            if self._trainer_version + k >= deadline
+            if self.trainer_version + k >= deadline
         )
 
     def admit(self, group_id: str, active_version: int) -> None:
@@ -241,94 +216,84 @@ class StalenessGate:
         if not self.may_admit(active_version):
             raise ValueError(
                 f"group {group_id!r} may not start at version {active_version}: "
-                f"trainer at {self._trainer_version}, {self.outstanding} outstanding"
+                f"trainer at {self.trainer_version}, {self.outstanding} outstanding"
             )
         self.adopt(group_id, active_version)
-        self._meter.filled = self._meter.filled or not self._has_place()
+        self._meter.step.filled = self._meter.step.filled or not self._has_place()
 
     def adopt(self, group_id: str, admission_version: int) -> None:
         """Take over a group that was running before this gate was made, without an admission check.
-
-        `admission_version` was active when the group began. Like `restore`, this may bring `outstanding`
-        above `target`. Raises ValueError for a known id.
-        """
+        `admission_version` was active when the group began. Raises ValueError for a known id."""
         self._refuse_known(group_id)
         first = self._first_version(admission_version)
-        self._running[group_id] = first
+        self.running[group_id] = first
         self._due[first + self.contract.max_lag] += 1
 
     def complete(self, group_id: str, oldest_version: int | None, now: float) -> None:
-        """Mark a group's siblings as complete. `oldest_version` is the version of its oldest policy token.
-
-        None means that the group has no policy token, as in a group of failures. It then cannot be late,
-        and keeps the deadline of its admission. Raises ValueError unless the group runs.
-        """
-        first = self._running.pop(group_id, None)
+        """`oldest_version` is the version of its oldest policy token. None means that the group has no
+        policy token, as in a group of failures. It then cannot be late, and keeps the deadline of its
+        admission. Raises ValueError unless the group runs."""
+        first = self.running.pop(group_id, None)
         if first is None:
             raise ValueError(f"group {group_id!r} is not running")
         oldest = first if oldest_version is None else oldest_version
         self._move_deadline(first, oldest)
-        self._buffer(group_id, oldest)
-        self._meter.supply(len(self._completed), now)
+        self.completed[group_id] = oldest
+        self._meter.supply(len(self.completed), now)
 
     def release(self, group_id: str) -> None:
         """Free the slot of a group in any state, because it failed, expired or was refused. Ignores
         unknown ids, because a failure and a drop may both report a group."""
-        if (first := self._running.pop(group_id, None)) is not None:
+        if (first := self.running.pop(group_id, None)) is not None:
             self._forget_deadline(first)
-        elif (group := self._completed.pop(group_id, None)) is not None:
-            self._forget_deadline(group.oldest)
+        elif (oldest := self.completed.pop(group_id, None)) is not None:
+            self._forget_deadline(oldest)
         else:
             self._batch.pop(group_id, None)
 
     def restore(self, group_id: str, oldest_version: int | None) -> None:
         """Return a delivered group to the completed ones for another delivery, without an admission check.
-
-        Call it after `advance`. It may bring `outstanding` above `target`; admission then waits
-        until the groups are delivered. Raises ValueError for an outstanding group.
-        """
-        if group_id in self._running or group_id in self._completed:
+        Call it after `advance`. Raises ValueError for an outstanding group."""
+        if group_id in self.running or group_id in self.completed:
             raise ValueError(f"group {group_id!r} is outstanding already")
         self._batch.pop(group_id, None)
-        oldest = self._trainer_version if oldest_version is None else oldest_version
+        oldest = self.trainer_version if oldest_version is None else oldest_version
         self._due[oldest + self.contract.max_lag] += 1
-        self._buffer(group_id, oldest)
+        self.completed[group_id] = oldest
 
     def select(self, credit: int, now: float) -> Selection:
-        """Deliver groups now, for an unmet demand of `credit` groups.
-
-        Call it after every change of credit, completed groups or trainer version. Call it with a credit of
-        zero too, because it also measures how long the trainer starves.
-        """
+        """Deliver groups now, for an unmet demand of `credit` groups. Call it after every change of
+        credit, completed groups or trainer version, with a credit of zero too: it also measures how long
+        the trainer starves."""
         if credit < 0:
             raise ValueError(f"credit must be at least 0, got {credit}")
         late = self._drop_late() if credit > 0 else ()
-        queue = sorted(self._completed, key=self._age) if credit > 0 else []
+        queue = sorted(self.completed, key=self.completed.__getitem__) if credit > 0 else []
         if self.contract.late_policy is LatePolicy.WAIT:
             delivered = self._whole_batch(queue, credit)
         else:
             delivered = tuple(queue[:credit])
         for group_id in delivered:
-            self._forget_deadline(self._completed.pop(group_id).oldest)
+            self._forget_deadline(self.completed.pop(group_id))
             self._batch[group_id] = None
         while len(self._batch) > self._most_remembered:
             # If the weights of a run never change, the ids of its groups would accumulate.
             self._batch.popitem(last=False)
         unmet = min(credit - len(delivered), self.contract.groups_per_step - self.delivered)
-        self._meter.demand(unmet, len(self._completed), now)
+        self._meter.demand(unmet, len(self.completed), now)
         if delivered and unmet <= 0:
-            self._meter.surplus = len(self._completed)
+            self._meter.step.surplus = len(self.completed)
         return Selection(delivered, late)
 
     def _whole_batch(self, queue: Iterable[str], credit: int) -> tuple[str, ...]:
         """Ids by earliest deadline, as many as credit and batch allow, or none."""
         wanted = min(credit, self.contract.groups_per_step - self.delivered)
-        if wanted <= 0 or len(self._completed) < wanted:
+        if wanted <= 0 or len(self.completed) < wanted:
             return ()
         loads = self._loads()
         chosen: list[str] = []
         for group_id in queue:
-            slack = self._completed[group_id].oldest + self.contract.max_lag - self._trainer_version
+            slack = self.completed[group_id] + self.contract.max_lag - self.trainer_version
             before = range(min(max(slack, 0), len(loads)))
             if any(loads[k] + 1 > self._capacity(k) for k in before):
                 break  # Groups with later deadlines must leave room for more, so they cannot fit either.
@@ -340,12 +305,10 @@ class StalenessGate:
         return ()
 
     def _loads(self) -> list[int]:
-        """`due(k) + t` for k in 0..L.
-
-        After a restart there may be later deadlines, but those always fit. Everything else that runs and
-        is due before them is bounded by `max_outstanding`, which is the capacity up to k = L.
-        """
-        horizon = range(self._trainer_version, self._trainer_version + self.contract.max_lag + 1)
+        """`due(k) + t` for k in 0..L. After a restart there may be later deadlines, but those always fit.
+        Everything else that is due before them is bounded by `max_outstanding`, the capacity up to k =
+        L."""
+        horizon = range(self.trainer_version, self.trainer_version + self.contract.max_lag + 1)
         overdue = sum(n for deadline, n in self._due.items() if deadline < horizon.start)
         loads: list[int] = []
         load = overdue + self.delivered
@@ -364,31 +327,23 @@ class StalenessGate:
 
     def _first_version(self, active_version: int) -> int:
         # If the engine is ahead of a restarted trainer, it may still switch to the trainer's next version.
-        return min(active_version, self._trainer_version)
+        return min(active_version, self.trainer_version)
 
     def _drop_late(self) -> tuple[str, ...]:
         if not self.contract.late_policy.drops:
             return ()
         late = [
             group_id
-            for group_id, group in self._completed.items()
-            if lag(self._trainer_version, group.oldest) > self.contract.max_lag
+            for group_id, oldest in self.completed.items()
+            if lag(self.trainer_version, oldest) > self.contract.max_lag
         ]
-        late.sort(key=self._age)
+        late.sort(key=self.completed.__getitem__)
         for group_id in late:
             self.release(group_id)
         return tuple(late)
 
-    def _age(self, group_id: str) -> tuple[int, int]:
-        group = self._completed[group_id]
-        return group.oldest, group.order
-
-    def _buffer(self, group_id: str, oldest: int) -> None:
-        self._completed[group_id] = _Completed(oldest, self._order)
-        self._order += 1
-
     def _refuse_known(self, group_id: str) -> None:
-        if group_id in self._running or group_id in self._completed or group_id in self._batch:
+        if group_id in self.running or group_id in self.completed or group_id in self._batch:
             raise ValueError(f"group {group_id!r} is admitted already")
 
     def _move_deadline(self, oldest: int, to: int) -> None:

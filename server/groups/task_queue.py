@@ -2,43 +2,35 @@
 
 - A task becomes a group when the staleness gate admits it and an agent asks for work. The group's
   attempts are leased in order of `sample_index`, retries first.
-- `lease_clock` determines when leases expire. The attempt of an expired lease is leased again under a new
-  trajectory id, and calls on the old id are refused with LEASE_EXPIRED. An attempt whose leases expired
-  `max_attempts` times becomes a failure, as if its agent had reported one.
-- A caller's own group (opened by Generate without a lease) takes a slot at the gate with its first sibling.
-  It is never leased. Siblings that no call touches for the length of a lease become failures.
-- When the last attempt is settled, the group is completed and its id is not used again. `buffer` has what
-  follows.
+- The attempt of an expired lease is leased again under a new trajectory id, and calls on the old id are
+  refused with LEASE_EXPIRED. An attempt whose leases expired `max_attempts` times becomes a failure, as if
+  its agent had reported one.
+- A caller's own group (opened by Generate without a lease) takes a slot at the gate with its first
+  sibling. It is never leased. Siblings that no call touches for the length of a lease become failures.
+- When the last attempt is settled, the group is completed and its id is not used again.
 - A task with a `finish_count` is a race: that many attempts with a reward complete its group. Waiting
   attempts are then never leased, and leased ones are taken back (LEASE_EXPIRED, without a retry). Neither
   these nor the failed ones are part of the group. If too many fail for that, the group completes like any
   other, failures included.
-- Evaluation groups bypass the gate. The bound on them is the number begun and not delivered. Beyond it
+- Evaluation groups bypass the gate. The bound on them is the number begun and not delivered; beyond it
   their tasks wait. A lease request that takes any task gets evaluation tasks first. Training may have more
-  groups admitted than all agents together work on, and an evaluation queued behind them would wait forever.
-  How much evaluation takes from training is up to the submitter.
+  groups admitted than all agents together work on, and an evaluation queued behind them would wait
+  forever.
 
-This module is pure except for the clock it is given; nothing here awaits.
+Pure except for the clock; nothing here awaits.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
+from penstock.server.config.limits import LeasesSection
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.groups.admission import Admission
-from penstock.server.groups.attempts import (
-    Attempt,
-    AttemptState,
-    Group,
-    Holder,
-    Lease,
-    LeaseRules,
-    Settled,
-)
+from penstock.server.groups.attempts import Attempt, AttemptState, Group, Holder, Lease, Settled
 from penstock.server.groups.lease_clock import LeaseClock
 from penstock.server.groups.pending_tasks import PendingTasks
 from penstock.v1 import task_service_pb2, trajectory_pb2
@@ -52,7 +44,7 @@ class TaskQueue:
         self,
         changed: Broadcast,
         admission: Admission,
-        rules: LeaseRules,
+        rules: LeasesSection,
         clock: Callable[[], float],
         *,
         max_pending: int = 100_000,
@@ -85,12 +77,7 @@ class TaskQueue:
         return self.pending.byte_count + self._begun_bytes
 
     @property
-    def open_group_count(self) -> int:
-        """Groups begun and not completed."""
-        return len(self._groups)
-
-    @property
-    def groups(self) -> Iterable[Group]:
+    def groups(self) -> Collection[Group]:
         """Groups begun and not completed."""
         return self._groups.values()
 
@@ -108,12 +95,7 @@ class TaskQueue:
         """Every lease stream was lost with the restart, so holders have to renew their leases by calls."""
         self.pending.restore(pending)
         for group in groups:
-            self._groups[group.group_id] = group
-            self._begun_bytes += _task_bytes(group)
-            if group.purpose == trajectory_pb2.PURPOSE_TRAIN:
-                self._admission.admit(group.group_id, group.admitted_version)
-            else:
-                self._evaluations.add(group.group_id)
+            self._register(group)
             if group.task is None:
                 self.leases.touch(group.attempts[0])
             for attempt in group.attempts:
@@ -174,15 +156,10 @@ class TaskQueue:
         for purpose, first in self.pending.first():
             if not _wanted(holder, purpose) or not holder.takes(first):
                 continue
-            if not self._may_begin(purpose, active_version):
-                continue
-            task = self.pending.pop(purpose)
-            self._begun_bytes += task.ByteSize()
-            group = Group(
-                uuid.uuid4().hex[:16], max(1, task.group_size), task, purpose, active_version
-            )
-            self._register(group)
-            return group
+            if self._may_begin(purpose, active_version):
+                task = self.pending.pop(purpose)
+                name, size = uuid.uuid4().hex[:16], max(1, task.group_size)
+                return self._begin(Group(name, size, task, purpose, active_version))
         return None
 
     def _may_begin(self, purpose: trajectory_pb2.Purpose.ValueType, active_version: int) -> bool:
@@ -193,13 +170,18 @@ class TaskQueue:
         undelivered = len(self._evaluations) + self._buffered_evaluations()
         return undelivered < self.max_evaluation_groups
 
+    def _begin(self, group: Group) -> Group:
+        self._register(group)
+        group.attempts = [Attempt(group, index) for index in range(group.size)]
+        return group
+
     def _register(self, group: Group) -> None:
         if group.purpose == trajectory_pb2.PURPOSE_TRAIN:
             self._admission.admit(group.group_id, group.admitted_version)
         else:
             self._evaluations.add(group.group_id)
-        group.attempts = [Attempt(group, index) for index in range(group.size)]
         self._groups[group.group_id] = group
+        self._begun_bytes += _task_bytes(group)
 
     def join(
         self,
@@ -223,10 +205,9 @@ class TaskQueue:
                     Reason.QUEUE_FULL,
                     f"{self._admission.outstanding} groups are outstanding, no more may begin now",
                     {"outstanding": self._admission.outstanding, "group_id": group_id},
-                    retry_after_seconds=1.0,
                 )
-            group = Group(group_id, size, None, trajectory_pb2.PURPOSE_TRAIN, active_version)
-            self._register(group)
+            train = trajectory_pb2.PURPOSE_TRAIN
+            group = self._begin(Group(group_id, size, None, train, active_version))
         if group.task is not None:
             raise FieldInvalid(
                 "trajectory_id", "is not the one leased for its group", trajectory_id
@@ -242,8 +223,7 @@ class TaskQueue:
         self.leases.touch(attempt)
 
     def attempt_of(self, trajectory_id: str) -> Attempt | None:
-        """None for an unleased trajectory. Raises LEASE_EXPIRED if its lease, or that of the trajectory it
-        branched from, has expired."""
+        """None for an unleased trajectory. Raises LEASE_EXPIRED."""
         self.leases.refuse_expired(trajectory_id)
         return self._attempts.get(trajectory_id)
 
@@ -273,11 +253,6 @@ class TaskQueue:
                 group.holder = None
         self._changed.notify()
 
-    @property
-    def deadline_sooner(self) -> Broadcast:
-        """Notified when a lease will expire earlier than `next_deadline` last returned."""
-        return self.leases.sooner
-
     def next_deadline(self) -> float | None:
         """When to call `expire` next; None while no lease can expire."""
         return self.leases.next_deadline(self._groups.values())
@@ -299,13 +274,9 @@ class TaskQueue:
         self._let_go(attempt)
         attempt.holder, attempt.open_calls = None, 0
         attempt.branches.clear()
-        retry = (
-            failed
-            and group.task is not None
-            and attempt.retry_count + 1 < self.leases.rules.max_attempts
-        )
         discarded: list[str] = []
-        if retry:
+        retries_left = attempt.retry_count + 1 < self.leases.rules.max_attempts
+        if failed and group.task is not None and retries_left:
             self._make_again(attempt)
         else:
             attempt.to(AttemptState.FAILED if failed else AttemptState.SUCCEEDED)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.server.core.errors import FieldInvalid
-from penstock.server.http.requests import Previous
+from penstock.server.http.requests import AgentRequest, Previous
 from penstock.server.rollouts.start import StreamWish
 from penstock.server.turns.history import hold, tools_digest
 from penstock.server.turns.matching import Match, match_after
@@ -18,7 +18,7 @@ from penstock.v1 import rollout_service_pb2
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-    from penstock.server.text.messages import Message, Tool
+    from penstock.server.text.messages import Tool
 
 MAX_REFUSED = 4_096
 """Most refused requests to remember. Their agents retry within seconds."""
@@ -26,20 +26,13 @@ MAX_REFUSED = 4_096
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request of an agent, independent of the endpoint it used."""
-
     attempt_id: str
     """From the URL; empty for a request without an attempt."""
-    messages: list[Message]
-    tools: list[Tool]
-    sampling: dict[str, Any]
-    """The sampling parameters that the request sets, by their names in SamplingParams."""
-    stream: bool
+    request: AgentRequest
     digest: bytes
     """Digest of the request as received."""
     says_retry: bool
-    previous: Previous | None = None
-    """The answer that the messages follow, if they are not the whole conversation."""
+    trace: Context = field(repr=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,12 +76,7 @@ class RefusedRequests:
         return count > 0
 
 
-def answered_order(note: Answered) -> tuple[bool, int, float]:
-    """Sort key of equal requests: a retry repeats the one with the least."""
-    return note.delivered, note.followers, -note.asked_at
-
-
-def named(records: Sequence[TrajectoryRecord], previous: Previous, asked: Asked) -> Match:
+def named(records: Sequence[TrajectoryRecord], previous: Previous, asked: AgentRequest) -> Match:
     """Matches a request that names the answer it follows. Raises FIELD_INVALID."""
     trajectory_id, _, index = previous.answer_id.rpartition("-")
     for record in records:

@@ -6,42 +6,21 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.http import errors as http_errors
 from penstock.server.http import requests
-from penstock.server.vllm.api import (
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatCompletionResponseStreamChoice,
-    ChatCompletionStreamResponse,
-    ChatMessage,
-    CompletionTokenUsageInfo,
-    DeltaFunctionCall,
-    DeltaMessage,
-    DeltaToolCall,
-    FunctionCall,
-    PromptTokenUsageInfo,
-    ToolCall,
-    UsageInfo,
-)
+from penstock.server.vllm import api
 
 if TYPE_CHECKING:
     from penstock.server.http.reply import Reply, ReplyPart
-    from penstock.server.text.messages import Message, Tool
 
 SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
+    **requests.SAMPLING,
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "stop": "stop",
-    "seed": "seed",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
 }
 READ = {*SAMPLING, "model", "messages", "tools", "stream", "stream_options"}
 NEUTRAL: requests.Neutral = {
@@ -68,21 +47,40 @@ NEUTRAL: requests.Neutral = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    messages: list[Message]
-    tools: list[Tool]
-    sampling: dict[str, Any]
-    stream: bool
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(requests.AgentRequest):
     include_usage: bool
-    previous: None = None
 
 
 class ChatCompletions:
     """The `surface.Surface` of OpenAI's chat completions."""
 
     def read(self, body: bytes) -> ChatRequest:
-        return read(requests.read_object(body))
+        found = requests.read_object(body)
+        requests.check_parameters(found, READ, NEUTRAL)
+        tools = requests.objects(found, "tools")
+        for index, tool in enumerate(tools):
+            if tool.get("type", "function") != "function":
+                raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool["type"])
+        if not requests.objects(found, "messages"):
+            raise FieldInvalid("messages", "must hold at least one message")
+        requests.check_tool_choice(found, "none")
+        # vLLM's model rejects a tool choice if there are no tools.
+        nothing = not tools and found.get("tool_choice") in (None, "none", "auto")
+        left_out = ("tools", "tool_choice") if nothing else ()
+        # vLLM's model returns lists as iterators, so the messages are read from the body itself.
+        given = {name: value for name, value in found.items() if name not in left_out}
+        request = requests.validated(api.ChatCompletionRequest, given)
+        options = request.stream_options
+        messages = requests.read_messages(found["messages"])
+        requests.check_end(messages, f"messages[{len(messages) - 1}]")
+        return ChatRequest(
+            messages,
+            requests.read_tools([tool["function"] for tool in tools]),
+            requests.sampling_of(found, SAMPLING),
+            bool(request.stream),
+            include_usage=options is not None and bool(options.include_usage),
+        )
 
     def whole(self, request: ChatRequest, reply: Reply) -> str:
         return whole(reply).model_dump_json()
@@ -104,46 +102,18 @@ class ChatCompletions:
         return f"data: {json.dumps(self.error(error))}\n\n"
 
 
-def read(body: dict[str, Any]) -> ChatRequest:
-    """Raises FIELD_INVALID."""
-    requests.check_parameters(body, READ, NEUTRAL)
-    tools = requests.objects(body, "tools")
-    for index, tool in enumerate(tools):
-        if tool.get("type", "function") != "function":
-            raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool["type"])
-    if not requests.objects(body, "messages"):
-        raise FieldInvalid("messages", "must hold at least one message")
-    requests.check_tool_choice(body, "none")
-    # vLLM's model rejects a tool choice if there are no tools.
-    nothing = not tools and body.get("tool_choice") in (None, "none", "auto")
-    left_out = ("tools", "tool_choice") if nothing else ()
-    # vLLM's model returns lists as iterators, so the messages are read from the body itself.
-    given = {name: value for name, value in body.items() if name not in left_out}
-    request = requests.validated(ChatCompletionRequest, given)
-    options = request.stream_options
-    messages = requests.read_messages(body["messages"])
-    requests.check_end(messages, f"messages[{len(messages) - 1}]")
-    return ChatRequest(
-        messages,
-        requests.read_tools([tool["function"] for tool in tools]),
-        requests.sampling_of(body, SAMPLING),
-        bool(request.stream),
-        options is not None and bool(options.include_usage),
-    )
-
-
-def whole(reply: Reply) -> ChatCompletionResponse:
+def whole(reply: Reply) -> api.ChatCompletionResponse:
     message = reply.message
     calls = [
-        ToolCall(
+        api.ToolCall(
             id=call.tool_call_id,
-            function=FunctionCall(name=call.name, arguments=call.arguments_json),
+            function=api.FunctionCall(name=call.name, arguments=call.arguments_json),
         )
         for call in message.tool_calls
     ]
-    choice = ChatCompletionResponseChoice(
+    choice = api.ChatCompletionResponseChoice(
         index=0,
-        message=ChatMessage(
+        message=api.ChatMessage(
             role="assistant",
             content=message.content if message.content or not calls else None,
             reasoning=message.reasoning or None,
@@ -152,7 +122,7 @@ def whole(reply: Reply) -> ChatCompletionResponse:
         finish_reason=finish_reason(reply),
         stop_reason=reply.stop_string,
     )
-    return ChatCompletionResponse(
+    return api.ChatCompletionResponse(
         id=f"chatcmpl-{reply.answer_id}",
         created=int(time.time()),
         model=reply.model,
@@ -163,16 +133,18 @@ def whole(reply: Reply) -> ChatCompletionResponse:
 
 async def chunks(
     reply: Reply, deltas: AsyncIterator[ReplyPart]
-) -> AsyncGenerator[ChatCompletionStreamResponse]:
+) -> AsyncGenerator[api.ChatCompletionStreamResponse]:
     """The first and last chunk have the usage so far."""
     created = int(time.time())
 
-    def chunk(delta: DeltaMessage, finish: str | None = None) -> ChatCompletionStreamResponse:
-        choice = ChatCompletionResponseStreamChoice(index=0, delta=delta, finish_reason=finish)
+    def chunk(
+        delta: api.DeltaMessage, finish: str | None = None
+    ) -> api.ChatCompletionStreamResponse:
+        choice = api.ChatCompletionResponseStreamChoice(index=0, delta=delta, finish_reason=finish)
         if finish is not None:
             choice.stop_reason = reply.stop_string
             choice = choice.model_copy(update=reply.extra)
-        return ChatCompletionStreamResponse(
+        return api.ChatCompletionStreamResponse(
             id=f"chatcmpl-{reply.answer_id}",
             object="chat.completion.chunk",
             created=created,
@@ -180,29 +152,29 @@ async def chunks(
             choices=[choice],
         )
 
-    first = chunk(DeltaMessage(role="assistant", content=""))
+    first = chunk(api.DeltaMessage(role="assistant", content=""))
     first.usage = usage(reply)
     yield first
     async for delta in deltas:
         yield chunk(delta_message(delta))
-    yield chunk(DeltaMessage(), finish_reason(reply))
-    last = chunk(DeltaMessage())
+    yield chunk(api.DeltaMessage(), finish_reason(reply))
+    last = chunk(api.DeltaMessage())
     last.choices, last.usage = [], usage(reply)
     yield last
 
 
-def delta_message(delta: ReplyPart) -> DeltaMessage:
-    message = DeltaMessage()
+def delta_message(delta: ReplyPart) -> api.DeltaMessage:
+    message = api.DeltaMessage()
     if delta.content:
         message.content = delta.content
     if delta.reasoning:
         message.reasoning = delta.reasoning
     message.tool_calls = [
-        DeltaToolCall(
+        api.DeltaToolCall(
             id=call.tool_call_id,
             type="function",
             index=index,
-            function=DeltaFunctionCall(name=call.name, arguments=call.arguments_json),
+            function=api.DeltaFunctionCall(name=call.name, arguments=call.arguments_json),
         )
         for index, call in enumerate(delta.tool_calls)
     ]
@@ -215,13 +187,13 @@ def finish_reason(reply: Reply) -> str:
     return "tool_calls" if reply.message.tool_calls else "stop"
 
 
-def usage(reply: Reply) -> UsageInfo:
-    return UsageInfo(
+def usage(reply: Reply) -> api.UsageInfo:
+    return api.UsageInfo(
         prompt_tokens=reply.prompt_token_count,
         completion_tokens=reply.policy_token_count,
         total_tokens=reply.prompt_token_count + reply.policy_token_count,
-        prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=reply.cached_token_count),
-        completion_tokens_details=CompletionTokenUsageInfo(
+        prompt_tokens_details=api.PromptTokenUsageInfo(cached_tokens=reply.cached_token_count),
+        completion_tokens_details=api.CompletionTokenUsageInfo(
             reasoning_tokens=reply.reasoning_token_count
         ),
     )

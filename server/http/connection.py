@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 
 from penstock.server.core.errors import DomainError
 from penstock.server.http import errors as http_errors
-from penstock.server.http.server import CLIENT_NAMES, WRITE_BUFFER_BYTES
+from penstock.server.http.server import CLIENT_NAMES, CUT_OFF, WRITE_BUFFER_BYTES
 from penstock.server.http.surface import Surface
 from penstock.server.security.callers import Callers
 from penstock.server.security.credentials import AUTHORIZATION
@@ -35,28 +35,33 @@ class Gone(Exception):
     """The connection was lost, or its client stopped reading."""
 
 
-class Bodies:
+class HttpCall:
+    """One request and its answer. The answer is charged to its caller's account until it is read."""
+
     def __init__(
-        self, callers: Callers, check_memory: Callable[[int], None], stalled_seconds: float
+        self, scope: Scope, receive: Receive, send: Send, callers: Callers, stalled_seconds: float
     ) -> None:
-        """`check_memory` raises MEMORY_BUDGET if this many bytes do not fit."""
+        self.scope = scope
+        self._receive = receive
+        self._put = send
         self._callers = callers
-        self._check_memory = check_memory
         self._stalled_seconds = stalled_seconds
+        self._unread: Unread = callers.unread
+        self._begun = self._ended = False
 
     @contextlib.asynccontextmanager
-    async def read(self, scope: Scope, receive: Receive) -> AsyncGenerator[bytes]:
+    async def body(self, check_memory: Callable[[int], None]) -> AsyncGenerator[bytes]:
         """Yields the whole body, which is charged to its caller's account until the block exits."""
         most = self._callers.message_bytes
-        announced = Headers(scope=scope).get("content-length", "0")
+        announced = Headers(scope=self.scope).get("content-length", "0")
         body, size, more = bytearray(), int(announced) if announced.isdigit() else 0, True
         now = asyncio.get_running_loop().time
-        with self._callers.arriving(self._check_memory) as keep:
+        with self._callers.arriving(check_memory) as keep:
             try:
                 # The timeout covers a whole piece. A byte at a time could hold the body in memory forever.
                 async with asyncio.timeout(self._stalled_seconds) as limit:
                     while more and size <= most:
-                        message = await receive()
+                        message = await self._receive()
                         if message["type"] == "http.disconnect":
                             raise Gone
                         part = message.get("body", b"")
@@ -81,18 +86,24 @@ class Bodies:
                 )
             yield bytes(body)
 
+    async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Cancels the work and raises Gone if the client disconnects."""
 
-class Sending:
-    """Sends one answer, and charges it to its caller's account until it is read."""
+        async def gone() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
 
-    def __init__(
-        self, send: Send, cut_off: Callable[[], None], stalled_seconds: float, unread: Unread
-    ) -> None:
-        self._put = send
-        self._cut_off = cut_off
-        self._stalled_seconds = stalled_seconds
-        self._unread = unread
-        self._begun = self._ended = False
+        working = asyncio.create_task(work)
+        leaving = asyncio.create_task(gone())
+        try:
+            await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise Gone
+            working.result()
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
 
     async def json(
         self, text: str, status: int = 200, headers: Mapping[str, str] | None = None
@@ -116,7 +127,7 @@ class Sending:
                 await self._piece(b"")
 
     async def _piece(self, data: bytes) -> None:
-        """Sends a piece once the previous one has been taken."""
+        """Waits until the previous piece has been taken."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
@@ -126,7 +137,7 @@ class Sending:
     async def refuse(self, surface: Surface, error: DomainError) -> None:
         """Does nothing once the answer has ended."""
         # The call has already ended, and its charges with it.
-        self._unread = _uncounted
+        self._unread = lambda _: contextlib.nullcontext()
         with contextlib.suppress(Gone):
             if not self._begun:
                 body = json.dumps(surface.error(error))
@@ -147,7 +158,7 @@ class Sending:
             async with asyncio.timeout(self._stalled_seconds):
                 await self._put(message)
         except TimeoutError:
-            self._cut_off()
+            self.scope[CUT_OFF]()
             self._ended = True
             logger.warning(
                 "client read nothing for %g s; closed the connection", self._stalled_seconds
@@ -155,37 +166,10 @@ class Sending:
             raise Gone from None
 
 
-def _uncounted(_: int) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Cancels the work and raises Gone if the client disconnects."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(gone())
-    try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Gone
-        working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
 def presented(scope: Scope) -> Presented:
     """What gRPC would present for the same caller."""
-    headers = [
-        (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
-    ]
-    names = {name for name, _ in headers}
-    if AUTHORIZATION not in names:
+    headers = Headers(scope=scope).items()
+    if AUTHORIZATION not in dict(headers):
         # Anthropic's SDKs send their API key in this header.
         headers = [
             (AUTHORIZATION, f"Bearer {value}") if name == "x-api-key" else (name, value)

@@ -1,11 +1,8 @@
-"""Maps domain errors to an HTTP status and to the body that each SDK reads. The reasons are in `errors`.
+"""Maps domain errors to an HTTP status and to the body that each SDK reads.
 
-A gRPC code becomes the HTTP status that Google's APIs use for it (google/rpc/code.proto). There is one
-exception: a message that is too large gets 413, because SDKs would retry a 429. The reason is the
-error's `code`, unless SDKs know the case by another name. The metadata is in a separate field.
-
-    OpenAI      {"error": {"message", "type", "param", "code", "metadata"}}
-    Anthropic   {"type": "error", "error": {"type", "message", "param", "code", "metadata"}}
+A gRPC code becomes the HTTP status that Google's APIs use for it (google/rpc/code.proto), except that a
+message that is too large gets 413, because SDKs would retry a 429. The reason is the error's `code`, unless
+SDKs know the case by another name.
 
 SDKs retry 408, 409, 429 and 5xx on their own. The mapping gives these only to errors that a retry may fix.
 """
@@ -35,7 +32,7 @@ STATUSES: Mapping[grpc.StatusCode, HTTPStatus] = {
     grpc.StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
 }
 
-# Cases that agents recognize by the name that the original service uses.
+# Cases that agents recognize by the original service's name.
 _KNOWN_CODES = {Reason.PROMPT_TOO_LONG: "context_length_exceeded"}
 _OPENAI_TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",

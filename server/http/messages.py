@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.server.core.errors import DomainError, FieldInvalid
@@ -16,19 +15,8 @@ from penstock.server.vllm.api import AnthropicMessagesRequest, AnthropicServingM
 
 if TYPE_CHECKING:
     from penstock.server.http.reply import Reply, ReplyPart
-    from penstock.server.text.messages import Message, Tool
 
-SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "max_tokens": "max_tokens",
-    "stop_sequences": "stop",
-    # Not parameters of Anthropic's; sent as extra ones.
-    "seed": "seed",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-}
+SAMPLING = {**requests.SAMPLING, "max_tokens": "max_tokens", "stop_sequences": "stop"}
 READ = {*SAMPLING, "model", "messages", "system", "tools", "stream"}
 NEUTRAL: requests.Neutral = {
     # The caller's own bookkeeping, and hints for a different kind of cache.
@@ -51,30 +39,14 @@ _BLOCKS = {
 }
 
 
-class _Converters(AnthropicServingMessages):
-    """vLLM's converters without an engine, which they do not need."""
-
-    def __init__(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class MessagesRequest:
-    messages: list[Message]
-    tools: list[Tool]
-    sampling: dict[str, Any]
-    stream: bool
-    previous: None = None
-
-
 class Messages:
     """The `surface.Surface` of Anthropic's messages."""
 
     def __init__(self) -> None:
-        # Parts of the class are untyped.
-        self._converters: Any = _Converters()
+        # Without `__init__`: the converters need no engine. Parts of the class are untyped.
+        self._converters: Any = object.__new__(AnthropicServingMessages)
 
-    def read(self, body: bytes) -> MessagesRequest:
+    def read(self, body: bytes) -> requests.AgentRequest:
         found = requests.read_object(body)
         request = self._read(found)
         said = [str(message.get("role")) for message in requests.objects(found, "messages")]
@@ -83,11 +55,11 @@ class Messages:
         requests.check_end(request.messages, f"messages[{last}]")
         return request
 
-    def read_count(self, body: bytes) -> MessagesRequest:
+    def read_count(self, body: bytes) -> requests.AgentRequest:
         """The last message may be the assistant's. Raises DomainError."""
         return self._read({"max_tokens": 1, **requests.read_object(body)})
 
-    def _read(self, found: requests.JsonObject) -> MessagesRequest:
+    def _read(self, found: requests.JsonObject) -> requests.AgentRequest:
         requests.check_parameters(found, READ, NEUTRAL)
         for index, tool in enumerate(requests.objects(found, "tools")):
             if tool.get("type") not in (None, "custom"):
@@ -110,14 +82,14 @@ class Messages:
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
             for tool in request.tools or ()
         ]
-        return MessagesRequest(
+        return requests.AgentRequest(
             requests.read_messages(messages),
             requests.read_tools(tools),
             requests.sampling_of(found, SAMPLING),
             bool(request.stream),
         )
 
-    def whole(self, request: MessagesRequest, reply: Reply) -> str:
+    def whole(self, request: requests.AgentRequest, reply: Reply) -> str:
         answer = self._converters.messages_full_converter(http_chat.whole(reply))
         answer.id = f"msg_{reply.answer_id}"
         told = answer.model_dump(mode="json", exclude_none=True)
@@ -125,7 +97,7 @@ class Messages:
         return json.dumps({**told, "stop_sequence": answer.stop_sequence, **reply.extra})
 
     async def events(
-        self, request: MessagesRequest, reply: Reply, deltas: AsyncGenerator[ReplyPart]
+        self, request: requests.AgentRequest, reply: Reply, deltas: AsyncGenerator[ReplyPart]
     ) -> AsyncGenerator[str]:
         failed: list[DomainError] = []
 
@@ -142,12 +114,12 @@ class Messages:
 
         async with contextlib.aclosing(self._converters.message_stream_converter(chat())) as events:
             async for event in events:
-                if event.startswith("event: content_block_start\n"):
-                    yield _with_signature(event)
-                elif reply.extra and event.startswith("event: message_delta\n"):
-                    yield _with_extra(event, reply)
-                else:
-                    yield event
+                kind = event.partition("\n")[0]
+                if kind == "event: content_block_start" or (
+                    reply.extra and kind == "event: message_delta"
+                ):
+                    event = _completed(event, reply)
+                yield event
         if failed:
             raise failed[0]
 
@@ -194,18 +166,14 @@ def _read_results(request: AnthropicMessagesRequest) -> None:
                 block.content = f"Error: {text}" if text else "Error"
 
 
-def _with_extra(event: str, reply: Reply) -> str:
-    """Adds fields that vLLM's model lacks to the event that ends a message."""
+def _completed(event: str, reply: Reply) -> str:
+    """Adds fields that vLLM omits to the beginning of a block, or to the end of a message."""
     head, data = event.split("data: ", 1)
     told = json.loads(data)
-    told["delta"] |= reply.extra
-    return f"{head}data: {json.dumps(told)}\n\n"
-
-
-def _with_signature(event: str) -> str:
-    """vLLM omits the field. It is empty here, because the signature follows at the end of the block."""
-    head, data = event.split("data: ", 1)
-    told = json.loads(data)
-    if told["content_block"]["type"] == "thinking":
-        told["content_block"].setdefault("signature", "")
+    block = told.get("content_block")
+    if block is None:
+        told["delta"] |= reply.extra
+    elif block["type"] == "thinking":
+        # Empty here, because the signature follows at the end of the block.
+        block.setdefault("signature", "")
     return f"{head}data: {json.dumps(told)}\n\n"

@@ -1,12 +1,12 @@
 """Turns a turn's tokens into an agent's answer: text while it is written, the message at its end.
 
-The agent sends the answer back with its next request, and the server compares it with the
-trajectory's messages. So the final message is the one that the server's own parsers find in the
-whole turn, and every stream ends up with the same message. Text is sent as soon as it can no longer
-become something else. The rest, with the tool calls, is sent when the turn is whole.
+The agent sends the answer back with its next request, and the server compares it with the trajectory's
+messages. So the final message is the one that the server's own parsers find in the whole turn, and every
+stream ends up with the same message. Text is sent as soon as it can no longer become something else, the
+rest and the tool calls when the turn is whole.
 
-A stop string ends the answer and is not part of it; its tokens stay in the trajectory. If the
-streamed text differs from the parsed message, the trajectory keeps what was sent.
+A stop string ends the answer and is not part of it; its tokens stay in the trajectory. If the streamed
+text differs from the parsed message, the trajectory keeps what was sent.
 """
 
 from __future__ import annotations
@@ -82,15 +82,16 @@ class Reply:
 
 async def tell_whole(turns: AgentTurns, answer: Answer, reply: Reply) -> None:
     """Raises what `AgentTurns.follow` raises."""
-    reply.finish(await turns.whole(answer), answer.turn)
+    async with contextlib.aclosing(turns.follow(answer)) as pieces:
+        async for _ in pieces:
+            pass
+    assert answer.finished is not None
+    reply.finish(answer.finished, answer.turn)
     await turns.told(answer, reply.message)
 
 
 async def tell(
-    turns: AgentTurns,
-    answer: Answer,
-    reply: Reply,
-    stream: TurnStream,
+    turns: AgentTurns, answer: Answer, reply: Reply, stream: TurnStream
 ) -> AsyncGenerator[ReplyPart]:
     """Yields new parts and fills in the reply at the end. Raises what `AgentTurns.follow` raises."""
     stops = answer.turn.sampling.stop
@@ -112,21 +113,21 @@ async def tell(
     await turns.told(answer, reply.message)
 
 
+@dataclass(slots=True, eq=False)
 class _Sent:
     """The sent part of one text. Withholds characters in which a stop string may begin."""
 
-    def __init__(self, held: int, stops: Sequence[str]) -> None:
-        self._text = ""
-        self.sent = ""
-        self._held = held
-        self._stops = stops
+    held: int
+    stops: Sequence[str]
+    text: str = ""
+    sent: str = ""
 
     def add(self, text: str) -> str:
         """Returns what can be sent now."""
-        self._text += text
-        found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
-        end = min(found, default=max(len(self.sent), len(self._text) - self._held))
-        return self._send(self._text[len(self.sent) : end])
+        self.text += text
+        found = [at for stop in self.stops if (at := self.text.find(stop)) >= 0]
+        end = min(found, default=max(len(self.sent), len(self.text) - self.held))
+        return self._send(self.text[len(self.sent) : end])
 
     def rest(self, whole: str) -> str:
         """Returns the unsent rest of the text, given the final parse of the whole turn."""
@@ -135,12 +136,12 @@ class _Sent:
             # Between a stream and a whole turn, parsers differ in the white space they keep around a text.
             sent, space = sent.lstrip(), len(whole) - len(whole.lstrip())
             start = space + len(sent)
-            if whole.strip().startswith(sent.rstrip()):
-                return self._send(whole[start:])
-            logger.warning(
-                "parsed turn differs from its stream; ending the stream after %d characters", start
-            )
-            return ""
+            if not whole.strip().startswith(sent.rstrip()):
+                logger.warning(
+                    "parsed turn differs from its stream; ending the stream after %d characters",
+                    start,
+                )
+                return ""
         return self._send(whole[start:])
 
     def _send(self, text: str) -> str:

@@ -1,9 +1,8 @@
 """Parsing shared by the compatible endpoints: parameters, messages and tools.
 
-A request parameter is read, accepted as neutral, or refused. A neutral parameter does not affect
-sampling, such as the user's name or how an answer is stored, or it has the value that describes the
-server's behaviour anyway. All others are refused with FIELD_INVALID, which names them. So the
-server never silently ignores a parameter that an agent depends on.
+A request parameter is read, accepted as neutral, or refused. A neutral parameter does not affect sampling,
+such as the user's name, or it has the value that describes the server's behaviour anyway. All others are
+refused with FIELD_INVALID, so the server never silently ignores a parameter that an agent depends on.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.text.messages import Message, Tool, ToolCall
 from penstock.server.turns.requests import MAX_MESSAGES, identifier
 from penstock.server.vllm.api import VLLMClientError
-from penstock.v1 import rollout_service_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import SamplingParams
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
@@ -26,23 +24,19 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=BaseModel)
 
-SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+ROLES = {"developer": "system"} | {name: name for name in ("system", "user", "assistant", "tool")}
 # Types of message parts that are text, and the key that holds it.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 JsonObject = dict[str, Any]
 UNFIT = (VLLMClientError, ValueError, TypeError, LookupError, AttributeError)
-"""What vLLM's models and converters raise for unexpected bodies. Some access fields before they
-check types."""
+"""What vLLM's models and converters raise for bad bodies. Some access fields before they check types."""
 Neutral = Mapping[str, Collection[object] | None]
 """Parameters that change nothing, and their accepted values; None accepts any value."""
+# Of any service. An SDK sends those that it lacks as extra ones.
+SAMPLING = {
+    name: name for name in ("temperature", "top_p", "top_k", "seed", "stop_token_ids", "ignore_eos")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +48,19 @@ class Previous:
     answer_id: str
     instructions: Message | None
     """What the request gives as the beginning of the conversation; None if it gives none."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRequest:
+    """A request, independent of the endpoint it used."""
+
+    messages: list[Message]
+    tools: list[Tool]
+    sampling: JsonObject
+    """The sampling parameters that the request sets, by their names in SamplingParams."""
+    stream: bool
+    previous: Previous | None = None
+    """The answer that the messages follow, if they are not the whole conversation."""
 
 
 def read_object(body: bytes) -> JsonObject:
@@ -78,10 +85,8 @@ def objects(body: JsonObject, name: str) -> list[JsonObject]:
         return []
     if not isinstance(found, list):
         raise FieldInvalid(name, "must be a list")
-    for index, item in enumerate(cast("list[object]", found)):
-        if not isinstance(item, dict):
-            raise FieldInvalid(f"{name}[{index}]", "must be an object")
-    return cast("list[JsonObject]", found)
+    items = cast("list[object]", found)
+    return [_object(item, f"{name}[{index}]") for index, item in enumerate(items)]
 
 
 def check_parameters(body: Mapping[str, object], read: Collection[str], neutral: Neutral) -> None:

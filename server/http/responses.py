@@ -17,40 +17,14 @@ from penstock.server.http import chat as http_chat
 from penstock.server.http import errors as http_errors
 from penstock.server.http import requests
 from penstock.server.text.messages import Message
-from penstock.server.vllm.api import (
-    FunctionCall,
-    InputTokensDetails,
-    OutputTokensDetails,
-    ResponseCompletedEvent,
-    ResponseCreatedEvent,
-    ResponseInProgressEvent,
-    ResponsesRequest,
-    ResponsesResponse,
-    ResponseUsage,
-    SamplingParams,
-    SimpleStreamingEventProcessor,
-    build_response_output_items,
-    construct_input_messages,
-    reuse_streamed_item_ids,
-    split_delta,
-)
+from penstock.server.vllm import api
 
 if TYPE_CHECKING:
     from penstock.server.http.reply import Reply, ReplyPart
-    from penstock.server.text.messages import Tool
 
 PREVIOUS = "previous_response_id"
 ID_PREFIX = "resp_"
-SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "max_output_tokens": "max_tokens",
-    "seed": "seed",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-}
+SAMPLING = {**requests.SAMPLING, "max_output_tokens": "max_tokens", "stop": "stop"}
 READ = {*SAMPLING, "model", "input", "instructions", "tools", "stream", PREVIOUS}
 NEUTRAL: requests.Neutral = {
     # The caller's own bookkeeping.
@@ -70,14 +44,9 @@ NEUTRAL: requests.Neutral = {
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
-    messages: list[Message]
-    tools: list[Tool]
-    sampling: dict[str, Any]
-    stream: bool
-    previous: requests.Previous | None
-    request: ResponsesRequest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRequest(requests.AgentRequest):
+    request: api.ResponsesRequest
     """The vLLM model, parts of which the answer repeats."""
 
 
@@ -91,10 +60,10 @@ class Responses:
             if tool.get("type") != "function":
                 raise FieldInvalid(f"tools[{index}].type", 'must be "function"', tool.get("type"))
         requests.check_tool_choice(found, "none")
-        request = requests.validated(ResponsesRequest, {**found, "input": _read_input(found)})
+        request = requests.validated(api.ResponsesRequest, {**found, "input": _read_input(found)})
         previous, instructions = _previous(request), request.instructions
         try:
-            messages = construct_input_messages(
+            messages = api.construct_input_messages(
                 request_instructions=None if previous else instructions, request_input=request.input
             )
             # Some items have their parts only as an iterator.
@@ -108,7 +77,7 @@ class Responses:
             requests.sampling_of(found, SAMPLING),
             bool(request.stream),
             previous,
-            request,
+            request=request,
         )
 
     def whole(self, request: ReadRequest, reply: Reply) -> str:
@@ -127,24 +96,22 @@ class Responses:
             return f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
 
         created = int(time.time())
-        begun = _response(request.request, reply, created, whole=False)
-        for kind, name in (
-            (ResponseCreatedEvent, "created"),
-            (ResponseInProgressEvent, "in_progress"),
-        ):
-            yield written(
-                cast("Any", kind)(type=f"response.{name}", sequence_number=-1, response=begun)
-            )
-        processor = SimpleStreamingEventProcessor(tools=request.request.tools)
+        response = _response(request.request, reply, created, whole=False)
+        begun: dict[str, Any] = {"sequence_number": -1, "response": response}
+        yield written(api.ResponseCreatedEvent(type="response.created", **begun))
+        yield written(api.ResponseInProgressEvent(type="response.in_progress", **begun))
+        processor = api.SimpleStreamingEventProcessor(tools=request.request.tools)
         async for delta in deltas:
             for event in _events(processor, delta):
                 yield written(event)
         for event in processor.close_current():
             yield written(event)
         answer = _response(request.request, reply, created, whole=True)
-        reuse_streamed_item_ids(answer.output, processor.output_items)
+        api.reuse_streamed_item_ids(answer.output, processor.output_items)
         yield written(
-            ResponseCompletedEvent(type="response.completed", sequence_number=-1, response=answer)
+            api.ResponseCompletedEvent(
+                type="response.completed", sequence_number=-1, response=answer
+            )
         )
 
     def error(self, error: DomainError) -> dict[str, object]:
@@ -176,7 +143,7 @@ def _read_input(body: requests.JsonObject) -> object:
     return items
 
 
-def _previous(request: ResponsesRequest) -> requests.Previous | None:
+def _previous(request: api.ResponsesRequest) -> requests.Previous | None:
     if not request.previous_response_id:
         return None
     said = request.instructions
@@ -187,9 +154,9 @@ def _previous(request: ResponsesRequest) -> requests.Previous | None:
     )
 
 
-def _events(processor: SimpleStreamingEventProcessor, delta: ReplyPart) -> Iterator[Any]:
+def _events(processor: api.SimpleStreamingEventProcessor, delta: ReplyPart) -> Iterator[Any]:
     """Drives vLLM's event processor as vLLM's own server does."""
-    for part in split_delta(http_chat.delta_message(delta)):
+    for part in api.split_delta(http_chat.delta_message(delta)):
         state, call = processor.resolve_target_state(part)
         if processor.needs_transition(state, call):
             yield from processor.close_current()
@@ -198,27 +165,27 @@ def _events(processor: SimpleStreamingEventProcessor, delta: ReplyPart) -> Itera
 
 
 def _response(
-    request: ResponsesRequest, reply: Reply, created: int, *, whole: bool
-) -> ResponsesResponse:
+    request: api.ResponsesRequest, reply: Reply, created: int, *, whole: bool
+) -> api.ResponsesResponse:
     """It has no output and no usage until it is whole."""
     message = reply.message
     calls = [
-        FunctionCall(id=call.tool_call_id, name=call.name, arguments=call.arguments_json)
+        api.FunctionCall(id=call.tool_call_id, name=call.name, arguments=call.arguments_json)
         for call in message.tool_calls
     ]
-    usage = ResponseUsage(
+    usage = api.ResponseUsage(
         input_tokens=reply.prompt_token_count,
         output_tokens=reply.policy_token_count,
         total_tokens=reply.prompt_token_count + reply.policy_token_count,
-        input_tokens_details=InputTokensDetails(
+        input_tokens_details=api.InputTokensDetails(
             cached_tokens=reply.cached_token_count, cache_write_tokens=0
         ),
-        output_tokens_details=OutputTokensDetails(reasoning_tokens=reply.reasoning_token_count),
+        output_tokens_details=api.OutputTokensDetails(reasoning_tokens=reply.reasoning_token_count),
     )
     request.request_id = f"{ID_PREFIX}{reply.answer_id}"
-    answer = ResponsesResponse.from_request(
+    answer = api.ResponsesResponse.from_request(
         request,
-        SamplingParams(
+        api.SamplingParams(
             temperature=reply.sampling.temperature,
             top_p=reply.sampling.top_p,
             # vLLM's model does not allow a turn without room for a token.
@@ -226,7 +193,7 @@ def _response(
         ),
         model_name=reply.model,
         created_time=created,
-        output=build_response_output_items(message.reasoning, message.content, calls)
+        output=api.build_response_output_items(message.reasoning, message.content, calls)
         if whole
         else [],
         status=("incomplete" if reply.length else "completed") if whole else "in_progress",

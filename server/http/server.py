@@ -1,17 +1,15 @@
 """The HTTP port next to gRPC's: its socket, TLS, and its lifetime in the server's event loop.
 
-Exposure, authentication and encryption are the same as for gRPC. The same rule applies to non-loopback
-addresses (`config.check_exposure`), and the same certificate, client authority and tokens are used. They
-are read again for each connection. The port is bound before the engine starts, as gRPC's is.
+Exposure, authentication and encryption are the same as for gRPC, with the same certificate, client
+authority and tokens, which are read again for each connection.
 
-The server closes a connection that keeps it waiting for `limits.stalled_seconds`. It waits for the
-whole head of a request, the first or one that has begun, or for the rest of a request that is
-already answered. It also waits for the client to read. An answer counts as sent when at most
-`WRITE_BUFFER_BYTES` of it are unread. These remain for as long as an idle connection does.
+The server closes a connection that keeps it waiting for `limits.stalled_seconds`: for the whole head of a
+request, the first or one that has begun, for the rest of a request that is already answered, or for the
+client to read. An answer counts as sent when at most `WRITE_BUFFER_BYTES` of it are unread. These remain
+for as long as an idle connection does.
 
-Order of a stop: no new connections, idle ones are closed -> answers under way are sent to their
-end, because their turns have been drained or aborted by then -> after `GRACE_SECONDS` the remaining
-connections are closed.
+Order of a stop: no new connections, idle ones are closed -> answers under way are sent to their end,
+because their turns have been drained or aborted by then -> after `GRACE_SECONDS` the rest are closed.
 """
 
 from __future__ import annotations
@@ -20,18 +18,19 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Generator
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Generator
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from penstock.server.config.settings import AddressInUse
 from penstock.wire.channel import MOST_METADATA_BYTES, split_address
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
+    from penstock.server.config.limits import LimitsSection
     from penstock.server.config.settings import ServeConfig
     from penstock.server.security.credentials import Credentials
 
@@ -50,12 +49,8 @@ CUT_OFF = "penstock.cut_off"
 """Key in a request's scope for a function that closes its connection, even with unread data."""
 
 
-class HttpAddressInUse(Exception):
-    """The server cannot listen on the address."""
-
-
 def bind(listen: str) -> socket.socket:
-    """Raises HttpAddressInUse."""
+    """Raises AddressInUse."""
     host, port = split_address(listen)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -71,39 +66,29 @@ def bind(listen: str) -> socket.socket:
             bound.close()
             raise
     except OSError as error:
-        raise HttpAddressInUse(f"cannot listen on {listen}: {error}") from error
+        raise AddressInUse(f"cannot listen on {listen}: {error}") from error
     return bound
 
 
 def open_http(config: ServeConfig, grpc_port: int, credentials: Credentials) -> HttpServer | None:
-    """None if the port is off. Raises HttpAddressInUse and ConfigError."""
+    """None if the port is off. Raises AddressInUse and ConfigError."""
     listen = config.http.address(config.listen, grpc_port)
     if listen is None:
         return None
     context = credentials.ssl_context()
-    limits = config.limits
-    return HttpServer(
-        bind(listen), context, listen, limits.concurrent_calls, limits.stalled_seconds
-    )
+    return HttpServer(listen, context, config.limits)
 
 
 class HttpServer:
-    def __init__(
-        self,
-        bound: socket.socket,
-        context: ssl.SSLContext | None,
-        listen: str,
-        concurrent_calls: int,
-        stalled_seconds: float,
-    ) -> None:
-        self._socket = bound
-        self.port = int(bound.getsockname()[1])
+    def __init__(self, listen: str, context: ssl.SSLContext | None, limits: LimitsSection) -> None:
+        """Raises AddressInUse."""
+        self._socket = bind(listen)
+        self.port = int(self._socket.getsockname()[1])
         scheme, host = "http" if context is None else "https", listen.rpartition(":")[0]
         self.url = f"{scheme}://{host}:{self.port}/v1"
         """The base URL for SDKs, without an attempt."""
         self._context = context
-        self._concurrent_calls = concurrent_calls
-        self._stalled_seconds = stalled_seconds
+        self._limits = limits
         self._server: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -122,29 +107,21 @@ class HttpServer:
             # Forwarding headers come from the caller and are not trusted.
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=self._concurrent_calls,
+            limit_concurrency=self._limits.concurrent_calls,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=GRACE_SECONDS,
-            ssl_context_factory=None if context is None else _always(context),
+            ssl_context_factory=None if context is None else lambda _config, _default: context,
         )
-        self._server = _Uvicorn(config, self._stalled_seconds)
+        self._server = _Uvicorn(config, self._limits.stalled_seconds)
         self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http")
         await self._server.up.wait()
 
     async def stop(self) -> None:
-        """Stops in the order that the module's docstring describes."""
         if self._server is None or self._serving is None:
             self._socket.close()
             return
         self._server.should_exit = True
         await self._serving
-
-
-def _always(context: ssl.SSLContext) -> Callable[[uvicorn.Config, Any], ssl.SSLContext]:
-    def make(_config: uvicorn.Config, _default: Any) -> ssl.SSLContext:
-        return context
-
-    return make
 
 
 class _Uvicorn(uvicorn.Server):
@@ -174,9 +151,8 @@ class _Uvicorn(uvicorn.Server):
 class _Protocol(HttpToolsProtocol):
     """Records the client certificate of a connection, and bounds request heads and waiting.
 
-    The parser holds a head of any length. An incomplete head is bounded by the bytes received so far. A
-    complete one is bounded by its content, whatever else arrived in the same piece. The application bounds
-    bodies.
+    The parser holds a head of any length. An incomplete head is bounded by the bytes received so far, a
+    complete one by its content, whatever else arrived in the same piece. The application bounds bodies.
     """
 
     _head_bytes = 0
@@ -189,8 +165,7 @@ class _Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         tls = cast("ssl.SSLObject | None", transport.get_extra_info("ssl_object"))
-        known: dict[str, object] = {CLIENT_NAMES: _names(tls), CUT_OFF: transport.abort}
-        self.app = cast("Any", partial(_with, self.app, known))
+        self._known: dict[str, object] = {CLIENT_NAMES: _names(tls), CUT_OFF: transport.abort}
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -227,15 +202,14 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MOST_PIPELINED:
-            # The parser stops here, and the base class answers 400.
-            raise _TooManyRequests
+            raise _Refused
         super().on_message_begin()
+        cast("dict[str, object]", self.scope).update(self._known)
 
     def on_headers_complete(self) -> None:
         length = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if length > MOST_METADATA_BYTES:
-            # The parser stops here, and the base class answers 400.
-            raise _HeadTooLong
+            raise _Refused
         self._in_body = True
         super().on_headers_complete()
 
@@ -245,23 +219,12 @@ class _Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
 
-class _TooManyRequests(Exception):
-    """More than MOST_PIPELINED requests arrived before the first of them was answered."""
-
-
-class _HeadTooLong(Exception):
-    """The request line and headers exceed MOST_METADATA_BYTES."""
+class _Refused(Exception):
+    """Stops the parser. The base class then answers 400."""
 
 
 def _names(tls: ssl.SSLObject | None) -> list[str]:
-    """Returns the common names in a client's certificate."""
+    """The common names in a client's certificate."""
     shown = None if tls is None else tls.getpeercert()
     subject = cast("tuple[tuple[tuple[str, str], ...], ...]", (shown or {}).get("subject", ()))
     return [value for part in subject for key, value in part if key == "commonName"]
-
-
-async def _with(
-    app: ASGI3Application, known: dict[str, object], scope: Any, receive: Any, send: Any
-) -> None:
-    scope.update(known)
-    await app(scope, receive, send)

@@ -1,9 +1,8 @@
 """Turns requests that carry a whole conversation into turns of the trajectories that hold its tokens.
 
-An SDK does not know about trajectories: it sends all its messages with each request. The server
-compares them with the messages that the attempt's trajectories hold (`history`). The resulting turn
-is the same as for a gRPC call: `Opening` opens, extends, branches or resumes, `TurnRunner` runs it,
-and the same limits apply.
+The server compares a request's messages with those that the attempt's trajectories hold (`history`). The
+resulting turn is the same as for a gRPC call: `Opening` opens, extends, branches or resumes, `TurnRunner`
+runs it, and the same limits apply.
 
     ask ─► lock of the attempt ─► a retry? ─► match ─► limits ─► Opening ─► turn begun ─► unlock ─► answer
 
@@ -16,22 +15,20 @@ States of an answer:
         └──► failed, or left              an error, or the connection was lost: the turn is aborted, as
                                           for a gRPC call, and can be resumed
 
-**Retries.** SDKs retry requests on their own. Two requests are equal if their endpoint and bytes
-are. The second is a retry of the first in two cases. It declares itself one: the SDKs send
-`x-stainless-retry-count` above zero. Or the first was never answered in full because its connection
-was lost. A retry samples no token again. If the turn is whole, the server repeats its answer. If it
-is in flight, the retry follows it from the beginning. If it was aborted, it resumes.
+**Retries.** SDKs retry requests on their own. Two requests are equal if their endpoint and bytes are. The
+second is a retry of the first if it says so, with `x-stainless-retry-count` above zero, or if the first was
+never answered in full because its connection was lost. A retry samples no token again: the server repeats
+the answer of a whole turn, follows a turn in flight from the beginning, and resumes an aborted one.
 
-An equal request that is not a retry asks for another sample, as voting agents do, and becomes a
-branch. The retry of a refused request also becomes a branch, because none of the equal requests'
-answers is its own.
+An equal request that is not a retry asks for another sample, as voting agents do, and becomes a branch. So
+does the retry of a refused request, because none of the equal requests' answers is its own.
 
-**Other parameters.** The same conversation with other sampling parameters is not a retry. The rest
-of an interrupted turn is sampled as the last request asks, if a new turn with those parameters
-could have got as far. Otherwise the request becomes a branch.
+**Other parameters.** The same conversation with other sampling parameters is not a retry. The rest of an
+interrupted turn is sampled as the last request asks, if a new turn with those parameters could have got as
+far. Otherwise the request becomes a branch.
 
-A request without an attempt gets a separate trajectory. It is never trained on, and the server
-forgets it once the request is answered.
+A request without an attempt gets a separate trajectory. It is never trained on, and the server forgets it
+once the request is answered.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -49,14 +46,7 @@ import grpc
 from penstock.server.core.errors import DomainError
 from penstock.server.core.telemetry import ServerMetrics
 from penstock.server.groups.task_queue import TaskQueue
-from penstock.server.http.asked import (
-    Answer,
-    Asked,
-    RefusedRequests,
-    answered_order,
-    named,
-    no_answer,
-)
+from penstock.server.http.asked import Answer, Asked, RefusedRequests, named, no_answer
 from penstock.server.rollouts.start import Opening, StreamWish
 from penstock.server.rpc.turn_events import TurnEvents
 from penstock.server.security.ownership import Ownership
@@ -66,84 +56,62 @@ from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import Answered, TrajectoryRecord, Turn
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import ContinueRequest, GenerateRequest, SamplingParams, StreamOptions
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
-
     from penstock.server.text.messages import Message
 
-GenerateRequest = twin(rollout_service_pb2.GenerateRequest)
-ContinueRequest = twin(rollout_service_pb2.ContinueRequest)
-StreamOptions = twin(rollout_service_pb2.StreamOptions)
-SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
-
+@dataclass(frozen=True, eq=False)
 class AgentTurns:
     """Begins and follows the turns of agents that send whole conversations."""
 
-    def __init__(
-        self,
-        opening: Opening,
-        events: TurnEvents,
-        store: TrajectoryStore,
-        queue: TaskQueue,
-        ownership: Ownership,
-        turns: TurnRunner,
-        metrics: ServerMetrics,
-    ) -> None:
-        self._opening = opening
-        self._events = events
-        self._store = store
-        self._queue = queue
-        self._ownership = ownership
-        self._turns = turns
-        self._metrics = metrics
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._refused = RefusedRequests()
+    opening: Opening
+    events: TurnEvents
+    store: TrajectoryStore
+    queue: TaskQueue
+    ownership: Ownership
+    turns: TurnRunner
+    metrics: ServerMetrics
+    _refused: RefusedRequests = field(default_factory=RefusedRequests, init=False)
+    _locks: WeakValueDictionary[str, asyncio.Lock] = field(
+        default_factory=WeakValueDictionary[str, asyncio.Lock], init=False
+    )
 
     @contextlib.asynccontextmanager
-    async def ask(self, asked: Asked, trace: Context) -> AsyncGenerator[Answer]:
+    async def ask(self, asked: Asked) -> AsyncGenerator[Answer]:
         """Yields an answer whose turn has begun. If its last follower leaves before it is whole, the turn
         is aborted. Raises DomainError."""
         if asked.attempt_id:
             # Of two concurrent requests, the second must see what the first one stored.
-            async with self._lock(asked.attempt_id):
-                answer = await self._begin(asked, trace)
+            async with self._locks.setdefault(asked.attempt_id, asyncio.Lock()):
+                answer = await self._begin(asked)
         else:
-            if asked.previous is not None:
-                raise no_answer(asked.previous)
-            answer = await self._open(asked, f"http-{uuid.uuid4().hex}", trace)
+            if asked.request.previous is not None:
+                raise no_answer(asked.request.previous)
+            answer = await self._open(asked, f"http-{uuid.uuid4().hex}")
         answer.note.followers += 1
         try:
             yield answer
         except DomainError:
-            if asked.attempt_id and self._withdrawn(answer):
+            # If the turn failed before its first token, the store has no trace of it.
+            record = answer.turn.record
+            held = self.store.find(record.trajectory_id) is record
+            if asked.attempt_id and answer.finished is None and not held:
                 self._refused.add(asked.digest)
             raise
         finally:
             answer.note.followers -= 1
             if answer.finished is None and not answer.note.followers:
-                self._turns.abort_soon(answer.turn)
+                self.turns.abort_soon(answer.turn)
             if not asked.attempt_id:
-                self._events.forget_soon(answer.turn)
-
-    def _withdrawn(self, answer: Answer) -> bool:
-        """Whether the turn failed before its first token. The store then has no trace of it."""
-        record = answer.turn.record
-        return answer.finished is None and self._store.find(record.trajectory_id) is not record
-
-    def _lock(self, attempt_id: str) -> asyncio.Lock:
-        lock = self._locks.get(attempt_id)
-        if lock is None:
-            lock = self._locks[attempt_id] = asyncio.Lock()
-        return lock
+                self.events.forget_soon(answer.turn)
 
     # From a request to a turn that has begun.
 
-    async def _begin(self, asked: Asked, trace: Context) -> Answer:
-        self._queue.attempt_of(asked.attempt_id)
+    async def _begin(self, asked: Asked) -> Answer:
+        self.queue.attempt_of(asked.attempt_id)
         records = self._open_records(asked.attempt_id)
         says_retry = asked.says_retry and not self._refused.take(asked.digest)
         retried = [
@@ -155,10 +123,12 @@ class AgentTurns:
         if retried:
             # Voting agents send equal requests. The retry repeats one whose answer was not
             # delivered, or else the last one: an answer that was sent did not necessarily arrive.
-            record, note = min(retried, key=lambda found: answered_order(found[1]))
-            return await self._again(record, note, asked, trace)
+            record, note = min(
+                retried, key=lambda it: (it[1].delivered, it[1].followers, -it[1].asked_at)
+            )
+            return await self._again(record, note, asked)
         try:
-            return await self._begin_new(records, asked, trace)
+            return await self._begin_new(records, asked)
         except DomainError:
             self._refused.add(asked.digest)
             raise
@@ -166,135 +136,123 @@ class AgentTurns:
     def _open_records(self, attempt_id: str) -> list[TrajectoryRecord]:
         """The attempt's trajectory and its open branches; empty before its first turn. Raises
         TRAJECTORY_CLOSED."""
-        if self._store.find(attempt_id) is None and self._store.closed_mark(attempt_id) is None:
+        if self.store.find(attempt_id) is None and self.store.closed_mark(attempt_id) is None:
             return []
-        root = self._store.get(attempt_id)
+        root = self.store.get(attempt_id)
         if root.closed:
-            raise _closed(root)
+            raise DomainError(
+                Reason.TRAJECTORY_CLOSED,
+                f"trajectory {attempt_id} is closed",
+                {"trajectory_id": attempt_id},
+            )
         return [root, *root.open_branches()]
 
-    async def _begin_new(
-        self, records: Sequence[TrajectoryRecord], asked: Asked, trace: Context
-    ) -> Answer:
+    async def _begin_new(self, records: Sequence[TrajectoryRecord], asked: Asked) -> Answer:
+        request = asked.request
         if records:
-            if asked.previous is None:
-                found = match(records, asked.messages, asked.tools)
+            if request.previous is None:
+                found = match(records, request.messages, request.tools)
             else:
-                found = named(records, asked.previous, asked)
+                found = named(records, request.previous, request)
             if found.record is not None and not found.new_messages:
                 found = self._cut_off(found, found.record, asked)
-            answer, kind = await self._go_by(found, records[0], asked, trace), found.kind
+            answer, kind = await self._go_by(found, records[0], asked), found.kind
         else:
-            if asked.previous is not None:
-                raise no_answer(asked.previous)
-            answer, kind = await self._open(asked, asked.attempt_id, trace), MatchKind.NEW
-        self._metrics.conversation(kind.value)
+            if request.previous is not None:
+                raise no_answer(request.previous)
+            answer, kind = await self._open(asked, asked.attempt_id), MatchKind.NEW
+        self.metrics.conversation(kind.value)
         return answer
 
-    async def _again(
-        self, record: TrajectoryRecord, note: Answered, asked: Asked, trace: Context
-    ) -> Answer:
+    async def _again(self, record: TrajectoryRecord, note: Answered, asked: Asked) -> Answer:
         """Returns the turn of the request that a retry repeats."""
         # The turn can also have ended normally at the moment its last follower left.
         if note.finished is None and note.turn.resumable:
-            return await self._resume(record, asked, trace)
-        self._ownership.check_own(record.trajectory_id)
-        how = self._opening.how(_options(asked.stream))
-        return Answer(note.turn, how, trace, note, note.finished)
+            return await self._extend(record, asked)
+        self.ownership.check_own(record.trajectory_id)
+        how = self.opening.how(_options(asked.request.stream))
+        return Answer(note.turn, how, asked.trace, note, note.finished)
 
-    async def _go_by(
-        self, found: Match, root: TrajectoryRecord, asked: Asked, trace: Context
-    ) -> Answer:
+    async def _go_by(self, found: Match, root: TrajectoryRecord, asked: Asked) -> Answer:
         """Begins the turn that a match calls for."""
         record = found.record
         if found.kind is MatchKind.BRANCHED or record is None:
             branch = f"{root.trajectory_id}/{uuid.uuid4().hex[:12]}"
-            after = None if asked.previous is None else found.message_count
-            return await self._open(asked, branch, trace, record or root, after)
-        if not found.new_messages:
-            # The request is worded differently, or the server restarted: sample as this request asks.
-            return await self._resume(record, asked, trace, self._sampling(asked))
-        self._ownership.begin_turn(record.trajectory_id)
-        turn, how = await self._opening.extend(
-            ContinueRequest(
-                trajectory_id=record.trajectory_id,
-                sampling_params=self._sampling(asked),
-                stream_options=_options(asked.stream),
-            ),
-            trace,
-            Said(list(found.new_messages)),
-        )
-        return self._answer(turn, how, asked, trace)
+            after = None if asked.request.previous is None else found.message_count
+            return await self._open(asked, branch, record or root, after)
+        # Without new messages the request is worded differently, or the server restarted. Even then the
+        # rest is sampled as this request asks.
+        said = Said(list(found.new_messages)) if found.new_messages else None
+        return await self._extend(record, asked, self._sampling(asked), said)
 
     async def _open(
         self,
         asked: Asked,
         trajectory_id: str,
-        trace: Context,
         parent: TrajectoryRecord | None = None,
         after: int | None = None,
     ) -> Answer:
         parent_id = "" if parent is None else parent.trajectory_id
-        self._ownership.begin_turn(trajectory_id, parent_id, opens=True)
-        turn, how = await self._opening.open(
+        self.ownership.begin_turn(trajectory_id, parent_id, opens=True)
+        turn, how = await self.opening.open(
             GenerateRequest(
                 trajectory_id=trajectory_id,
                 parent_trajectory_id=parent_id,
                 sampling_params=self._sampling(asked),
-                stream_options=_options(asked.stream),
+                stream_options=_options(asked.request.stream),
             ),
-            trace,
-            Said(asked.messages, asked.tools, after),
+            asked.trace,
+            Said(asked.request.messages, asked.request.tools, after),
         )
-        return self._answer(turn, how, asked, trace)
+        return self._answer(turn, how, asked)
 
-    async def _resume(
+    async def _extend(
         self,
         record: TrajectoryRecord,
         asked: Asked,
-        trace: Context,
         params: rollout_service_pb2.SamplingParams | None = None,
+        said: Said | None = None,
     ) -> Answer:
-        """Resumes at the exact token. Without `params` the sampling is unchanged."""
-        self._ownership.begin_turn(record.trajectory_id)
-        request = _resumption(record, asked.stream)
+        """Without `params` sampling is unchanged; without `said` the turn resumes at the exact token."""
+        self.ownership.begin_turn(record.trajectory_id)
+        request = _continuation(record, asked.request.stream)
         if params is not None:
             request.sampling_params.CopyFrom(params)
-        turn, how = await self._opening.extend(request, trace)
-        return self._answer(turn, how, asked, trace)
+        turn, how = await self.opening.extend(request, asked.trace, said)
+        return self._answer(turn, how, asked)
 
     def _cut_off(self, found: Match, record: TrajectoryRecord, asked: Asked) -> Match:
         """Resumes an interrupted turn; branches if it cannot continue with this request's parameters."""
         turn, note = record.turn, record.answered
-        sampling = self._opening.sampling(self._sampling(asked))
+        sampling = self.opening.sampling(self._sampling(asked))
         if turn is None or sampling == turn.sampling:
             return found
         # Requests that follow the turn were promised its current sampling parameters.
         followed = note is not None and note.turn is turn and note.followers > 0
-        if not followed and self._turns.lets_stand(turn, sampling):
+        if not followed and self.turns.lets_stand(turn, sampling):
             return found
         return replace(found, kind=MatchKind.BRANCHED)
 
-    def _answer(self, turn: Turn, how: StreamWish, asked: Asked, trace: Context) -> Answer:
+    def _answer(self, turn: Turn, how: StreamWish, asked: Asked) -> Answer:
         note = turn.record.answered
         if note is None or note.turn is not turn or note.digest != asked.digest:
             note = turn.record.answered = Answered(turn, asked.digest)
-        return Answer(turn, how, trace, note)
+        return Answer(turn, how, asked.trace, note)
 
     def _sampling(self, asked: Asked) -> rollout_service_pb2.SamplingParams:
         """Merges the request's sampling parameters over those of its task."""
         params: Any = SamplingParams()
-        attempt = self._queue.attempt_of(asked.attempt_id) if asked.attempt_id else None
+        attempt = self.queue.attempt_of(asked.attempt_id) if asked.attempt_id else None
         if attempt is not None and attempt.group.task is not None:
             params.CopyFrom(attempt.group.task.sampling_params)
-        given = SamplingParams(**asked.sampling)
+        given = asked.request.sampling
         # MergeFrom would append to lists.
-        for name in asked.sampling.keys() & {"stop", "stop_token_ids"}:
+        for name in given.keys() & {"stop", "stop_token_ids"}:
             params.ClearField(name)
-        params.MergeFrom(given)
-        for name in asked.sampling.keys() & {"max_tokens", "top_k", "ignore_eos"}:
+        params.MergeFrom(SamplingParams(**given))
+        for name in given.keys() & {"max_tokens", "top_k", "ignore_eos"}:
             # MergeFrom would skip a zero in these.
-            setattr(params, name, asked.sampling[name])
+            setattr(params, name, given[name])
         return params
 
     # From there to the end of the turn.
@@ -305,11 +263,11 @@ class AgentTurns:
         turn, taken = answer.turn, 0
         how = replace(answer.how, detach=True)
         while answer.finished is None:
-            async with contextlib.aclosing(self._events.stream(turn, how, answer.trace)) as events:
+            async with contextlib.aclosing(self.events.stream(turn, how, answer.trace)) as events:
                 async for event in events:
                     count = turn.policy_token_count
                     if count > taken and not how.final_only:
-                        yield _written(turn, taken, count)
+                        yield turn.policy_tokens(count)[taken:].tolist()
                         taken = count
                     ended = event.get("finished")
                     if ended is None:
@@ -321,15 +279,7 @@ class AgentTurns:
                 await self._go_on(answer)
         if taken < answer.finished.policy_token_count and not how.final_only:
             # The turn was whole before this request arrived.
-            yield _written(turn, taken, answer.finished.policy_token_count)
-
-    async def whole(self, answer: Answer) -> rollout_service_pb2.TurnFinished:
-        """Raises the same errors as `follow`."""
-        async with contextlib.aclosing(self.follow(answer)) as pieces:
-            async for _ in pieces:
-                pass
-        assert answer.finished is not None
-        return answer.finished
+            yield turn.policy_tokens(answer.finished.policy_token_count)[taken:].tolist()
 
     async def told(self, answer: Answer, message: Message) -> None:
         """Stores the message that the agent receives, if it differs from the parsed one. The journal has
@@ -341,15 +291,15 @@ class AgentTurns:
         history = turn.record.history
         if history is not None and turn.record.turn is turn and not turn.in_flight:
             history.set_written(message, turn.record.token_count)
-            await self._turns.record_again(turn)
+            await self.turns.recorder.record(turn.record)
 
     async def _go_on(self, answer: Answer) -> None:
         """Resumes an aborted turn once there is room for it, unless another request already has."""
         turn, record = answer.turn, answer.turn.record
         while record.turn is turn and turn.resumable:
-            resumption = _resumption(record, not answer.how.final_only)
+            resumption = _continuation(record, not answer.how.final_only)
             try:
-                await self._opening.extend(resumption, answer.trace)
+                await self.opening.extend(resumption, answer.trace)
             except DomainError as refusal:
                 full = refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
                 if not full or refusal.retry_after_seconds is None:
@@ -363,21 +313,9 @@ class AgentTurns:
             )
 
 
-def _written(turn: Turn, begin: int, end: int) -> list[int]:
-    return [int(token) for token in turn.policy_tokens(end)[begin:]]
-
-
 def _options(stream: bool) -> rollout_service_pb2.StreamOptions:
     return StreamOptions(final_only=not stream)
 
 
-def _resumption(record: TrajectoryRecord, stream: bool) -> rollout_service_pb2.ContinueRequest:
+def _continuation(record: TrajectoryRecord, stream: bool) -> rollout_service_pb2.ContinueRequest:
     return ContinueRequest(trajectory_id=record.trajectory_id, stream_options=_options(stream))
-
-
-def _closed(record: TrajectoryRecord) -> DomainError:
-    return DomainError(
-        Reason.TRAJECTORY_CLOSED,
-        f"trajectory {record.trajectory_id} is closed",
-        {"trajectory_id": record.trajectory_id},
-    )

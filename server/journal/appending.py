@@ -1,14 +1,14 @@
 """What every durable journal does: queue appends, write them in batches, keep records, fail, compact.
 
-    begin_append -> queue -> one batch -> `_write` -> answer        appends complete in order
+    append -> queue -> one batch -> `_write` -> answer        appends complete in order
     release, refusal, retry -> wake -> `_compaction_due` -> `_begin_compaction`
 
-A journal that writes to one kind of store supplies the steps below `Supplied`. One task writes the
-batches, and begins compactions between them. A compaction runs in a task of its own.
+The journal of one kind of store supplies the steps below `Supplied`. One task writes the batches, and
+begins compactions between them. A compaction runs in a task of its own.
 
-Failure: after the first error of a write, or of a bug, the journal answers no append any more.
-`failed` gives the reason, and the server stops. A compaction that fails with an expected error is
-tried again, because the older records hold the same state.
+After the first error of a write, or a bug, the journal answers no append any more. `failed` gives the
+reason, and the server stops. A compaction that fails with an expected error is tried again, because the
+older records hold the same state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Generic, Protocol, TypeVar
 
 from penstock.common.failpoints import hit
 from penstock.server.core.errors import DomainError
-from penstock.server.journal.compaction_pace import CompactionPace
 from penstock.server.journal.protocol import (
     Appended,
     OnFull,
@@ -36,13 +35,59 @@ from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
+SHORTEST_WAIT_SECONDS = 1.0
+TIMES_AS_LONG = 10
 
-class Framed(Protocol):
-    """A record as its journal queues it."""
+
+@dataclass
+class CompactionPace:
+    """When a full journal is compacted, and when a failed compaction is tried again.
+
+    Some garbage only shows when the state is written again. So a compaction also begins when an append was
+    refused, if anything was appended or released since the last one. Each compaction postpones the next of
+    these by several times its duration. Otherwise a journal full of live data would be rewritten again and
+    again. Times are those of the event loop.
+    """
+
+    pressed: bool = False
+    """Whether an append was refused since the last compaction began."""
+    changed: bool = False
+    """Whether anything was appended or released since then."""
+    _retry_at: float = 0.0
+    """When a compaction may begin after a failed one; 0 if the last one did not fail."""
+    _press_at: float = 0.0
+    """When a compaction may begin only because an append was refused."""
 
     @property
+    def may_begin(self) -> bool:
+        """Whether enough time has passed since the last failure."""
+        return asyncio.get_running_loop().time() >= self._retry_at
+
+    @property
+    def is_pressed(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        return self.pressed and self.changed and now >= self._press_at
+
+    def failed(self, began: float, wake: Callable[[], object]) -> bool:
+        """Schedule `wake` for the next attempt. Returns whether this is the first failure in a row."""
+        first = not self._retry_at
+        self._retry_at = _rested(began)
+        asyncio.get_running_loop().call_at(self._retry_at, wake)
+        return first
+
+    def ended(self, began: float) -> None:
+        self._retry_at, self._press_at = 0.0, _rested(began)
+
+
+def _rested(began: float) -> float:
+    now = asyncio.get_running_loop().time()
+    return now + max(SHORTEST_WAIT_SECONDS, TIMES_AS_LONG * (now - began))
+
+
+class Framed(Protocol):
+    @property
     def frame_bytes(self) -> int:
-        """Largest size of its frame."""
+        """Largest size of the frame of a queued record."""
         ...
 
 
@@ -61,6 +106,8 @@ class Append(Generic[E]):
 
 class AppendingJournal(ABC, Generic[E]):
     """The scheduling of a durable journal; see `protocol.Journal` for what each method promises."""
+
+    on_disk = True
 
     def __init__(
         self, entry_of: Callable[[Appended], E], expected: tuple[type[Exception], ...]
@@ -83,11 +130,6 @@ class AppendingJournal(ABC, Generic[E]):
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._snapshot: Snapshot | None = None
         self.compactions = 0
-        """Number of finished compactions."""
-
-    @property
-    def on_disk(self) -> bool:
-        return True
 
     # Appending
 
@@ -96,10 +138,7 @@ class AppendingJournal(ABC, Generic[E]):
         await self._prepare()
         self._writing = asyncio.create_task(self._write_batches(), name="journal")
 
-    async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
-        return await self.begin_append(records, hold_last=hold_last)
-
-    def begin_append(
+    def append(
         self, records: Sequence[Appended], *, hold_last: bool = False
     ) -> asyncio.Future[list[Stored]]:
         return self._enqueue(list(map(self._entry_of, records)), hold_last=hold_last)
@@ -134,20 +173,16 @@ class AppendingJournal(ABC, Generic[E]):
     def release(self, stored: Stored) -> None:
         self._held.remove(stored)
         self._count_held(stored, -1)
-        self._pace.change()
+        self._pace.changed = True
         self._wake.set()
 
     def _refuse(self, wanted: int, message: str, kept: int, limit: int) -> DomainError:
         """Return DISK_FULL for `wanted` bytes, and have room made: by the server and by a compaction."""
         self._on_full(wanted)
-        self._pace.press()
+        self._pace.pressed = True
         self._wake.set()
-        return DomainError(
-            Reason.DISK_FULL,
-            message,
-            {"kept_bytes": kept, "limit": limit},
-            retry_after_seconds=5.0,
-        )
+        metadata = {"kept_bytes": kept, "limit": limit}
+        return DomainError(Reason.DISK_FULL, message, metadata, retry_after_seconds=5.0)
 
     async def _write_batches(self) -> None:
         try:
@@ -181,7 +216,7 @@ class AppendingJournal(ABC, Generic[E]):
         batch, self._batch = self._batch, []
         for append in batch:
             if append.entries and append.waits_for_room:
-                self._pace.change()
+                self._pace.changed = True
                 self._pending_bytes -= append.byte_count
             count = len(append.entries)
             if append.hold_last:
@@ -217,7 +252,7 @@ class AppendingJournal(ABC, Generic[E]):
     def _take_state(self) -> list[SnapshotItem]:
         """Return the current state, and every held record that it does not name yet."""
         assert self._snapshot is not None
-        self._pace.begun()
+        self._pace.pressed = self._pace.changed = False
         items = list(self._snapshot())
         return items + list(self._held.difference(i for i in items if isinstance(i, Stored)))
 

@@ -1,13 +1,8 @@
-"""The seam of durability: state that must survive is appended to a journal before it is acknowledged.
+"""The interface of a journal: state that must survive is appended to it before it is acknowledged.
 
-A record describes the new state of one thing (`penstock/v1/journal.proto`). The module that changes
-the state makes the record with a function of `records`, of `turns.records` or of `groups.attempts`.
-Order: ask for room, if the change is large -> change the state in memory -> append the record ->
-answer. A caller that repeats the request meanwhile waits for the same append.
-
-`memory` keeps nothing beyond the process, `disk` writes to a folder, and `jetstream` to another
-machine. `server.journals` chooses one of them from the configuration, and `groups.recovery` reads
-the records at start.
+A record describes the new state of one thing (`penstock/v1/journal.proto`). Order: ask for room, if the
+change is large -> change the state in memory -> append the record -> answer. A caller that repeats the
+request meanwhile waits for the same append. `groups.recovery` reads the records at start.
 """
 
 from __future__ import annotations
@@ -22,13 +17,15 @@ from penstock.v1 import journal_pb2
 
 Record = journal_pb2.JournalRecord
 Part = bytes | bytearray
+Payload = tuple[Part, ...]
+"""The consecutive parts of one payload."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRecord:
-    """A record that is already encoded, as a sequence of byte strings that never change again."""
+    """A record that is already encoded, as byte strings that never change again."""
 
-    parts: tuple[Part, ...]
+    parts: Payload
     short: ShortRecord | None = None
     """A shorter form that a journal on disk may write instead."""
 
@@ -37,12 +34,16 @@ class EncodedRecord:
 class ShortRecord:
     """A group record without the tokens that earlier records of its turns already hold."""
 
-    parts: tuple[Part, ...]
+    parts: Payload
     turns: tuple[Stored, ...]
     """The records referred to, in the order in which the group refers to them."""
 
 
 Appended = Record | EncodedRecord
+
+
+def payload_of(record: Appended) -> Payload:
+    return record.parts if isinstance(record, EncodedRecord) else (record.SerializeToString(),)
 
 
 class JournalInUse(Exception):
@@ -59,9 +60,8 @@ class Stored:
 
     segment: int
     offset: int
-    """Of the frame, in bytes."""
+    """Of the frame, in bytes, like `length`."""
     length: int
-    """Of the frame, in bytes."""
     turns: tuple[Stored, ...] = field(default=(), kw_only=True)
     """Records that a short record refers to, in order; empty for a whole record."""
 
@@ -84,15 +84,12 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class FilePlace:
-    """The location of a record in a file of a `Folder`."""
+    """A `Stored` record's location in a file of a `Folder`."""
 
     file: str
     offset: int
-    """Of the frame, in bytes."""
     length: int
-    """Of the frame, in bytes."""
     turns: tuple[FilePlace, ...] = ()
-    """The locations of the records that a short record refers to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +98,15 @@ class Deferred:
 
     make: Callable[[], Iterable[Appended]]
     stored: Stored | None = None
-    """Updated with the record's location once the snapshot is authoritative. Only for a single record,
-        and only by a journal with locations."""
+    """Updated with the record's location once the snapshot is authoritative. Only for a single record, and
+    only by a journal with locations."""
 
 
 SnapshotItem = Record | Stored | Deferred
 Snapshot = Callable[[], Iterable[SnapshotItem]]
 """Returns the whole current state: records, or locations of records already stored."""
-
-
 OnFull = Callable[[int], None]
-"""Called with the bytes that were refused, so that the server drops records it keeps only for
-convenience."""
+"""Called with the refused bytes, so that the server drops records it keeps only for convenience."""
 
 
 def free_nothing(byte_count: int) -> None:
@@ -134,10 +128,8 @@ class Journal(Protocol):
 
     @property
     def refers_from(self) -> int | None:
-        """Smallest trajectory segment, in bytes, that a group's record may refer to instead of copying it.
-
-        None if groups are always written whole.
-        """
+        """Smallest trajectory segment, in bytes, that a group's record refers to instead of copying it;
+        None if groups are always written whole."""
         ...
 
     @property
@@ -157,18 +149,14 @@ class Journal(Protocol):
         """Raise DISK_FULL if records of `byte_count` bytes may not fit."""
         ...
 
-    async def append(self, records: Sequence[Appended], *, hold_last: bool = False) -> list[Stored]:
-        """Append records; returns their locations once they are durable. Raises JOURNAL_FAILED.
-
-        Without records, it returns once all earlier appends are durable. With `hold_last`, the last
-        record is held from the moment it is written.
-        """
-        ...
-
-    def begin_append(
+    def append(
         self, records: Sequence[Appended], *, hold_last: bool = False
     ) -> asyncio.Future[list[Stored]]:
-        """Like `append`, but takes its place in the order before returning. Raises JOURNAL_FAILED."""
+        """Queue records; the future has their locations once they are durable. Raises JOURNAL_FAILED.
+
+        Without records, it completes once all earlier appends are durable. With `hold_last`, the last
+        record is held from the moment it is written.
+        """
         ...
 
     async def read(self, stored: Stored) -> bytes:
@@ -176,7 +164,7 @@ class Journal(Protocol):
         ...
 
     def place(self, stored: Stored) -> FilePlace | None:
-        """Return where another process can read a record for the next seconds; None if it cannot."""
+        """Where another process can read a record for the next seconds; None if it cannot."""
         ...
 
     def hold(self, stored: Stored) -> None:

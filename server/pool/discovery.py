@@ -4,11 +4,9 @@
     dns:HOST:PORT    every address of the name, such as a headless service in Kubernetes
     file:PATH        one HOST:PORT a line; text after a # is ignored
 
-If a lookup fails, its entry keeps its addresses, so that an unreachable name server removes no
-engine. The same applies to an empty file, which may be about to be written. Removing and adding an
-engine again is costly, because it then gets all weights. A DNS answer may also be incomplete,
-because it was truncated or an engine was not ready at that moment. So an address of a name is only
-removed after several lookups in a row without it.
+Removing an engine and adding it again is costly, because it then gets all weights. So an entry keeps its
+addresses if its lookup fails or its file is empty (it may be about to be written). A DNS answer may be
+incomplete, so an address of a name is only removed after several lookups in a row without it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Many engine servers as one engine; docs/pool.md describes the design.
 
-A hub gives `PoolEngine` to `Serving` instead of vLLM's engine. It connects these parts:
+`Serving` takes `PoolEngine` in place of vLLM's engine. It connects these parts:
 
     roster   which engines are listed, answer, and are in rotation
     placing  which engine takes a request
@@ -22,7 +22,6 @@ from penstock.server.pool.rules import PoolRules
 from penstock.server.pool.turns import PoolTurns
 from penstock.server.pool.weights import OpenVersion, PoolWeights
 from penstock.server.weights.switch import TurnsInFlight, WeightSwitch
-from penstock.v1 import rollout_service_pb2
 from penstock.wire.security import Security
 
 
@@ -39,13 +38,12 @@ class PoolEngine:
     ) -> None:
         """Begin to look at the engines. Raises CredentialsUnusable."""
         self._rules = rules = rules or PoolRules()
-        self.placing = Placing(lambda: self._roster.rotation, rules.routing)
-        self._roster = Roster(security or Security(), rules, clock, self.placing, self._bring_up)
-        self.turns = PoolTurns(self._roster, self.placing, rules, clock)
+        self.placing = Placing(lambda: self.roster.rotation, rules.routing)
+        self.roster = Roster(security or Security(), rules, clock, self.placing, self._bring_up)
+        self.turns = PoolTurns(self.roster, self.placing, rules, clock)
         self._weights: PoolWeights | None = None
         self._begun = asyncio.Event()
-        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.set_addresses(addresses)
+        self.roster.set_addresses(addresses)
 
     def make_weights(
         self, state: WeightSwitch, turns: TurnsInFlight, open_version: OpenVersion
@@ -53,7 +51,7 @@ class PoolEngine:
         """A hub can have weights only once the pool has a description."""
         assert self._weights is None, "a pool has one switcher"
         self._weights = PoolWeights(
-            self._roster, self._rules, self.turns, state, turns, open_version
+            self.roster, self._rules, self.turns, state, turns, open_version
         )
         return self._weights
 
@@ -71,33 +69,8 @@ class PoolEngine:
         await self.weights.bring_up(member, trusted)
 
     @property
-    def members(self) -> list[Member]:
-        """In rotation or not."""
-        return self._roster.members
-
-    @property
-    def serving_count(self) -> int:
-        return len(self._roster.rotation)
-
-    @property
-    def requests_lost(self) -> int:
-        """Number of requests that had to continue on another engine."""
-        return self.turns.lost_count
-
-    def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Unlisted engines get no new turns but end those they have. Raises CredentialsUnusable."""
-        self._roster.set_addresses(addresses)
-
-    async def described(self) -> EngineDescription:
-        """Wait for the first engine that answers, whose description becomes the pool's."""
-        return await self._roster.described()
-
-    @property
     def description(self) -> EngineDescription:
-        return self._roster.description
-
-    def replicas(self) -> list[rollout_service_pb2.ReplicaInfo]:
-        return [member.message() for member in self.members]
+        return self.roster.description
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
         return self.turns.generate(request)
@@ -106,9 +79,9 @@ class PoolEngine:
         await self.turns.abort(request_ids)
 
     def stats(self) -> EngineStats:
-        members = [member for member in self.members if member.answers]
+        members = [member for member in self.roster.members if member.answers]
         return EngineStats(
-            running=self.turns.placed_count,
+            running=len(self.turns.placed),
             waiting=self.placing.waiting_count,
             kv_cache_usage=max((m.load.kv_cache_usage for m in members), default=0.0),
             preemptions=sum(m.load.preemption_count for m in members),
@@ -116,9 +89,9 @@ class PoolEngine:
 
     async def lost(self) -> str:
         """Never return: a pool without engines waits for one."""
-        return await asyncio.shield(self._lost)
+        return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
         if self._weights is not None:
             await self._weights.close()
-        await self._roster.close()
+        await self.roster.close()

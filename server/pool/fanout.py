@@ -1,33 +1,28 @@
 """Distributes one weight version from the hub to its engine servers.
 
-Each host receives the bytes once. The first engine server on a host, its *leader*, gets them from
-the hub or from another host, and the others on that host read the leader's memory. On the hub's own
-host all read the hub's memory. An engine server that cannot read the offered memory is sent the
-bytes, so a wrong guess about hosts costs only time. If a leader fails, or takes longer than half of
-`stage_seconds`, the next engine on its host leads.
+Each host receives the bytes once. The first engine server on a host, its *leader*, gets them from the hub
+or from another host, and the others on that host read the leader's memory. On the hub's own host all read
+the hub's memory. An engine server that cannot read the offered memory is sent the bytes, so a wrong guess
+about hosts costs only time. If a leader fails, or takes longer than half of `stage_seconds`, the next
+engine on its host leads.
 
 A leader that reports holding the previous version is sent only what changed, if that is fewer bytes than
 the tree would carry (`differences`). Its host then has the whole version, and hands it on to other hosts.
-
-An adapter is only a few megabytes, so each engine server gets it from the hub. Engine servers hand
-no adapters on.
-
-Every engine server verifies every byte itself, against the hub's checksums.
+An adapter is only a few megabytes: each engine server gets it from the hub, and hands none on. Every
+engine server verifies every byte itself, against the hub's checksums.
 
 The hosts form a tree. The hub hands the version to `most` hosts, each of those to as many more, and so on;
-with one each, it is a chain. A host passes on what it has while it still receives. So the last host has
-all of it about as soon as the first, and no connection carries it more often than there are branches.
-
-What a failure does. A failed host leaves the tree. The hosts that took the version from it start
-over with another one, and after a second failure with the hub.
+with one each, it is a chain. A host passes on what it has while it still receives, so the last host has
+all of it about as soon as the first. If a host fails, it leaves the tree. Those that took the version from
+it start over with another one, and after a second failure with the hub.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from penstock.common.memory_file import host_id
 from penstock.server.pool.differences import Differing, Sendable
@@ -42,12 +37,6 @@ from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
-POLICIES: Mapping[str, weights_pb2.InFlightPolicy.ValueType] = {
-    "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
-    "recompute": weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE,
-    "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
-    "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
-}
 PEERS_TRIED = 2
 """Number of hosts that are asked before the hub sends the version itself."""
 
@@ -118,31 +107,26 @@ class Branches:
         return None
 
 
+@dataclass(eq=False)
 class Fanout:
     """Distributes one version to any number of engine servers, once to each."""
 
-    def __init__(
-        self,
-        payload: VersionPayload,
-        epoch: int,
-        rules: PoolRules,
-        probe: Probe | None = None,
-        *,
-        holders: Iterable[Member] = (),
-        differing: Differing | None = None,
-    ) -> None:
-        """Engine servers refuse uploads below `epoch`, the hub's. `holders` already sample the version,
-        and are asked before the hub sends it. `differing` is set if the difference may be sent."""
-        self._payload = payload
-        self._epoch = epoch
-        self._differing = differing
-        self._probe = None if probe is None else probe.message()
+    payload: VersionPayload
+    epoch: int
+    """The hub's: engine servers refuse uploads below it."""
+    rules: PoolRules
+    probe: Probe | None = None
+    _: KW_ONLY
+    holders: Sequence[Member] = ()
+    """Engine servers that sample the version already. They are asked before the hub sends it."""
+    differing: Differing | None = None
+    """Set if the difference may be sent."""
+
+    def __post_init__(self) -> None:
+        self._probe = None if self.probe is None else self.probe.message()
         self._host_id = host_id()
-        self._leader_seconds = rules.stage_seconds / 2
-        self._ready_seconds = rules.stage_seconds / 10
-        holders = list(holders)
-        self._branches = Branches(rules.branches, spare_hub=bool(holders))
-        self._branches.add(holders)
+        self._branches = Branches(self.rules.branches, spare_hub=bool(self.holders))
+        self._branches.add(self.holders)
         self._leaders: dict[str, Leading] = {}
         self._numbers: dict[tuple[Member, str], int] = {}
         """Version number under which each engine process receives it."""
@@ -151,27 +135,23 @@ class Fanout:
         self._sending: dict[Member, asyncio.Task[StagedThere]] = {}
         self._processes: dict[Member, str] = {}
         """Process (server id) at each address for which the upload was begun."""
-        self.weight_version = payload.weight_version
-        self.is_adapter = payload.adapter is not None
+        self.weight_version = self.payload.weight_version
+        self.is_adapter = self.payload.adapter is not None
 
     def begin(self, member: Member) -> asyncio.Task[StagedThere]:
-        """Returns the existing task of the same process, unless it failed. The task raises Unanswered and
-        EngineRefused."""
+        """Reuses the process's task, unless it failed. The task raises Unanswered and EngineRefused."""
         if self._processes.get(member) != member.server_id:
-            self._begin_anew(member)
+            # The weights of the previous process at this address are gone.
+            self.end(member)
+            if member in self._processes:
+                self._branches.drop(member)
+            self._processes[member] = member.server_id
         task = self._sending.get(member)
         failed = task is not None and task.done() and (task.cancelled() or task.exception())
         if task is None or failed:
             name = f"version {self.weight_version} to {member.address}"
             task = self._sending[member] = asyncio.create_task(self._stage(member), name=name)
         return task
-
-    def _begin_anew(self, member: Member) -> None:
-        """The weights of the previous process at this address are gone."""
-        self.end(member)
-        if member in self._processes:
-            self._branches.drop(member)
-        self._processes[member] = member.server_id
 
     def settle(self, member: Member, *, accepted: bool) -> None:
         """Record whether the engine took the version. Only the first call counts."""
@@ -203,20 +183,20 @@ class Fanout:
             if isinstance(there, StagedThere):
                 there.cancel()
         self._sending.clear()
-        if self._differing is not None:
-            await self._differing.close()
-        self._payload.close()
+        if self.differing is not None:
+            await self.differing.close()
+        self.payload.close()
 
     async def _stage(self, member: Member) -> StagedThere:
         if member.host_id == self._host_id:
             memory = weights_pb2.SharedMemorySource(
-                name=self._payload.path, host_namespace=self._payload.host_namespace
+                name=self.payload.path, host_namespace=self.payload.host_namespace
             )
-            return await self._offer(member, Shared(memory, self._payload.tensors))
-        if self._payload.adapter is not None:
+            return await self._offer(member, Shared(memory, self.payload.tensors))
+        if self.payload.adapter is not None:
             return (await self._send(member, None))[0]
         while (leading := self._leaders.get(member.host_id)) is not None:
-            await asyncio.wait([leading], timeout=self._leader_seconds)
+            await asyncio.wait([leading], timeout=self.rules.stage_seconds / 2)
             if leading.done() and not leading.cancelled():
                 if (shared := leading.result()) is not None:
                     return await self._offer(member, shared)
@@ -234,7 +214,6 @@ class Fanout:
                 leading.cancel()
 
     def _follow_no_more(self, host: str, leading: Leading) -> None:
-        """Let the next engine of the host lead, unless another one already does."""
         if self._leaders.get(host) is leading:
             del self._leaders[host]
 
@@ -271,10 +250,10 @@ class Fanout:
         return await self._grow(member, None)
 
     async def _difference_for(self, member: Member) -> Sendable | None:
-        differing = self._differing
+        differing = self.differing
         if differing is None or member.delta_base != differing.base_version:
             return None
-        return await differing.get(self._payload.tensors, self._payload.view)
+        return await differing.get(self.payload.tensors, self.payload.view)
 
     async def _grow(self, member: Member, peer: Member | None) -> tuple[StagedThere, Shared | None]:
         """From `peer`, or from the hub if the peer lacks it. On failure the host leaves the tree."""
@@ -293,7 +272,7 @@ class Fanout:
     async def _source_at(self, peer: Member) -> weights_pb2.PeerSource | None:
         """Wait until the other host has begun to receive the version; None if it does not begin soon."""
         if (accepted := self._accepted.get(peer)) is not None:
-            await asyncio.wait([accepted], timeout=self._ready_seconds)
+            await asyncio.wait([accepted], timeout=self.rules.stage_seconds / 10)
             if not (accepted.done() and accepted.result()):
                 return None
         if (number := peer.wire_version(self.weight_version)) is None:
@@ -320,16 +299,16 @@ class Fanout:
             weight_version=version,
             tensors=source.tensors
             if isinstance(source, Shared | Sendable)
-            else self._payload.tensors,
+            else self.payload.tensors,
             activation=weights_pb2.ACTIVATION_STAGED,
-            trainer_epoch=self._epoch,
+            trainer_epoch=self.epoch,
             probe=self._probe,
-            adapter=self._payload.adapter,
+            adapter=self.payload.adapter,
         )
         pieces: tuple[memoryview, ...] = ()
         if source is None:
-            header.inline.length_bytes = self._payload.length_bytes
-            pieces = (self._payload.view,)
+            header.inline.length_bytes = self.payload.length_bytes
+            pieces = (self.payload.view,)
         elif isinstance(source, Sendable):
             header.inline.length_bytes = len(source.payload)
             header.base_weight_version = member.wire_version(source.base_version) or 0
@@ -356,7 +335,7 @@ class Fanout:
             name=answer.memory.name, host_namespace=answer.memory.host_namespace
         )
         together = isinstance(source, Sendable)
-        return there, Shared(memory, self._payload.dense if together else self._payload.tensors)
+        return there, Shared(memory, self.payload.dense if together else self.payload.tensors)
 
 
 def _leave(task: asyncio.Task[StagedThere]) -> None:

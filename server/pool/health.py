@@ -3,16 +3,15 @@
 States of a `Pace`:
 
     unknown   no turn has ended yet: the engine counts as fast as any
-    measured  each turn that ends adjusts the pace a little. A turn with more tokens counts for
-    more, because
-              a short one mostly measures the round trip. The ratio to the other engines' pace
-              decides how many turns the engine gets (`routing`)
+    measured  each turn that ends adjusts the pace a little, a longer one more, because a short one mostly
+              measures the round trip. The ratio to the other engines' pace decides how many turns the
+              engine gets (`routing`)
     due       nothing was measured for a while, for example because a slow engine gets no turns. It gets one
               turn as if it was as fast as any, and the time of that turn becomes its pace
 
-So an engine that was slow once, at its first turn or because of another process, is measured again.
-If it is slow again, it is left alone for twice as long as before, up to a limit. A turn that is
-lost, or samples nothing, measures nothing; the next turn then becomes the trial.
+So an engine that was slow once, at its first turn or because of another process, is measured again. If it
+is slow again, it is left alone for twice as long as before, up to a limit. A turn that is lost, or samples
+nothing, measures nothing; the next turn then becomes the trial.
 
 What changes a `Silence`, the time in which an engine had turns and sampled no token for any of them:
 
@@ -80,8 +79,7 @@ class Pace:
         )
 
     def slowness(self, usual: float, turns: int, now: float) -> float:
-        """Its pace over the usual one, at least 1; exactly 1 for an idle engine that is due for a
-        trial."""
+        """Its pace over the usual one, at least 1; exactly 1 for an idle engine due for a trial."""
         if not usual or (not turns and self.is_due(now)):
             return 1.0
         return max(1.0, self.seconds_per_token / usual)

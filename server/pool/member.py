@@ -12,12 +12,12 @@ States and transitions (docs/pool.md has a diagram):
 
 This module holds only state and arithmetic. `roster` contacts the engine server and decides when.
 
-Version numbers: `wire_versions` maps the engine server's version numbers to the pool's. An engine
-server that was never given weights samples the model as loaded, which is version 0 on both sides.
+Version numbers: `wire_versions` maps the engine server's version numbers to the pool's. An engine server
+that was never given weights samples the model as loaded, which is version 0 on both sides.
 
-Weights: an engine samples full weights, or an adapter on top of full weights. An engine server takes any
-number of adapters in a row, but no full weights while it has an adapter. So the full weights below must be
-the pool's before it is given the pool's adapter; `full_version` tells whether they are.
+Weights: an engine server takes any number of adapters in a row, but no full weights while it has an
+adapter. So the full weights below (`full_version`) must be the pool's before it is given the pool's
+adapter.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ from penstock.server.pool.health import Pace, Silence
 from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.routing import EngineLoad, retry_seconds
 from penstock.v1 import rollout_service_pb2, weights_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import ReplicaInfo, ServerLoad
 
-ReplicaInfo = twin(rollout_service_pb2.ReplicaInfo)
-ServerLoad = twin(rollout_service_pb2.ServerLoad)
 KNOWN_VERSIONS = 64
 MOST_MISSES = 2
 """Consecutive looks that may time out before the turns continue elsewhere. A single timeout may mean that
@@ -128,7 +126,7 @@ class Member:
     """Usual seconds per token in the pool; 0 if not known."""
 
     def __post_init__(self) -> None:
-        self.limit = TurnLimit.begin(self.rules)
+        self.limit = TurnLimit(self.rules.first)
 
     @property
     def address(self) -> str:
@@ -158,15 +156,13 @@ class Member:
             self.address, turns, limit.value, slowness, self.given, self.between, limit.proven
         )
 
-    # Its own reports
-
     def heard(self, info: rollout_service_pb2.GetServerInfoResponse) -> bool:
         """Take in an answer of the engine server; returns whether it comes from a new process."""
         other = info.server_id != self.server_id
         self.misses = 0
         if other:
             self.server_id = info.server_id
-            self.limit = TurnLimit.begin(self.rules)
+            self.limit = TurnLimit(self.rules.first)
             self.wire_versions.clear()
             self.reserved.clear()
             self.pace = Pace()
@@ -180,7 +176,6 @@ class Member:
             self.state, self.problem = State.JOINING, ""
         self.host_id = info.host_id
         self.hands_on = weights_pb2.WEIGHT_SOURCE_KIND_PEER in info.weight_sources
-        self.load = info.load
         accepted = [info.active_weight_version, *info.staged_weight_versions]
         self.newest_wire_version = max(accepted)
         self.version = self.pool_version(info.active_weight_version)
@@ -188,23 +183,16 @@ class Member:
         base = info.delta_base_weight_version
         self.delta_base = self.pool_version(base) if base else None
         self.wire_adapters = tuple(info.adapter_weight_versions)
-        self.limit = self.limit.after(
-            LoadReport(
-                len(self.turns),
-                info.load.running_turn_count,
-                info.load.waiting_turn_count,
-                info.load.kv_cache_usage,
-                info.load.preemption_count,
-            ),
-            self.rules,
+        load = self.load = info.load
+        report = LoadReport(
+            len(self.turns), load.waiting_turn_count, load.kv_cache_usage, load.preemption_count
         )
+        self.limit = self.limit.after(report, self.rules)
         return other
 
     def pool_version(self, wire_version: int) -> int | None:
         """None if not known."""
-        if wire_version == 0:
-            return 0
-        return self.wire_versions.get(wire_version)
+        return self.wire_versions.get(wire_version) if wire_version else 0
 
     def wire_version(self, pool_version: int) -> int | None:
         """The newest number under which it was given the version; None if never."""
@@ -256,8 +244,6 @@ class Member:
         known = (self.pool_version(wire) for wire in self.wire_adapters)
         return [version for version in known if version is not None] if self.answers else []
 
-    # Its turns
-
     def took(self, request_id: str) -> None:
         self.turns.add(request_id)
         self.given += 1
@@ -271,11 +257,6 @@ class Member:
     def sampled(self) -> None:
         self.misses = 0
         self.silence = self.silence.broken(self.clock())
-
-    @property
-    def silent_seconds(self) -> float:
-        """Seconds for which it has had turns but sampled nothing."""
-        return self.silence.seconds(self.clock())
 
     def speak(self) -> None:
         """End its silence: it sampled again, took weights, or is another process."""

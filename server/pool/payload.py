@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 from collections.abc import Sequence
@@ -27,14 +28,9 @@ class VersionPayload:
         self._descriptor = os.open(weights.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self.host_namespace = host_namespace(self._descriptor)
-            self.length_bytes = max(
-                (t.offset_bytes + t.length_bytes for t in weights.tensors), default=0
-            )
-            mapped = (
-                mmap.mmap(self._descriptor, self.length_bytes, prot=mmap.PROT_READ)
-                if self.length_bytes
-                else b""
-            )
+            ends = (tensor.offset_bytes + tensor.length_bytes for tensor in weights.tensors)
+            self.length_bytes = length = max(ends, default=0)
+            mapped = mmap.mmap(self._descriptor, length, prot=mmap.PROT_READ) if length else b""
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -58,13 +54,10 @@ class VersionPayload:
     @property
     def dense(self) -> Tensors:
         """As laid out by an engine server that assembled the version from a difference."""
-        tensors = self.tensors
-        places, _ = lay_out((t.name, tuple(t.shape), t.dtype, t.length_bytes) for t in tensors)
-        dense: list[weights_pb2.TensorSpec] = []
-        for tensor, place in zip(tensors, places, strict=True):
-            dense.append(weights_pb2.TensorSpec())
-            dense[-1].CopyFrom(tensor)
-            dense[-1].offset_bytes = place.offset_bytes
+        dense = copy.deepcopy(self.tensors)
+        places, _ = lay_out((t.name, tuple(t.shape), t.dtype, t.length_bytes) for t in dense)
+        for tensor, place in zip(dense, places, strict=True):
+            tensor.offset_bytes = place.offset_bytes
         return dense
 
     def close(self) -> None:

@@ -46,18 +46,18 @@ class _Waiting:
     """Completes with the engine, or with None if the request is no longer wanted."""
 
 
+@dataclass(eq=False)
 class Placing:
-    def __init__(
-        self,
-        serving: Callable[[], Sequence[Member]],
-        rules: RoutingRules,
-        *,
-        rng: random.Random | None = None,
-    ) -> None:
-        """`serving` returns the engines in rotation."""
-        self._serving = serving
-        self._rules = rules
-        self._rng = rng or random.Random()
+    serving: Callable[[], Sequence[Member]]
+    """Returns the engines in rotation."""
+    rules: RoutingRules
+    rng: random.Random = field(default_factory=random.Random)
+    kept_home: int = 0
+    """Number of requests placed on the engine that has their prefix cache."""
+    left_home: int = 0
+    """Number of requests placed elsewhere although an engine had their prefix cache."""
+
+    def __post_init__(self) -> None:
         self._homes: OrderedDict[str, Member] = OrderedDict()
         self._order = itertools.count()
         self._queues: dict[int, list[_Waiting]] = {}
@@ -67,10 +67,6 @@ class Placing:
         self._futures: dict[str, asyncio.Future[Member | None]] = {}
         self._between: OrderedDict[str, tuple[Member, float]] = OrderedDict()
         """Trajectories between turns, oldest first: the engine, and when their last turn ended."""
-        self.kept_home = 0
-        """Number of requests placed on the engine that has their prefix cache."""
-        self.left_home = 0
-        """Number of requests placed elsewhere although an engine had their prefix cache."""
 
     @property
     def waiting_count(self) -> int:
@@ -127,9 +123,8 @@ class Placing:
 
     def wake(self) -> None:
         """Place waiting requests, because an engine has room or came into rotation."""
-        first = [
-            queue[0] for version in list(self._queues) if (queue := self._first_that_wait(version))
-        ]
+        queues = map(self._first_that_wait, list(self._queues))
+        first = [queue[0] for queue in queues if queue]
         heapq.heapify(first)
         while first:
             waiting = heapq.heappop(first)
@@ -196,14 +191,14 @@ class Placing:
         return chosen
 
     def _choose(self, homes: Sequence[Member], required: int) -> Member | None:
-        serving = self._serving()
+        serving = self.serving()
         rounds = [serving]
         if len(serving) > LOOKED_AT:
-            rounds = [[*homes, *self._rng.sample(serving, LOOKED_AT)], serving]
+            rounds = [[*homes, *self.rng.sample(serving, LOOKED_AT)], serving]
         names = [member.address for member in homes]
         for members in rounds:
             known = {m.address: m for m in members if m.takes_turns(required)}
-            found = place([member.as_load() for member in known.values()], names, self._rules)
+            found = place([member.as_load() for member in known.values()], names, self.rules)
             if found is not None:
                 return known[found.name]
         return None

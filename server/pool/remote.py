@@ -1,8 +1,8 @@
-"""One engine server from the view of a hub: the calls and the meaning of their answers. Holds no state.
+"""One engine server from the view of a hub: the calls and the meaning of their answers.
 
-Every call ends in one of three ways: with its answer, with `Unanswered`, or with `EngineRefused`.
-`Unanswered` means that the process is gone, stops or cannot serve any caller, so the hub should try
-another engine server. `EngineRefused` means that it rejects this particular call.
+Every call returns its answer or raises `Unanswered` or `EngineRefused`. `Unanswered` means that the
+process is gone, stops or cannot serve any caller, so the hub should try another engine server.
+`EngineRefused` means that it rejects this particular call.
 """
 
 from __future__ import annotations
@@ -18,29 +18,25 @@ import numpy as np
 
 from penstock.server.engine.protocol import Sampling
 from penstock.server.turns.requests import sampling_message
-from penstock.v1 import rollout_service_pb2, trajectory_pb2, weights_pb2
+from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure
+from penstock.wire.messages import (
+    AbortRequest,
+    GenerateRequest,
+    GetServerInfoRequest,
+    TokenSequence,
+    TrajectorySelector,
+)
 from penstock.wire.reasons import Reason
 from penstock.wire.security import Security, open_channel
 from penstock.wire.upload import NotStaged, Piece, Staging
-
-GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
-GetServerInfoRequest = codec.twin(rollout_service_pb2.GetServerInfoRequest)
-AbortRequest = codec.twin(rollout_service_pb2.AbortRequest)
-TrajectorySelector = codec.twin(rollout_service_pb2.TrajectorySelector)
-TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
 
 _SERVICE = "/penstock.v1.RolloutService"
 INFO_SECONDS = 10.0
 ABORT_SECONDS = 60.0
 # Reasons for which an engine server is reachable but useless to every caller.
-USELESS = (
-    Reason.ENGINE_LOST,
-    Reason.WEIGHTS_INCONSISTENT,
-    Reason.DRAINING,
-    Reason.JOURNAL_FAILED,
-)
+USELESS = (Reason.ENGINE_LOST, Reason.WEIGHTS_INCONSISTENT, Reason.DRAINING, Reason.JOURNAL_FAILED)
 
 
 class Unanswered(Exception):
@@ -55,11 +51,6 @@ class EngineRefused(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.reason or failure.code.name}: {failure.message}")
         self.failure = failure
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it has no room now, but may have later."""
-        return self.failure.is_full
 
 
 class EngineServer:
@@ -90,38 +81,26 @@ class EngineServer:
         self, *, with_tensors: bool = False, wait: bool = False
     ) -> rollout_service_pb2.GetServerInfoResponse:
         """With `wait`, waits a while for a connection."""
-        call = self._channel.unary_unary(
-            f"{_SERVICE}/GetServerInfo",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
-        )
+        decode = codec.decoder(rollout_service_pb2.GetServerInfoResponse)
+        call = self._channel.unary_unary(f"{_SERVICE}/GetServerInfo", codec.encode, decode)
         with _answers():
-            return await call(
-                GetServerInfoRequest(with_tensors=with_tensors),
-                timeout=INFO_SECONDS,
-                wait_for_ready=wait,
-            )
+            request = GetServerInfoRequest(with_tensors=with_tensors)
+            return await call(request, timeout=INFO_SECONDS, wait_for_ready=wait)
 
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
         """Returns when the engine server no longer works on any of them."""
-        call = self._channel.unary_unary(
-            f"{_SERVICE}/Abort",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.AbortResponse),
-        )
+        decode = codec.decoder(rollout_service_pb2.AbortResponse)
+        call = self._channel.unary_unary(f"{_SERVICE}/Abort", codec.encode, decode)
         selector = TrajectorySelector(trajectory_ids=trajectory_ids)
         with _answers():
             await call(AbortRequest(trajectories=selector), timeout=ABORT_SECONDS)
 
     async def generate(
-        self, request: rollout_service_pb2.GenerateRequest, metadata: Sequence[tuple[str, str]]
+        self, request: rollout_service_pb2.GenerateRequest, metadata: Iterable[tuple[str, str]]
     ) -> AsyncGenerator[rollout_service_pb2.GenerateResponse]:
         """Closing the generator early ends the turn."""
-        method = self._channel.unary_stream(
-            f"{_SERVICE}/Generate",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GenerateResponse),
-        )
+        decode = codec.decoder(rollout_service_pb2.GenerateResponse)
+        method = self._channel.unary_stream(f"{_SERVICE}/Generate", codec.encode, decode)
         with _answers():
             call = method(request, metadata=tuple(metadata))
             self._turns[request.trajectory_id] = call
@@ -139,8 +118,7 @@ class EngineServer:
                 call.cancel()
 
     async def sample(self, seconds: float) -> None:
-        """Samples one token in a turn of no caller. Raises EngineRefused, and Unanswered after
-        `seconds`."""
+        """Samples one token in a test turn. Raises EngineRefused, and Unanswered after `seconds`."""
         request = GenerateRequest(
             trajectory_id=uuid.uuid4().hex,
             tokens=TokenSequence(token_ids=codec.array_bytes(np.zeros(1, np.int32))),
@@ -161,34 +139,21 @@ class EngineServer:
 
     def stage(self, header: weights_pb2.WeightHeader, payload: Iterable[Piece] = ()) -> StagedThere:
         """Begins the upload of a version that is activated later."""
-        return StagedThere(Staging(self._bulk, header, payload))
+        return StagedThere(self._bulk, header, payload)
 
 
-class StagedThere:
-    """A version on its way to an engine server, from the header to its activation."""
-
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
-
-    async def ready(self) -> bool:
-        """False if the engine server already has the version or refuses it."""
-        return await self._staging.ready()
+class StagedThere(Staging):
+    """A version on its way to an engine server. Raises Unanswered and EngineRefused."""
 
     async def staged(self) -> weights_pb2.UpdateWeightsResponse:
-        """Waits until the engine server has verified the version."""
         with _answers():
-            return await self._staging.staged()
+            return await super().staged()
 
     async def activate(
         self, in_flight: weights_pb2.InFlightPolicy.ValueType
     ) -> weights_pb2.UpdateWeightsResponse:
-        """Returns once the version is sampled."""
         with _answers():
-            return await self._staging.activate(in_flight)
-
-    def cancel(self) -> None:
-        """Safe to repeat."""
-        self._staging.cancel()
+            return await super().activate(in_flight)
 
 
 @contextlib.contextmanager
@@ -202,10 +167,8 @@ def _answers() -> Generator[None]:
         if task is None or task.cancelling():
             raise
         raise Unanswered("the connection was closed") from error
-    except NotStaged as error:
-        raise Unanswered(str(error)) from error
-    except grpc.aio.UsageError as error:
-        # The channel was closed in the meantime.
+    except (NotStaged, grpc.aio.UsageError) as error:
+        # UsageError: the channel was closed in the meantime.
         raise Unanswered(str(error)) from error
     except grpc.aio.AioRpcError as error:
         failure = read_failure(error)
@@ -214,10 +177,3 @@ def _answers() -> Generator[None]:
             problem = failure.message or failure.code.name
             raise (OutOfTime if late else Unanswered)(problem) from error
         raise EngineRefused(failure) from error
-
-
-FINISHED = {
-    trajectory_pb2.FINISH_REASON_STOP,
-    trajectory_pb2.FINISH_REASON_LENGTH,
-    trajectory_pb2.FINISH_REASON_ABORTED,
-}

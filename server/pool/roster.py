@@ -1,17 +1,17 @@
 """The engines of a pool: which are listed, and which are in rotation.
 
-A task per address looks at the engine server (`GetServerInfo`), at intervals and immediately after
-a failure, and updates the member's state (docs/pool.md has a diagram). An engine without the pool's
-weights is brought up to date before it takes turns; `weights` does that.
+A task per address looks at the engine server (`GetServerInfo`), at intervals and immediately after a
+failure, and updates the member's state (docs/pool.md has a diagram). An engine without the pool's weights
+is brought up to date before it takes turns; `weights` does that.
 
 What a failure does. If an engine does not answer or refuses the hub, the member is LOST, and is retried
 with increasing delays. An engine that was silent with its turns (`turns`) still answers. It is asked for a
 token of a test request, which may take as long as its turns had, until one arrives; meanwhile it stays
 LOST. An engine with another model than the pool's is REFUSED until another process answers at its address.
 
-The turns of a dead process end with its connection. If only the event loop of a process hangs, its
-kernel and gRPC's threads keep the connection open, and nothing would end the turns. So the hub ends
-them, once two looks in a row have timed out and no token came meanwhile.
+The turns of a dead process end with its connection. If only its event loop hangs, its kernel and gRPC's
+threads keep the connection open. So the hub ends the turns itself, once two looks in a row have timed out
+and no token came meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.server.core.aio import Broadcast, OwnTasks
@@ -41,39 +41,31 @@ LOOKS_PER_SECOND = 200.0
 COMPARE_SECONDS = 1.0
 
 
+@dataclass(eq=False)
 class Roster:
     """All listed engines, each watched by a separate task."""
 
-    def __init__(
-        self,
-        security: Security,
-        rules: PoolRules,
-        clock: Callable[[], float],
-        placing: Placing,
-        bring_up: Callable[[Member, bool], Awaitable[None]],
-    ) -> None:
-        """`bring_up` gives an engine the pool's weights and puts it into rotation. Its flag states whether
-        the version that the engine reports can be trusted."""
-        self._security = security
-        self._rules = rules
-        self._clock = clock
-        self._placing = placing
-        self._bring_up = bring_up
-        self._members: dict[str, Member] = {}
-        self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._pokes: dict[str, asyncio.Event] = {}
-        self._description: EngineDescription | None = None
-        self._described = asyncio.Event()
-        self._tasks = OwnTasks()
-        self._compared_at = -COMPARE_SECONDS
-        self._states: tuple[list[Member], list[State]] = [], []
-        """The listed engines and their states, as of the last `rotate`."""
-        self.rotation: list[Member] = []
-        """Engines that take turns; a new list whenever that changes."""
-        self.active_version = 0
-        self.rotated = Broadcast()
-        """Notified of a new rotation or engine state. A switch waits for engines outside the rotation
-        too."""
+    security: Security
+    rules: PoolRules
+    clock: Callable[[], float]
+    placing: Placing
+    bring_up: Callable[[Member, bool], Awaitable[None]]
+    """Gives an engine the pool's weights and puts it into rotation. The flag states whether the version
+    that the engine reports can be trusted."""
+    _members: dict[str, Member] = field(default_factory=dict[str, Member])
+    _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, asyncio.Task[None]])
+    _pokes: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
+    _description: EngineDescription | None = None
+    _described: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: OwnTasks = field(default_factory=OwnTasks)
+    _compared_at: float = -COMPARE_SECONDS
+    _states: tuple[list[Member], list[State]] = field(default=([], []), init=False)
+    """The listed engines and their states, as of the last `rotate`."""
+    rotation: list[Member] = field(default_factory=list[Member])
+    """Engines that take turns; a new list whenever that changes."""
+    active_version: int = 0
+    rotated: Broadcast = field(default_factory=Broadcast)
+    """Notified of a new rotation or state: a switch also waits for engines outside the rotation."""
 
     @property
     def members(self) -> list[Member]:
@@ -81,12 +73,10 @@ class Roster:
         return list(self._members.values())
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Unlisted engines get no new turns but end those they have."""
+        """Unlisted engines get no new turns but end those they have. Raises CredentialsUnusable."""
         for address in addresses:
             if address not in self._members:
-                member = Member(
-                    EngineServer(address, self._security), self._rules.limits, self._clock
-                )
+                member = Member(EngineServer(address, self.security), self.rules.limits, self.clock)
                 self._members[address] = member
                 self._pokes[address] = asyncio.Event()
                 keeping = asyncio.create_task(self._keep(member), name=f"engine {address}")
@@ -121,18 +111,17 @@ class Roster:
 
     def rotate(self) -> None:
         """Recompute the rotation from the members' states, and place requests that wait for it."""
-        serving = State.SERVING
         before, listed = self._states, list(self._members.values())
         self._states = listed, [member.state for member in listed]
-        self.rotation = [member for member in listed if member.state is serving]
+        self.rotation = [member for member in listed if member.state is State.SERVING]
         self._compare()
-        self._placing.wake()
+        self.placing.wake()
         if self._states != before:
             self.rotated.notify()
 
     def _compare(self) -> None:
         """Update the members' usual pace, at most once in COMPARE_SECONDS."""
-        now = self._clock()
+        now = self.clock()
         if now < self._compared_at + COMPARE_SECONDS:
             return
         self._compared_at = now
@@ -153,10 +142,8 @@ class Roster:
                 if member.stands_still:
                     # Repeat at each further look, because a turn may have been on its way there.
                     member.server.end_turns()
-            except Unanswered as error:
-                self.lose(member, str(error))
-            except EngineRefused as error:
-                # For example, the engine server does not accept the hub's credential.
+            except (Unanswered, EngineRefused) as error:
+                # It may refuse a look if, for example, it does not accept the hub's credential.
                 self.lose(member, str(error))
             except Exception:
                 logger.exception("checking engine %s failed", member.address)
@@ -164,7 +151,7 @@ class Roster:
             self.tell(member, before)
             self.rotate()
             pause = member.retry_seconds or max(
-                self._rules.look_seconds, len(self._members) / LOOKS_PER_SECOND
+                self.rules.look_seconds, len(self._members) / LOOKS_PER_SECOND
             )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -198,7 +185,7 @@ class Roster:
                 self._description = replace(found, checkpoint=_folder(info.model))
                 self._described.set()
             if member.heard(info):
-                self._placing.forget(member)
+                self.placing.forget(member)
                 # Take it out now, because it lacks the pool's weights and what follows may take a while.
                 self.rotate()
             member.refusal = difference(self.description, found)
@@ -213,7 +200,7 @@ class Roster:
         trusted = info.replicas[0].state != rollout_service_pb2.REPLICA_STATE_UNAVAILABLE
         if member.silent:
             if trusted:
-                await member.server.sample(self._rules.silent_seconds)
+                await member.server.sample(self.rules.silent_seconds)
             # Its answer is outdated by now. An engine that is not trusted is given weights first.
             member.speak()
             return
@@ -221,7 +208,7 @@ class Roster:
             member.leave_rotation("samples weights that are not the pool's")
             self.rotate()
         if member.state is State.JOINING:
-            await self._bring_up(member, trusted)
+            await self.bring_up(member, trusted)
 
     def _twin(self, member: Member, server_id: str) -> Member | None:
         """Return the member that represents the same process under another address, if any."""
@@ -268,11 +255,8 @@ def difference(pool: EngineDescription, engine: EngineDescription) -> str:
         if ours != theirs and not (name == "max_context_length" and theirs > ours):
             return f"{name} is {theirs}, the pool's is {ours}"
     if pool.tensors != engine.tensors:
-        names = sorted(
-            name
-            for name in pool.tensors.keys() | engine.tensors.keys()
-            if pool.tensors.get(name) != engine.tensors.get(name)
-        )
+        both = pool.tensors.keys() | engine.tensors.keys()
+        names = sorted(n for n in both if pool.tensors.get(n) != engine.tensors.get(n))
         return f"{len(names)} tensors differ from the pool's, for example {names[0]}"
     return _lacks(pool.adapters, engine.adapters) if pool.adapters is not None else ""
 

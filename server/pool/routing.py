@@ -3,24 +3,22 @@
 The hub uses them, and so does the simulator. Rules, in order:
 
 1. An engine takes a turn only while it is in rotation and has fewer turns than its limit.
-2. The *home* of a turn is the engine whose key-value cache holds most of its prefix: the engine of
-   the trajectory's last turn, else the engine of its group's siblings. A turn goes home if home is
-   at most a margin busier than the least busy engine.
-3. Otherwise it goes to the least busy engine; among equals, to the one with the fewest turns so
-   far, so that idle engines alternate.
+2. The *home* of a turn is the engine whose key-value cache holds most of its prefix: the engine of the
+   trajectory's last turn, else the engine of its group's siblings. A turn goes home if home is at most a
+   margin busier than the least busy engine.
+3. Otherwise it goes to the least busy engine; among equals, to the one with the fewest turns so far, so
+   that idle engines alternate.
 
-These rules are the policy *sticky*. *least_loaded* ignores homes. *round_robin* takes the engine
-with the fewest turns so far, however busy it is. Both serve as baselines.
+These rules are the policy *sticky*. *least_loaded* ignores homes. *round_robin* takes the engine with the
+fewest turns so far, however busy it is. Both serve as baselines.
 
-Busyness is the used fraction of an engine's limit times its slowness (`health`). An engine
-that needs twice as long per token as the others is as full with half as many turns.
+Busyness is the used fraction of an engine's limit times its slowness (`health`). A trajectory between two
+turns counts as a turn, because it will be back in a moment: with its room given away, the engine would be
+one turn over its limit.
 
-A trajectory between two turns counts as a turn, because it will be back in a moment. Giving its
-room to another turn would leave the engine one turn over its limit while both run.
-
-A limit that was never found too high only shows the load tried so far, not what the engine can
-take. Compared by that limit, an engine with a low one would get fewer turns, and so never raise it.
-So all engines with unproven limits are compared by the highest of these limits.
+A limit that was never found too high only shows the load tried so far, not what the engine can take.
+Compared by that limit, an engine with a low one would get fewer turns, and so never raise it. So all
+engines with unproven limits are compared by the highest of these limits.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ Phases of an engine, and the state it shows meanwhile:
 
 Order of events:
 
-1. Every engine in rotation stages the version, all at the same time and independently. Staging
-began before the switch was requested if the version was uploaded earlier. 2. Rolling: an engine
-switches once it has all of the version and fewer than `switch_part` of the engines are switching.
-It does not wait for engines that are still staging. All at once: no engine switches before each has
-the version or was given up; then all do. 3. `begin` is awaited before the first engine switches.
-Only then are new turns held back. 4. The switch ends when no engine in rotation has an
-older version. Every wait below is bounded, so it ends.
+1. Every engine in rotation stages the version, all at the same time and independently. Staging began before
+   the switch was requested if the version was uploaded earlier.
+2. Rolling: an engine switches once it has all of the version and fewer than `switch_part` of the engines
+   are switching, without waiting for those that still stage. All at once: no engine switches before each
+   has the version or was given up; then all do.
+3. `begin` is awaited before the first engine switches. Only then are new turns held back.
+4. The switch ends when no engine in rotation has an older version. Every wait below is bounded, so it ends.
 
 What a failure does:
 
@@ -43,7 +43,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from penstock.server.pool.fanout import POLICIES, Fanout, not_taken
+from penstock.server.pool.fanout import Fanout, not_taken
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.remote import EngineRefused, StagedThere, Unanswered
 from penstock.server.pool.roster import Roster
@@ -52,6 +52,7 @@ from penstock.server.weights.switch import InFlight
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure
 from penstock.wire.reasons import Reason
+from penstock.wire.words import IN_FLIGHT
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ NOT_THERE = (Reason.WEIGHT_VERSION_NOT_STAGED, Reason.WEIGHT_VERSION_STALE)
 """Refusals after which the version must be staged again, under another number."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class PoolSwitch:
     """One switch, to the version that `fanout` stages."""
 
@@ -69,23 +70,19 @@ class PoolSwitch:
     policy: InFlight
     expect_aborts: Callable[[Member], None]
     """Called with an engine that is about to abort its turns."""
-    answers: list[weights_pb2.UpdateWeightsResponse] = field(
-        default_factory=list[weights_pb2.UpdateWeightsResponse]
-    )
     given_up: dict[Member, str] = field(default_factory=dict[Member, str])
     """Engines that this switch no longer gives the version, and why."""
     declined: dict[Member, Failure | None] = field(default_factory=dict[Member, "Failure | None"])
     """Given-up engines that still sample their previous version: their refusal, or None if late."""
     unanswered: set[Member] = field(default_factory=set[Member])
     """Engines whose switch was requested and that have not reported the result."""
-    _staging: dict[Member, asyncio.Task[StagedThere]] = field(
-        default_factory=dict[Member, "asyncio.Task[StagedThere]"]
-    )
-    _switching: dict[Member, asyncio.Task[None]] = field(
-        default_factory=dict[Member, "asyncio.Task[None]"]
-    )
     _staged_again: set[Member] = field(default_factory=set[Member])
     """Engines that no longer had the version when told to switch, and stage it again."""
+
+    def __post_init__(self) -> None:
+        self.answers: list[weights_pb2.UpdateWeightsResponse] = []
+        self._staging: dict[Member, asyncio.Task[StagedThere]] = {}
+        self._switching: dict[Member, asyncio.Task[None]] = {}
 
     @property
     def version(self) -> int:
@@ -199,7 +196,7 @@ class PoolSwitch:
         self.unanswered.add(member)
         try:
             async with asyncio.timeout(self.rules.switch_seconds):
-                answer = await there.activate(POLICIES[self.policy.value])
+                answer = await there.activate(IN_FLIGHT[self.policy.value])
         except Unanswered as error:
             # Whatever is still staged there cannot be activated a second time.
             self.fanout.end(member)
@@ -223,7 +220,7 @@ class PoolSwitch:
                 self._staged_again.add(member)
                 self.unanswered.discard(member)
                 self.fanout.end(member)
-                self._goes_on(member)
+                self._serve_again(member)
                 return
             self._refuse(member, error)
             return
@@ -233,9 +230,9 @@ class PoolSwitch:
         member.has(self.version, adapter=self.fanout.is_adapter)
         member.hung = False
         self.answers.append(answer)
-        self._goes_on(member)
+        self._serve_again(member)
 
-    def _goes_on(self, member: Member) -> None:
+    def _serve_again(self, member: Member) -> None:
         if member.state is State.SWITCHING:
             member.state, member.problem = State.SERVING, ""
             self.roster.rotate()

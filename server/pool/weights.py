@@ -4,34 +4,36 @@
     switch    in parts or all at once (`switch`); ends when no engine in rotation has an older version
     bring_up  a joining engine is given the active version before it takes turns
 
-Every engine in rotation samples the active version or a newer one. `switch` and `bring_up` both
-decide that without an `await` between the check and the action.
+Every engine in rotation samples the active version or a newer one. `switch` and `bring_up` both decide
+that without an `await` between the check and the action.
 
 An adapter is a version like any other. A joining engine gets it second: first the full weights below it,
-unless it is known to have them. An engine that was never given weights has those of version 0. An engine
-with a foreign adapter on the right full weights needs only the pool's adapter. On other full weights it
-can be given neither (ADAPTER_ACTIVE), and stays out until another process replaces it.
+unless it is known to have them. An engine with a foreign adapter on the right full weights needs only the
+pool's adapter. On other full weights it can be given neither (ADAPTER_ACTIVE), and stays out until another
+process replaces it.
 
 A joining engine must receive the version within the limits of a switch, `stage_seconds` and
-`switch_seconds`; otherwise it is retried later. Its `problem` states what it waits for. Joining
-engines of one host are sent the version once, as in a switch: the first one opens it, those that join
-meanwhile use the same one, and the last to finish closes it. At most `bring_ups` engines are given it
-at the same time. Engines that took too long before use separate places, so that they delay no others.
+`switch_seconds`; otherwise it is retried later. Its `problem` states what it waits for. Joining engines of
+one host are sent the version once, as in a switch: the first one opens it, those that join meanwhile use
+the same one, and the last to finish closes it. At most `bring_ups` engines are given it at the same time.
+Engines that took too long before use separate places, so that they delay no others.
 
-What a failure does. An engine that refuses a version or takes too long leaves the rotation. It is
-then brought up to date, with the probe that the version came with. A version that no engine takes
-is refused as a whole. An engine that is lost meanwhile is not waited for.
+What a failure does. An engine that refuses a version or takes too long leaves the rotation. It is then
+brought up to date, with the probe that the version came with. A version that no engine takes is refused as
+a whole. An engine that is lost meanwhile is not waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from opentelemetry import trace
@@ -126,52 +128,46 @@ class _Shared:
             self.opened.set_exception(error)
 
 
+@dataclass(eq=False)
 class PoolWeights:
     """The version that the pool samples, and its distribution to every engine: the `Switcher` of a pool."""
 
     holds_adapters = True
     """An engine that joins late needs the adapter after the full weights."""
 
-    def __init__(
-        self,
-        roster: Roster,
-        rules: PoolRules,
-        pool_turns: PoolTurns,
-        state: WeightSwitch,
-        turns: TurnsInFlight,
-        open_version: OpenVersion,
-    ) -> None:
-        """`open_version` opens the bytes of a version for engines that join late."""
-        self._roster = roster
-        self._rules = rules
-        self._pool_turns = pool_turns
-        self._state = state
-        self._turns = turns
-        self._open_version = open_version
-        # Larger than any previous hub's, whose uploads engine servers then refuse.
-        self._epoch = time.time_ns()
-        self._fanout: Fanout | None = None
-        self._staging: asyncio.Task[None] | None = None
-        self._running: PoolSwitch | None = None
-        self._tasks = OwnTasks()
-        self._sharing = Sharing()
-        self._places = asyncio.Semaphore(rules.bring_ups)
-        self._places_of_hung = asyncio.Semaphore(max(1, rules.bring_ups // 4))
-        self._full = 0
-        """Version of the full weights; equal to `active` unless that is an adapter."""
-        self._adapter: AdapterShape | None = None
-        """Shape of the active version if it is an adapter."""
-        self._probe: Probe | None = None
-        """Probe that the active version came with."""
+    roster: Roster
+    rules: PoolRules
+    pool_turns: PoolTurns
+    state: WeightSwitch
+    turns: TurnsInFlight
+    open_version: OpenVersion
+    """Opens the bytes of a version for engines that join late."""
+    # Larger than any previous hub's, whose uploads engine servers then refuse.
+    _epoch: int = field(default_factory=time.time_ns)
+    _fanout: Fanout | None = None
+    _staging: asyncio.Task[None] | None = None
+    _running: PoolSwitch | None = None
+    _tasks: OwnTasks = field(default_factory=OwnTasks)
+    _sharing: Sharing = field(default_factory=Sharing)
+    _full: int = 0
+    """Version of the full weights; equal to `active` unless that is an adapter."""
+    _adapter: AdapterShape | None = None
+    """Shape of the active version if it is an adapter."""
+    _probe: Probe | None = None
+    """Probe that the active version came with."""
+
+    def __post_init__(self) -> None:
+        self._places = asyncio.Semaphore(self.rules.bring_ups)
+        self._places_of_hung = asyncio.Semaphore(max(1, self.rules.bring_ups // 4))
 
     @property
     def active(self) -> int:
-        return self._roster.active_version
+        return self.roster.active_version
 
     @property
     def adapter_versions(self) -> list[int]:
         """Adapters still in use on some engine, oldest first, as of the last look at each."""
-        found = {v for member in self._roster.members for v in member.adapter_versions}
+        found = {v for member in self.roster.members for v in member.adapter_versions}
         return sorted(found | ({self.active} if self._adapter is not None else set()))
 
     async def bring_up(self, member: Member, trusted: bool) -> None:
@@ -179,8 +175,8 @@ class PoolWeights:
         active = self.active
         if self._is_kept_out(member):
             return
-        if not (trusted and self._roster.is_current(member)):
-            if self._state.awaiting_trainer:
+        if not (trusted and self.roster.is_current(member)):
+            if self.state.awaiting_trainer:
                 member.problem = "waits for the trainer's version"
                 return
             if not trusted:
@@ -192,12 +188,12 @@ class PoolWeights:
                 self._tell(member, f"waits to be given version {active}, after other engines")
             async with places:
                 await self._give(member)
-                member.hung = member.hung and not self._roster.is_current(member)
+                member.hung = member.hung and not self.roster.is_current(member)
         # If another version has become active meanwhile, look at the engine again at once.
-        if self._roster.is_current(member):
+        if self.roster.is_current(member):
             member.serve()
         elif self.active != active:
-            self._roster.poke(member)
+            self.roster.poke(member)
 
     def _is_kept_out(self, member: Member) -> bool:
         """Whether to leave it out until the end of the switch whose version it did not take. If no other
@@ -205,7 +201,7 @@ class PoolWeights:
         switch = self._running
         if switch is None or member not in switch.given_up or member.version == switch.version:
             return False
-        return any(m.stays for m in self._roster.members if m is not member)
+        return any(m.stays for m in self.roster.members if m is not member)
 
     async def _give(self, member: Member) -> None:
         """Give it the active version, after the full weights below if it has other ones."""
@@ -227,10 +223,7 @@ class PoolWeights:
             return
         # Engines that hung before do not share with others, which would wait for their bytes.
         key = member.host_id, version, adapter is None, member.hung
-
-        def opening() -> AbstractAsyncContextManager[Fanout | None]:
-            return self._open_fanout(member.host_id, version, probe, adapter)
-
+        opening = functools.partial(self._open_fanout, member.host_id, version, probe, adapter)
         async with self._sharing.use(key, opening) as fanout:
             if fanout is None:
                 waits = f"version {version} is not held by the hub: waits for the next one"
@@ -238,11 +231,11 @@ class PoolWeights:
                 member.problem = waits if version == self.active else lacks
                 return
             self._tell(member, f"is being given version {version}")
-            limit, doing = self._rules.stage_seconds, "did not have all of"
+            limit, doing = self.rules.stage_seconds, "did not have all of"
             try:
                 async with asyncio.timeout(limit):
                     there = await fanout.begin(member)
-                limit, doing = self._rules.switch_seconds, "did not switch to"
+                limit, doing = self.rules.switch_seconds, "did not switch to"
                 async with asyncio.timeout(limit):
                     await there.activate(weights_pb2.IN_FLIGHT_POLICY_ABORT)
                 member.has(version, adapter=adapter is not None)
@@ -265,16 +258,16 @@ class PoolWeights:
         self, host: str, version: int, probe: Probe | None, adapter: AdapterShape | None
     ) -> AsyncGenerator[Fanout | None]:
         """None if the hub does not hold the version."""
-        async with self._open_version(version) as weights:
+        async with self.open_version(version) as weights:
             if weights is None:
                 yield None
                 return
             payload = await asyncio.to_thread(VersionPayload, weights, adapter)
-            holders = [other for other in self._roster.rotation if other.version == version]
+            holders = [other for other in self.roster.rotation if other.version == version]
             random.shuffle(holders)
             # Engines on the same host come first.
             holders.sort(key=lambda other: other.host_id != host)
-            fanout = Fanout(payload, self._epoch, self._rules, probe, holders=holders)
+            fanout = Fanout(payload, self._epoch, self.rules, probe, holders=holders)
             try:
                 yield fanout
             finally:
@@ -293,53 +286,45 @@ class PoolWeights:
 
     async def _stage(self, update: Update) -> None:
         payload = await asyncio.to_thread(VersionPayload, update.staged.weights, update.adapter)
-        before, self._fanout = (
-            self._fanout,
-            Fanout(
-                payload,
-                self._epoch,
-                self._rules,
-                update.probe,
-                differing=self._differing(payload),
-            ),
-        )
+        before, differing = self._fanout, self._differing(payload)
+        self._fanout = Fanout(payload, self._epoch, self.rules, update.probe, differing=differing)
         if before is not None:
             await before.close()
-        for member in self._roster.members:
+        for member in self.roster.members:
             if member.state in (State.SERVING, State.SWITCHING):
                 # Refusals are handled at the switch. Joining engines are brought up to date after it.
                 self._fanout.begin(member).add_done_callback(_heard)
 
     def _differing(self, payload: VersionPayload) -> Differing | None:
         """The difference from the active version; None if engine servers could not apply it."""
-        opens, active, here = self._open_version, self.active, host_id()
-        hosts = len({member.host_id for member in self._roster.rotation} - {here})
+        opens, active, here = self.open_version, self.active, host_id()
+        hosts = len({member.host_id for member in self.roster.rotation} - {here})
         adapters = payload.adapter is not None or self._adapter is not None
-        if adapters or not hosts or not self._rules.differences:
+        if adapters or not hosts or not self.rules.differences:
             return None
         # The hub sends the difference to each host, but the whole version only to `from_hub` of them.
-        from_hub = min(self._rules.branches or hosts, hosts)
+        from_hub = min(self.rules.branches or hosts, hosts)
         return Differing(active, lambda: opens(active), payload.length_bytes * from_hub // hosts)
 
     async def switch(self, update: Update, policy: InFlight, before: VersionBefore) -> Switched:
         """Returns when every engine in rotation has the version; each goes back by itself. Raises
         WEIGHT_LOAD_FAILED or PROBE_MISMATCH if engines could have taken the version but none did."""
         version, adapter = update.weight_version, update.adapter is not None
-        async with self._state.change():
+        async with self.state.change():
             with tracer.start_as_current_span("penstock.switch_weights") as span:
                 span.set_attribute("penstock.weight_version", version)
                 span.set_attribute("penstock.in_flight", policy.value)
                 span.set_attribute("penstock.adapter", adapter)
                 switched = await self._switch(update, policy)
-                self._state.adopt(version, adapter=adapter)
+                self.state.adopt(version, adapter=adapter)
                 span.set_attribute("penstock.pause_seconds", switched.pause_seconds)
                 return switched
 
     async def _begin(self) -> None:
         """Hold turns back, before the first engine switches."""
-        at_once = self._rules.switches_at_once
-        await self._state.hold_turns(SwitchPhase.CLOSED if at_once else SwitchPhase.ROLLING)
-        await abort_required(self._turns)
+        at_once = self.rules.switches_at_once
+        await self.state.hold_turns(SwitchPhase.CLOSED if at_once else SwitchPhase.ROLLING)
+        await abort_required(self.turns)
 
     async def _switch(self, update: Update, policy: InFlight) -> Switched:
         version = update.weight_version
@@ -350,20 +335,20 @@ class PoolWeights:
             await self._stage(update)
         assert self._fanout is not None
         fanout, self._fanout = self._fanout, None
-        expect_aborts = self._pool_turns.expect_aborts
-        switch = PoolSwitch(self._roster, self._rules, fanout, policy, expect_aborts)
+        expect_aborts = self.pool_turns.expect_aborts
+        switch = PoolSwitch(self.roster, self.rules, fanout, policy, expect_aborts)
         self._running = switch
         try:
             await switch.run(self._begin)
             # No await from here on: the switch's last look at the rotation must still hold.
             if switch.taken_by_none:
                 self._taken_by_none(switch)
-            for member in self._roster.rotation:
+            for member in self.roster.rotation:
                 if member.version != version:
                     # It came back into rotation with the previous version.
                     without = f"does not have version {version}"
                     member.leave_rotation(switch.given_up.get(member, without))
-            self._roster.active_version = version
+            self.roster.active_version = version
             self._probe, self._adapter = update.probe, update.adapter
             if update.adapter is None:
                 self._full = version
@@ -371,10 +356,10 @@ class PoolWeights:
         finally:
             self._running = None
             await fanout.close()
-            self._roster.rotate()
-            for member in self._roster.members:
+            self.roster.rotate()
+            for member in self.roster.members:
                 if member.state is State.JOINING:
-                    self._roster.poke(member)
+                    self.roster.poke(member)
         answers = switch.answers
         pause = max((answer.pause.ToNanoseconds() / 1e9 for answer in answers), default=0.0)
         probes = [answer.probe for answer in answers if answer.HasField("probe")]

@@ -1,17 +1,18 @@
 """Completed groups, on their way into the buffer.
 
 A group is assembled when its last attempt is settled, and recorded with that close in one append. Once the
-append is durable it is buffered, unless its run was replaced meanwhile. `groups.buffer` has its whole life.
+append is durable it is buffered, unless its run was replaced meanwhile. `groups.buffer` has its whole
+life.
 
-A group too large for one message is dropped. The server keeps only its count and an event for the
-trainer. Only many long siblings can make such a group, because `complete` bounds what an agent adds to a
-trajectory.
+A group too large for one message is dropped; the server keeps only its count and an event for the trainer.
+It takes many long siblings, because `complete` bounds what an agent adds to a trajectory.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.common.failpoints import hit
@@ -28,12 +29,7 @@ from penstock.server.groups.buffer import (
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.protocol import Appended, Journal, Record, Stored
 from penstock.server.journal.records import group_dropped
-from penstock.server.turns.encoding import (
-    EncodedGroup,
-    decode_group,
-    encode_group,
-    group_finished,
-)
+from penstock.server.turns import encoding
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import TrajectoryRecord
 from penstock.v1 import trajectory_pb2
@@ -46,23 +42,15 @@ MAX_GROUP_BYTES = MAX_MESSAGE_BYTES - 64
 GROUP_TOO_LARGE = "GROUP_TOO_LARGE"
 
 
+@dataclass(eq=False)
 class CompletedGroups:
-    def __init__(
-        self,
-        store: TrajectoryStore,
-        queue: TaskQueue,
-        buffer: GroupBuffer,
-        admission: Admission,
-        journal: Journal,
-        budget: MemoryBudget,
-    ) -> None:
-        self._store = store
-        self._queue = queue
-        self._buffer = buffer
-        self._admission = admission
-        self._journal = journal
-        self._budget = budget
-        self._unbuffered: set[str] = set()
+    store: TrajectoryStore
+    queue: TaskQueue
+    buffer: GroupBuffer
+    admission: Admission
+    journal: Journal
+    budget: MemoryBudget
+    _unbuffered: set[str] = field(default_factory=set[str])
 
     def complete(self, group: Group, records: list[Record]) -> Coroutine[Any, Any, None]:
         """Begin to record a group whose last attempt is settled, after these records of its close. The
@@ -72,39 +60,42 @@ class CompletedGroups:
         hit("closing.before_append")
         if completed.byte_count > MAX_GROUP_BYTES:
             dropped = group_dropped(completed.group_id, GROUP_TOO_LARGE)
-            return self._drop_too_large(completed, self._journal.begin_append([*records, dropped]))
+            return self._drop_too_large(completed, self.journal.append([*records, dropped]))
         appended: list[Appended] = [*records]
-        if self._journal.on_disk:
+        if self.journal.on_disk:
             appended.append(
-                group_finished(
+                encoding.group_finished(
                     encoded,
                     completed.task,
                     completed.admitted_version,
                     has_policy_tokens=completed.oldest_version is not None,
                 )
             )
-        appending = self._journal.begin_append(appended, hold_last=True)
+        appending = self.journal.append(appended, hold_last=True)
         return self._buffer_durable(completed, encoded, appending)
 
     async def _buffer_durable(
-        self, completed: BufferedGroup, encoded: EncodedGroup, appending: Awaitable[list[Stored]]
+        self,
+        completed: BufferedGroup,
+        encoded: encoding.EncodedGroup,
+        appending: Awaitable[list[Stored]],
     ) -> None:
         """Buffer a group once it is durable, unless its run was replaced meanwhile."""
         stored = await appending
         hit("closing.before_offer")
         if self._is_wanted(completed):
             if stored:
-                completed.storage = InJournal(self._journal, stored[-1], self._buffer.kept)
-                if self._budget.may_keep(encoded.byte_count):
-                    self._buffer.kept.keep(stored[-1], encoded)
+                completed.storage = InJournal(self.journal, stored[-1], self.buffer.kept)
+                if self.budget.may_keep(encoded.byte_count):
+                    self.buffer.kept.keep(stored[-1], encoded)
             if completed.training:
-                self._admission.complete(completed.group_id, completed.oldest_version)
-            self._buffer.add(completed)
+                self.admission.complete(completed.group_id, completed.oldest_version)
+            self.buffer.add(completed)
         elif stored:
-            self._journal.release(stored[-1])
+            self.journal.release(stored[-1])
             # This record comes after the group's, even after a compaction: held records are copied.
-            self._journal.begin_append([group_dropped(completed.group_id, "RUN_REPLACED")])
-        self._queue.release(completed.group_id)
+            self.journal.append([group_dropped(completed.group_id, "RUN_REPLACED")])
+        self.queue.release(completed.group_id)
 
     def _is_wanted(self, completed: BufferedGroup) -> bool:
         wanted = completed.group_id in self._unbuffered
@@ -117,21 +108,21 @@ class CompletedGroups:
         self._unbuffered.clear()
         return dropped
 
-    def _assemble(self, group: Group) -> tuple[EncodedGroup, BufferedGroup]:
+    def _assemble(self, group: Group) -> tuple[encoding.EncodedGroup, BufferedGroup]:
         records: list[TrajectoryRecord] = []
         versions: list[int] = []
         for attempt in group.attempts:
-            record = self._store.find(attempt.trajectory_id)
+            record = self.store.find(attempt.trajectory_id)
             if record is None:
                 # Never opened: a sibling in a group the caller formed itself ran out of time.
                 continue
             for member in record.with_branches():
                 records.append(member)
                 versions += member.policy_versions()
-                self._store.forget(member.trajectory_id)
+                self.store.forget(member.trajectory_id)
         task_id = group.task.task_id if group.task is not None else ""
         span = range(min(versions, default=0), max(versions, default=0) + 1)
-        encoded = encode_group(group.group_id, task_id, group.purpose, records, span)
+        encoded = encoding.encode_group(group.group_id, task_id, group.purpose, records, span)
         completed = BufferedGroup(
             group.group_id,
             task_id,
@@ -155,18 +146,18 @@ class CompletedGroups:
                 f"{completed.byte_count} bytes; a message holds {MAX_GROUP_BYTES} of a group"
             )
             logger.error("%s: dropped", message)
-            self._admission.release(completed.group_id)
-            self._queue.pending.known.leave(completed.task_id)
-            self._buffer.drop_unbuffered(
+            self.admission.release(completed.group_id)
+            self.queue.pending.known.leave(completed.task_id)
+            self.buffer.drop_unbuffered(
                 DroppedGroup(completed.group_id, completed.task_id, GROUP_TOO_LARGE, message)
             )
-        self._queue.release(completed.group_id)
+        self.queue.release(completed.group_id)
 
     async def find_trajectory(self, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
         """Return a closed trajectory of a completed group, as long as the buffer holds the group."""
-        mark = self._store.closed_mark(trajectory_id)
-        held = self._buffer.find(mark.group_id) if mark is not None and mark.group_id else None
+        mark = self.store.closed_mark(trajectory_id)
+        held = self.buffer.find(mark.group_id) if mark is not None and mark.group_id else None
         if held is None or trajectory_id not in held.trajectory_ids:
             return None
-        group = decode_group(await held.storage.read())
+        group = encoding.decode_group(await held.storage.read())
         return next(t for t in group.trajectories if t.trajectory_id == trajectory_id)

@@ -1,8 +1,7 @@
 """Turns requests into records, prompts and started turns.
 
-Order of a first turn: check the fields -> render the prompt -> join the lease or group -> open the
-record -> start the turn. All refusals happen before the record is opened, so that the caller can
-retry with the same id.
+Order of a first turn: check the fields -> render the prompt -> join the lease or group -> open the record
+-> start the turn. Every refusal precedes the opening, so the caller can retry with the same id.
 """
 
 from __future__ import annotations
@@ -56,38 +55,26 @@ class StreamWish:
     interval: int
 
 
+@dataclass(eq=False)
 class Opening:
-    def __init__(
-        self,
-        description: EngineDescription,
-        streaming: StreamRules,
-        prompts: Prompts,
-        store: TrajectoryStore,
-        queue: TaskQueue,
-        turns: TurnRunner,
-        switch: WeightSwitch,
-        journal: Journal,
-        own: OwnTrajectories,
-        check_room: Callable[[int], None],
-    ) -> None:
-        """`check_room` checks that the current caller may begin a turn that takes this many bytes. It
-        raises CALLER_LIMIT, MEMORY_BUDGET and DISK_FULL."""
-        self._description = description
-        self._streaming = streaming
-        self._prompts = prompts
-        self._store = store
-        self._queue = queue
-        self._turns = turns
-        self._switch = switch
-        self._journal = journal
-        self._own = own
-        self._check_bytes = check_room
-        self._draining: DomainError | None = None
+    description: EngineDescription
+    streaming: StreamRules
+    prompts: Prompts
+    store: TrajectoryStore
+    queue: TaskQueue
+    turns: TurnRunner
+    switch: WeightSwitch
+    journal: Journal
+    own: OwnTrajectories
+    check_room: Callable[[int], None]
+    """Checks that the current caller may begin a turn that takes this many bytes. Raises CALLER_LIMIT,
+    MEMORY_BUDGET and DISK_FULL."""
+    _draining: DomainError | None = None
 
     def drain(self, refusal: DomainError) -> None:
         self._draining = refusal
 
-    def _check_open(self) -> None:
+    def _check_not_draining(self) -> None:
         if self._draining is not None:
             raise self._draining
 
@@ -98,12 +85,10 @@ class Opening:
         said: Said | None = None,
     ) -> tuple[Turn, StreamWish]:
         """Open a trajectory and start its first turn; `said` replaces the request's prompt."""
-        self._check_open()
+        self._check_not_draining()
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
-        if request.required_weight_version < 0:
-            raise FieldInvalid(
-                "required_weight_version", "must not be negative", request.required_weight_version
-            )
+        if (required := request.required_weight_version) < 0:
+            raise FieldInvalid("required_weight_version", "must not be negative", required)
         how = self.how(request.stream_options)
         attempt, parent = self._owners(request)
         task = None if attempt is None else attempt.group.task
@@ -117,24 +102,24 @@ class Opening:
         sampling = self.sampling(params)
         if task is not None and request.WhichOneof("prompt") is None:
             source = task
-        prompt = await self._prompts.first(source, parent, said)
+        prompt = await self.prompts.first(source, parent, said)
         self._check_length(len(prompt.token_ids))
         # The await above may have invalidated these checks. Nothing below awaits before the turn starts.
-        self._check_open()
+        self._check_not_draining()
         attempt, parent = self._owners(request)
-        self._check_required(request.required_weight_version)
+        self._check_required(required)
         record = TrajectoryRecord(
             trajectory_id,
             prompt.kind,
             sampling,
             priority=request.priority,
-            required_weight_version=request.required_weight_version,
+            required_weight_version=required,
             traceparent=telemetry.traceparent(context),
             history=prompt.history,
             single_turn=request.single_turn,
         )
         count = len(prompt.token_ids)
-        self._check_room(count + self._budget(count, sampling))
+        self._check_tokens(count + self._budget(count, sampling))
         self._place(record, request, attempt, parent)
         own = prompt.token_ids if parent is None else record.share_prefix(prompt.token_ids)
         record.append_context(own, 0)
@@ -145,15 +130,15 @@ class Opening:
     ) -> tuple[Attempt | None, TrajectoryRecord | None]:
         """The attempt and the parent of a trajectory that is about to be opened. Raises LEASE_EXPIRED,
         TRAJECTORY_EXISTS, QUEUE_FULL and what `_parent` raises."""
-        attempt = self._queue.attempt_of(request.trajectory_id)
-        self._store.check_new(request.trajectory_id)
+        attempt = self.queue.attempt_of(request.trajectory_id)
+        self.store.check_new(request.trajectory_id)
         return attempt, self._parent(request)
 
     def _check_required(self, required: int) -> None:
         """Raise WEIGHT_VERSION_NOT_ACTIVE if another version than the required one is active. During a
         weight switch the turn waits, and this is checked again when it is admitted."""
-        active = self._switch.active_version
-        if required not in (0, active) and not self._switch.changing:
+        active = self.switch.active_version
+        if required not in (0, active) and not self.switch.changing:
             raise DomainError(
                 Reason.WEIGHT_VERSION_NOT_ACTIVE,
                 f"weight version {required} is required, {active} is active",
@@ -164,8 +149,8 @@ class Opening:
         if not request.parent_trajectory_id:
             return None
         parent_id = requests.identifier("parent_trajectory_id", request.parent_trajectory_id)
-        self._queue.attempt_of(parent_id)
-        parent = self._store.get(parent_id)
+        self.queue.attempt_of(parent_id)
+        parent = self.store.get(parent_id)
         # The parent's own turn may be in flight, because agents that work in parallel branch from it.
         _check_open(parent)
         if request.group_id not in ("", parent.group_id):
@@ -184,8 +169,8 @@ class Opening:
             record.group_id, record.sample_index = parent.group_id, parent.sample_index
             record.parent_trajectory_id, record.parent = parent.trajectory_id, parent
             parent.children.append(record)
-            root = self._store.root_of(parent)
-            branched = None if root is None else self._queue.attempt_of(root.trajectory_id)
+            root = self.store.root_of(parent)
+            branched = None if root is None else self.queue.attempt_of(root.trajectory_id)
             if branched is not None:
                 branched.branches.add(record.trajectory_id)
         elif attempt is not None:
@@ -197,24 +182,24 @@ class Opening:
                 )
             record.group_id, record.sample_index = group.group_id, attempt.sample_index
         elif request.group_id:
-            self._queue.join(
+            self.queue.join(
                 request.group_id,
                 request.group_size,
                 request.sample_index,
                 record.trajectory_id,
-                self._switch.active_version,
+                self.switch.active_version,
             )
             record.group_id, record.sample_index = request.group_id, request.sample_index
             # Queued before the trajectory's own record, for which the caller waits.
-            joined = self._queue.attempt_of(record.trajectory_id)
+            joined = self.queue.attempt_of(record.trajectory_id)
             assert joined is not None
-            self._journal.begin_append([group_changed(joined.group)])
-        self._store.add(record)
+            self.journal.append([group_changed(joined.group)])
+        self.store.add(record)
         if attempt is None and parent is None and not (request.group_id or record.single_turn):
-            self._own.opened(record)
+            self.own.opened(record)
 
     def _check_length(self, count: int) -> None:
-        limit = self._description.max_context_length
+        limit = self.description.max_context_length
         if count == 0:
             raise FieldInvalid("prompt", "must hold at least one token")
         if count + 1 > limit:
@@ -231,31 +216,33 @@ class Opening:
         said: Said | None = None,
     ) -> tuple[Turn, StreamWish]:
         """Start the next turn, or resume the last one. `said` replaces the request's observation."""
-        self._check_open()
+        self._check_not_draining()
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
         how = self.how(request.stream_options)
-        self._queue.attempt_of(trajectory_id)
-        record = self._store.get(trajectory_id)
-        _check_extensible(record)
+        self.queue.attempt_of(trajectory_id)
+        record = self.store.get(trajectory_id)
+        _check_open(record)
+        check_idle(record)
         sampling = record.sampling
         if request.HasField("sampling_params"):
             sampling = self.sampling(request.sampling_params)
         if said is None and request.WhichOneof("observation") is None:
             return self._resume(record, request, sampling, how, context), how
-        observation, messages = await self._prompts.next(request, record, said)
-        self._check_open()
-        self._queue.attempt_of(trajectory_id)
-        _check_extensible(record)
+        observation, messages = await self.prompts.next(request, record, said)
+        self._check_not_draining()
+        self.queue.attempt_of(trajectory_id)
+        _check_open(record)
+        check_idle(record)
         last = record.turn
         # A turn that found the context full does not count, and may be requested again.
         index = 0 if last is None else last.index + (last.budget > 0)
-        room = self._description.max_context_length - record.token_count
+        room = self.description.max_context_length - record.token_count
         if len(observation) + 1 > room:
             # The context is full, so the observation is not appended: no turn would see it.
             record.sampling = sampling
-            return self._full_turn(record, index, sampling, context), how
+            return self._begin_turn(record, index, sampling, how, context, full=True), how
         count = len(observation)
-        self._check_room(count + self._budget(record.token_count + count, sampling))
+        self._check_tokens(count + self._budget(record.token_count + count, sampling))
         record.sampling = sampling
         record.append_context(observation, index)
         if record.history is not None:
@@ -264,7 +251,7 @@ class Opening:
 
     def sampling(self, params: rollout_service_pb2.SamplingParams) -> TurnSampling:
         """Check the parameters and apply all defaults. Raises FIELD_INVALID and TOKEN_OUT_OF_RANGE."""
-        return requests.sampling("sampling_params", params, self._description.vocab_size)
+        return requests.sampling("sampling_params", params, self.description.vocab_size)
 
     def _resume(
         self,
@@ -286,7 +273,7 @@ class Opening:
         if turn.budget and request.HasField("sampling_params"):
             budget = self._budget(turn.context_token_count, sampling)
         # The reservation for its remaining tokens was released when it was aborted.
-        self._check_room(max(0, budget - turn.policy_token_count))
+        self._check_tokens(max(0, budget - turn.policy_token_count))
         turn.budget = budget
         if request.HasField("sampling_params"):
             record.sampling = turn.sampling = sampling
@@ -295,7 +282,7 @@ class Opening:
             record.history.drop_written()
         turn.stream_interval = how.interval
         turn.span, turn.trace_headers = _start_span(record, turn.index, context)
-        self._turns.start(turn)
+        self.turns.start(turn)
         return turn
 
     def _begin_turn(
@@ -305,55 +292,40 @@ class Opening:
         sampling: TurnSampling,
         how: StreamWish,
         context: Context,
+        *,
+        full: bool = False,
     ) -> Turn:
+        """With `full`, a turn that samples nothing and reports that the context is full."""
         span, headers = _start_span(record, index, context)
         turn = Turn(
             record=record,
             index=index,
             sampling=sampling,
-            budget=self._budget(record.token_count, sampling),
+            budget=0 if full else self._budget(record.token_count, sampling),
             context_token_count=record.token_count,
             span=span,
             trace_headers=headers,
             stream_interval=how.interval,
         )
+        if not full:
+            record.turn_count = index + 1
+        elif record.turn is not None:
+            turn.finish_reason_before = record.turn.last_finish_reason
         record.turn = turn
-        record.turn_count = index + 1
-        self._turns.start(turn)
+        self.turns.start(turn)
         return turn
 
-    def _full_turn(
-        self, record: TrajectoryRecord, index: int, sampling: TurnSampling, context: Context
-    ) -> Turn:
-        last = record.turn
-        span, headers = _start_span(record, index, context)
-        turn = Turn(
-            record=record,
-            index=index,
-            sampling=sampling,
-            budget=0,
-            context_token_count=record.token_count,
-            span=span,
-            trace_headers=headers,
-            stream_interval=1,
-        )
-        if last is not None:
-            turn.finish_reason_before = last.last_finish_reason
-        record.turn = turn
-        self._turns.start(turn)
-        return turn
-
-    def _check_room(self, token_count: int) -> None:
+    def _check_tokens(self, token_count: int) -> None:
         """Check that there is room for a turn that may add `token_count` tokens."""
-        self._check_bytes(token_count * BYTES_PER_TOKEN + TURN_RECORD_BYTES)
+        self.check_room(token_count * BYTES_PER_TOKEN + TURN_RECORD_BYTES)
 
     def _budget(self, context_token_count: int, sampling: TurnSampling) -> int:
-        room = self._description.max_context_length - context_token_count
+        room = self.description.max_context_length - context_token_count
         return min(room, sampling.max_tokens or room)
 
     def how(self, options: rollout_service_pb2.StreamOptions) -> StreamWish:
         """Apply the defaults. Raises FIELD_INVALID."""
-        rules = self._streaming
+        rules = self.streaming
         if options.final_only:
             return StreamWish(0.0, True, options.detach, rules.final_interval)
         if not options.HasField("flush_interval"):
@@ -372,9 +344,9 @@ def _check_open(record: TrajectoryRecord) -> None:
         )
 
 
-def _check_extensible(record: TrajectoryRecord) -> None:
-    _check_open(record)
-    if record.turn is not None and record.turn.in_flight:
+def check_idle(record: TrajectoryRecord) -> None:
+    """Raises TURN_IN_FLIGHT."""
+    if record.growing:
         raise DomainError(
             Reason.TURN_IN_FLIGHT,
             f"a turn of {record.trajectory_id} is in flight",

@@ -3,11 +3,10 @@
     opened ──► open ──► closed ──► forgotten: for newer ones, or when the memory is needed
                  └────► expired: no call for `leases.own_seconds`
 
-- An open one counts toward the open trajectories and keeps its tokens in memory. Every call on it
-  or on a branch of it shows that its agent is alive, and so does a turn in flight. An expired one
-  is forgotten along with its branches; later calls get LEASE_EXPIRED.
-- A closed one stays readable for a while. Other uses of memory and journal have priority: the one
-  closed first makes room first.
+- An open one counts toward the open trajectories and keeps its tokens in memory. Every call on it or on a
+  branch of it is a sign of life of its agent, and so is a turn in flight. An expired one is forgotten along
+  with its branches; later calls get LEASE_EXPIRED.
+- A closed one stays readable until other uses of memory or journal need its room, oldest first.
 - If the server itself stood still, each gets at least the grace period of leases.
 """
 
@@ -17,6 +16,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from penstock.server.core.aio import Broadcast
 from penstock.server.groups.lease_clock import LeaseClock
@@ -33,38 +33,30 @@ STOOD_STILL_SECONDS = 0.5
 """A timer that is later than this was not merely delayed: the process itself stood still."""
 
 
+@dataclass(eq=False)
 class OwnTrajectories:
-    def __init__(
-        self,
-        store: TrajectoryStore,
-        journal: Journal,
-        leases: LeaseClock,
-        changed: Broadcast,
-        clock: Callable[[], float],
-        seconds: float,
-    ) -> None:
-        """An open trajectory expires after `seconds` without a call."""
-        self._store = store
-        self._journal = journal
-        self._leases = leases
-        self._changed = changed
-        self._clock = clock
-        self._seconds = seconds
-        self._open: OrderedDict[str, float] = OrderedDict()
-        """Time of the last call on each, oldest first."""
-        self._closed: OrderedDict[str, int] = OrderedDict()
-        """Bytes of each, in the order in which they were closed."""
-        self.byte_count = 0
-        """Memory budget that closed ones use."""
+    store: TrajectoryStore
+    journal: Journal
+    leases: LeaseClock
+    changed: Broadcast
+    clock: Callable[[], float]
+    seconds: float
+    """An open trajectory expires after this long without a call."""
+    _open: OrderedDict[str, float] = field(default_factory=OrderedDict[str, float])
+    """Time of the last call on each, oldest first."""
+    _closed: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])
+    """Bytes of each, in the order in which they were closed."""
+    byte_count: int = 0
+    """Memory budget that closed ones use."""
 
     def opened(self, record: TrajectoryRecord) -> None:
-        self._open[record.trajectory_id] = self._clock()
+        self._open[record.trajectory_id] = self.clock()
 
     def touch(self, record: TrajectoryRecord) -> None:
         """Record a call on the trajectory or one of its branches."""
-        root = self._store.root_of(record)
+        root = self.store.root_of(record)
         if root is not None and root.trajectory_id in self._open:
-            self._open[root.trajectory_id] = self._clock()
+            self._open[root.trajectory_id] = self.clock()
             self._open.move_to_end(root.trajectory_id)
 
     def withdrawn(self, trajectory_id: str) -> None:
@@ -77,7 +69,7 @@ class OwnTrajectories:
         self._keep(record)
         oldest = list(self._closed)[: max(0, len(self._closed) - KEPT_CLOSED)]
         # A group that waited for room among the open trajectories may begin now.
-        self._changed.notify()
+        self.changed.notify()
         return self._forget_closed(oldest)
 
     def give_way(self, byte_count: int) -> None:
@@ -89,11 +81,11 @@ class OwnTrajectories:
             oldest.append(trajectory_id)
             byte_count -= taken
         if oldest:
-            self._journal.begin_append([trajectories_forgotten(self._forget_closed(oldest))])
+            self.journal.append([trajectories_forgotten(self._forget_closed(oldest))])
 
     def restore(self) -> None:
         """Track the trajectories that recovery put into the store."""
-        for record in self._store.records():
+        for record in self.store.records():
             if record.group_id or record.parent_trajectory_id:
                 continue
             if record.closed:
@@ -105,44 +97,39 @@ class OwnTrajectories:
         """Runs as long as the server."""
         while True:
             # Meanwhile, existing deadlines can only become later, and new ones are later too.
-            first = next(iter(self._open.values()), self._clock())
-            deadline = first + self._seconds
-            await asyncio.sleep(max(0.0, deadline - self._clock()))
-            if self._clock() - deadline > STOOD_STILL_SECONDS:
+            first = next(iter(self._open.values()), self.clock())
+            deadline = first + self.seconds
+            await asyncio.sleep(max(0.0, deadline - self.clock()))
+            if self.clock() - deadline > STOOD_STILL_SECONDS:
                 self._forgive()
             self._expire_due()
 
     def _expire_due(self) -> None:
-        due = self._clock() - self._seconds
+        due = self.clock() - self.seconds
         for trajectory_id, called in list(self._open.items()):
             if called > due:
                 return
-            record = self._store.find(trajectory_id)
+            record = self.store.find(trajectory_id)
             if record is None:
                 del self._open[trajectory_id]
                 continue
             members = record.with_branches()
-            if any(member.turn is not None and member.turn.in_flight for member in members):
+            if any(member.growing for member in members):
                 # A turn in flight counts as a call.
                 self.touch(record)
                 continue
             del self._open[trajectory_id]
-            logger.warning(
-                "unleased trajectory %s had no call for %g s, dropping it",
-                trajectory_id,
-                self._seconds,
-            )
+            problem = "unleased trajectory %s had no call for %g s, dropping it"
+            logger.warning(problem, trajectory_id, self.seconds)
             lost = [member.trajectory_id for member in members]
             for name in lost:
-                self._store.forget(name)
-            self._leases.remember_expired(lost, retried=False)
-            self._journal.begin_append(
-                [leases_expired(lost, retried=False), trajectories_forgotten(lost)]
-            )
-            self._changed.notify()
+                self.store.forget(name)
+            self.leases.remember_expired(lost, retried=False)
+            self.journal.append([leases_expired(lost, retried=False), trajectories_forgotten(lost)])
+            self.changed.notify()
 
     def _forgive(self) -> None:
-        least = self._clock() - self._seconds + self._leases.rules.grace_seconds
+        least = self.clock() - self.seconds + self.leases.rules.grace_seconds
         for trajectory_id, called in self._open.items():
             self._open[trajectory_id] = max(called, least)
 
@@ -156,9 +143,9 @@ class OwnTrajectories:
         forgotten: list[str] = []
         for trajectory_id in trajectory_ids:
             self.byte_count -= self._closed.pop(trajectory_id)
-            record = self._store.find(trajectory_id)
+            record = self.store.find(trajectory_id)
             if record is not None:
                 forgotten += [member.trajectory_id for member in record.with_branches()]
         for name in forgotten:
-            self._store.forget(name)
+            self.store.forget(name)
         return forgotten

@@ -38,15 +38,9 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     )
 )
 
-# Decoders of request messages for the methods that do not use the codec.
-READERS: Mapping[str, Callable[[bytes], object]] = {
-    "penstock.v1.RolloutService/UpdateWeights": read_upload_message,
-}
-
-# Encoders of answers for the methods that do not use the codec. FetchWeights yields bytes already.
-WRITERS: Mapping[str, Callable[[Any], bytes]] = {
-    "penstock.v1.RolloutService/FetchWeights": bytes,
-}
+# Decoders and encoders of the methods that do not use the codec. FetchWeights yields bytes already.
+READERS = {"penstock.v1.RolloutService/UpdateWeights": read_upload_message}
+WRITERS = {"penstock.v1.RolloutService/FetchWeights": bytes}
 
 LINGER_SECONDS = 10.0
 # At a load of 15 on two cores, one caller in 3,000 took longer than 0.05 s until its next message.
@@ -113,8 +107,7 @@ def _call(context: ServicerContext, write: Callable[[object], Awaitable[None]]) 
 
 
 # gRPC holds an answer until the caller reads it or is gone, and sends no status meanwhile. A call whose
-# caller reads nothing therefore frees what it holds in the domain first and then waits. Until it ends it
-# counts as open.
+# caller reads nothing therefore frees what it holds in the domain, waits, and counts as open until it ends.
 
 
 class _Outgoing:
@@ -190,8 +183,7 @@ def _slow_reader(seconds: float) -> DomainError:
 
 
 class _Requests:
-    """The checked messages of a stream. Not a generator, because closing an unfinished one takes an
-    extra task."""
+    """The checked messages of a stream. Closing an unfinished generator would take an extra task."""
 
     def __init__(self, stream: AsyncIterator[object]) -> None:
         self._stream = stream
@@ -262,10 +254,7 @@ async def linger(stream: AsyncIterator[object], seconds: float = LINGER_SECONDS)
 
 
 def _method_handler(
-    service: ServiceDescriptor,
-    method: MethodDescriptor,
-    handler: Handler,
-    stalled_seconds: float,
+    service: ServiceDescriptor, method: MethodDescriptor, handler: Handler, stalled_seconds: float
 ) -> grpc.RpcMethodHandler[Any, Any]:
     name = f"{service.full_name}/{method.name}"
     deserialize = cast("Any", _deserializer(name, GetMessageClass(method.input_type)))
@@ -284,8 +273,7 @@ def _method_handler(
 
 
 def service_handlers(
-    handlers: Mapping[str, Handler],
-    stalled_seconds: float,
+    handlers: Mapping[str, Handler], stalled_seconds: float
 ) -> tuple[grpc.GenericRpcHandler, ...]:
     """`handlers` maps "Service/Method" to its handler. A call whose caller reads nothing for
     `stalled_seconds` is cut off.

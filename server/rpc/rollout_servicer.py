@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
 from opentelemetry.context import Context
 
@@ -16,72 +17,55 @@ from penstock.server.turns import requests
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
-from penstock.wire.codec import twin
-
-GenerateResponse = twin(rollout_service_pb2.GenerateResponse)
-ContinueResponse = twin(rollout_service_pb2.ContinueResponse)
-AbortResponse = twin(rollout_service_pb2.AbortResponse)
-AbortedTurn = twin(rollout_service_pb2.AbortedTurn)
-GetTrajectoryResponse = twin(rollout_service_pb2.GetTrajectoryResponse)
-
-FindFinished = Callable[[str], Awaitable[trajectory_pb2.Trajectory | None]]
+from penstock.wire.messages import (
+    AbortedTurn,
+    AbortResponse,
+    ContinueResponse,
+    GenerateResponse,
+    GetTrajectoryResponse,
+)
 
 
+@dataclass(eq=False)
 class RolloutServicer:
-    def __init__(
-        self,
-        opening: Opening,
-        events: TurnEvents,
-        store: TrajectoryStore,
-        queue: TaskQueue,
-        turns: TurnRunner,
-        find_finished: FindFinished,
-    ) -> None:
-        """`find_finished` looks up a closed trajectory in its finished group, by id."""
-        self._opening = opening
-        self._events = events
-        self._store = store
-        self._queue = queue
-        self._turns = turns
-        self._find_finished = find_finished
-
-    # Generate and Continue
+    opening: Opening
+    events: TurnEvents
+    store: TrajectoryStore
+    queue: TaskQueue
+    turns: TurnRunner
+    find_finished: Callable[[str], Awaitable[trajectory_pb2.Trajectory | None]]
+    """Finds a closed trajectory in its finished group, by id."""
 
     async def generate(
         self, request: rollout_service_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[rollout_service_pb2.GenerateResponse]:
-        turn, how = await self._opening.open(request, context)
+        turn, how = await self.opening.open(request, context)
         try:
-            async with contextlib.aclosing(self._events.stream(turn, how, context)) as events:
+            async with contextlib.aclosing(self.events.stream(turn, how, context)) as events:
                 async for event in events:
                     yield GenerateResponse(**event)
         finally:
             if request.single_turn:
-                self._events.forget_soon(turn)
+                self.events.forget_soon(turn)
 
     async def continue_(
         self, request: rollout_service_pb2.ContinueRequest, context: Context
     ) -> AsyncIterator[rollout_service_pb2.ContinueResponse]:
         """Extend a trajectory, or resume its last turn."""
-        turn, how = await self._opening.extend(request, context)
-        async with contextlib.aclosing(self._events.stream(turn, how, context)) as events:
+        turn, how = await self.opening.extend(request, context)
+        async with contextlib.aclosing(self.events.stream(turn, how, context)) as events:
             async for event in events:
                 yield ContinueResponse(**event)
-
-    # Abort, GetTrajectory
 
     async def abort(
         self, request: rollout_service_pb2.AbortRequest
     ) -> rollout_service_pb2.AbortResponse:
         """Returns once the engine no longer works on the turns."""
         selector = request.WhichOneof("selector")
-        in_flight = self._turns.in_flight
+        in_flight = self.turns.in_flight
         if selector == "trajectories":
-            wanted = set(
-                requests.identifiers(
-                    "trajectories.trajectory_ids", request.trajectories.trajectory_ids
-                )
-            )
+            ids = request.trajectories.trajectory_ids
+            wanted = set(requests.identifiers("trajectories.trajectory_ids", ids))
             chosen = [turn for turn in in_flight if turn.record.trajectory_id in wanted]
         elif selector == "groups":
             wanted = set(requests.identifiers("groups.group_ids", request.groups.group_ids))
@@ -90,7 +74,7 @@ class RolloutServicer:
             chosen = in_flight
         else:
             raise FieldInvalid("selector", "must be set")
-        stopped = await self._turns.abort(chosen)
+        stopped = await self.turns.abort(chosen)
         return AbortResponse(
             aborted_turns=[
                 AbortedTurn(
@@ -107,14 +91,12 @@ class RolloutServicer:
     ) -> rollout_service_pb2.GetTrajectoryResponse:
         """Return a trajectory as the server holds it, or as delivered with its group."""
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
-        self._queue.attempt_of(trajectory_id)
-        finished = await self._find_finished(trajectory_id)
+        self.queue.attempt_of(trajectory_id)
+        finished = await self.find_finished(trajectory_id)
         if finished is not None:
             return GetTrajectoryResponse(trajectory=finished, open=False)
-        record = self._store.get(trajectory_id)
+        record = self.store.get(trajectory_id)
         response = GetTrajectoryResponse(trajectory=record.message(), open=not record.closed)
-        if record.turn is not None and not record.turn.in_flight:
-            response.last_turn.CopyFrom(
-                await self._events.finished(record.turn, record.turn.attempt)
-            )
+        if (turn := record.turn) is not None and not turn.in_flight:
+            response.last_turn.CopyFrom(await self.events.finished(turn, turn.attempt))
         return response

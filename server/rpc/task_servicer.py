@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from google.protobuf import duration_pb2
 
@@ -18,70 +19,60 @@ from penstock.server.journal.records import task_accepted
 from penstock.server.rollouts.complete import Closing
 from penstock.server.turns import requests
 from penstock.v1 import task_service_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import (
+    CompleteTrajectoryResponse,
+    LeaseTasksResponse,
+    RenewLeaseResponse,
+    SubmitTasksResponse,
+)
 
 logger = logging.getLogger(__name__)
 
 CHECKED_AT_A_TIME = 500
 
-SubmitTasksResponse = twin(task_service_pb2.SubmitTasksResponse)
-LeaseTasksResponse = twin(task_service_pb2.LeaseTasksResponse)
-RenewLeaseResponse = twin(task_service_pb2.RenewLeaseResponse)
-CompleteTrajectoryResponse = twin(task_service_pb2.CompleteTrajectoryResponse)
 
-
+@dataclass(eq=False)
 class TaskServicer:
-    def __init__(
-        self,
-        changed: Broadcast,
-        queue: TaskQueue,
-        closing: Closing,
-        journal: Journal,
-        budget: MemoryBudget,
-        active_version: Callable[[], int],
-        vocab_size: int,
-        check_session: Callable[[str, int], None],
-    ) -> None:
-        """`check_session` raises STALE_EPOCH for the run and epoch of a trainer that was replaced."""
-        self._changed = changed
-        self._queue = queue
-        self._closing = closing
-        self._journal = journal
-        self._budget = budget
-        self._active_version = active_version
-        self._vocab_size = vocab_size
-        self._check_session = check_session
-        self._draining: DomainError | None = None
+    changed: Broadcast
+    queue: TaskQueue
+    closing: Closing
+    journal: Journal
+    budget: MemoryBudget
+    active_version: Callable[[], int]
+    vocab_size: int
+    check_session: Callable[[str, int], None]
+    """Raises STALE_EPOCH for the run and epoch of a trainer that was replaced."""
+    _draining: DomainError | None = None
 
     def drain(self, refusal: DomainError) -> None:
         """Open lease streams end with this refusal."""
         self._draining = refusal
-        self._changed.notify()
+        self.changed.notify()
 
     async def submit_tasks(
         self, request: task_service_pb2.SubmitTasksRequest
     ) -> task_service_pb2.SubmitTasksResponse:
         """All or none."""
-        self._check_session(request.run_id, request.trainer_epoch)
-        self._queue.pending.check_room(len(request.tasks))
+        self.check_session(request.run_id, request.trainer_epoch)
+        self.queue.pending.check_room(len(request.tasks))
         for index, task in enumerate(request.tasks):
-            requests.task(f"tasks[{index}]", task, self._vocab_size)
+            requests.task(f"tasks[{index}]", task, self.vocab_size)
             if not index % CHECKED_AT_A_TIME:
                 # Nothing has changed yet, and other calls wait for the event loop.
                 await asyncio.sleep(0)
         # A newer trainer may have connected meanwhile.
-        self._check_session(request.run_id, request.trainer_epoch)
-        self._budget.check(request.ByteSize())
-        if any(task.task_id not in self._queue.pending.known for task in request.tasks):
+        self.check_session(request.run_id, request.trainer_epoch)
+        self.budget.check(request.ByteSize())
+        if any(task.task_id not in self.queue.pending.known for task in request.tasks):
             # A repeated request for known tasks is answered even if the disk is full.
-            self._journal.check_room(request.ByteSize())
-        accepted, duplicates = self._queue.pending.submit(request.tasks)
+            self.journal.check_room(request.ByteSize())
+        accepted, duplicates = self.queue.pending.submit(request.tasks)
         # Wait even if no task is new, because the known ones may not be durable yet.
-        await self._journal.append([task_accepted(task) for task in accepted])
+        await self.journal.append([task_accepted(task) for task in accepted])
         return SubmitTasksResponse(
             accepted_count=len(accepted),
             duplicate_count=duplicates,
-            pending_count=self._queue.pending.count_of(request.tasks),
+            pending_count=self.queue.pending.count_of(request.tasks),
         )
 
     async def lease_tasks(
@@ -96,24 +87,21 @@ class TaskServicer:
             request.whole_groups,
         )
         if not 1 <= request.concurrency <= requests.MAX_CONCURRENCY:
-            raise FieldInvalid(
-                "concurrency",
-                f"must be from 1 to {requests.MAX_CONCURRENCY}",
-                request.concurrency,
-            )
+            problem = f"must be from 1 to {requests.MAX_CONCURRENCY}"
+            raise FieldInvalid("concurrency", problem, request.concurrency)
         length = duration_pb2.Duration()
-        length.FromNanoseconds(int(self._queue.leases.rules.seconds * 1e9))
+        length.FromNanoseconds(int(self.queue.leases.rules.seconds * 1e9))
         logger.info("agent %s leases up to %d attempts", holder.agent_id, holder.concurrency)
         try:
             while True:
                 if self._draining is not None:
                     raise self._draining
-                lease = self._queue.lease(holder, self._active_version())
+                lease = self.queue.lease(holder, self.active_version())
                 if lease is None:
-                    await self._changed.wait()
+                    await self.changed.wait()
                     continue
                 # Durable first: the work on a lease that a restarted server does not know would be lost.
-                await self._journal.append([group_changed(lease.group)])
+                await self.journal.append([group_changed(lease.group)])
                 yield LeaseTasksResponse(
                     task=lease.group.task,
                     trajectory_id=lease.trajectory_id,
@@ -127,22 +115,18 @@ class TaskServicer:
                 "agent %s is gone; %d of its attempts return to the queue in %.0f s unless it calls",
                 holder.agent_id,
                 len(holder.held),
-                self._queue.leases.rules.grace_seconds,
+                self.queue.leases.rules.grace_seconds,
             )
-            self._queue.holder_lost(holder)
+            self.queue.holder_lost(holder)
 
     async def renew_lease(
         self, request: task_service_pb2.RenewLeaseRequest
     ) -> task_service_pb2.RenewLeaseResponse:
         """Returns the leases that have expired."""
         ids = requests.identifiers("trajectory_ids", request.trajectory_ids)
-        expired = [found for found in ids if not self._queue.renew(found)]
-        return RenewLeaseResponse(
-            expired_trajectory_ids=expired,
-            retried_trajectory_ids=[
-                found for found in expired if self._queue.leases.retried(found)
-            ],
-        )
+        expired = [found for found in ids if not self.queue.renew(found)]
+        retried = filter(self.queue.leases.retried, expired)
+        return RenewLeaseResponse(expired_trajectory_ids=expired, retried_trajectory_ids=retried)
 
     async def complete_trajectory(
         self, request: task_service_pb2.CompleteTrajectoryRequest
@@ -151,7 +135,7 @@ class TaskServicer:
         trajectory_id = requests.identifier("trajectory_id", request.trajectory_id)
         if not request.HasField("outcome"):
             raise FieldInvalid("outcome", "must be set")
-        closed = await self._closing.complete(trajectory_id, request.outcome)
+        closed = await self.closing.complete(trajectory_id, request.outcome)
         return CompleteTrajectoryResponse(
             group_completed=closed.group_completed, retried=closed.retried
         )

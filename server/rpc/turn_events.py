@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from opentelemetry.context import Context
@@ -22,18 +23,12 @@ from penstock.server.rpc.leases import CallLeases
 from penstock.server.text.messages import Message
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns.policy_messages import PolicyMessages
-from penstock.server.turns.runner import TurnRunner
+from penstock.server.turns.runner import Subscription, TurnRunner
 from penstock.server.turns.store import TrajectoryStore
-from penstock.server.turns.subscription import Subscription
 from penstock.server.turns.trajectory import PromptKind, Turn
 from penstock.server.turns.turn import TurnAttempt
 from penstock.v1 import conversation_pb2, rollout_service_pb2, trajectory_pb2
-from penstock.wire.codec import twin
-
-TurnStarted = twin(rollout_service_pb2.TurnStarted)
-TurnFinished = twin(rollout_service_pb2.TurnFinished)
-ChatMessage = twin(conversation_pb2.ChatMessage)
-ToolCall = twin(conversation_pb2.ToolCall)
+from penstock.wire.messages import ChatMessage, ToolCall, TurnFinished, TurnStarted
 
 
 class EventFields(TypedDict, total=False):
@@ -44,25 +39,16 @@ class EventFields(TypedDict, total=False):
     finished: rollout_service_pb2.TurnFinished
 
 
+@dataclass(eq=False)
 class TurnEvents:
-    def __init__(
-        self,
-        renderer: Renderer,
-        messages: PolicyMessages,
-        store: TrajectoryStore,
-        turns: TurnRunner,
-        journal: Journal,
-        own: OwnTrajectories,
-        leases: CallLeases,
-    ) -> None:
-        self._renderer = renderer
-        self._messages = messages
-        self._store = store
-        self._turns = turns
-        self._journal = journal
-        self._own = own
-        self._leases = leases
-        self._forgetting = OwnTasks()
+    renderer: Renderer
+    messages: PolicyMessages
+    store: TrajectoryStore
+    turns: TurnRunner
+    journal: Journal
+    own: OwnTrajectories
+    leases: CallLeases
+    _forgetting: OwnTasks = field(default_factory=OwnTasks)
 
     async def stream(
         self, turn: Turn, how: StreamWish, context: Context
@@ -73,7 +59,7 @@ class TurnEvents:
             turn, flush_seconds=how.flush_seconds, final_only=how.final_only
         )
         ended = False
-        with self._leases.open_call(turn.record):
+        with self.leases.open_call(turn.record):
             try:
                 await subscription.admitted()
                 if subscription.attempt.recorded is not None:
@@ -96,7 +82,7 @@ class TurnEvents:
                 raise
             finally:
                 if not ended and not how.detach and not subscription.overtaken:
-                    self._turns.abort_soon(turn)
+                    self.turns.abort_soon(turn)
             yield {"finished": await self.finished(turn, subscription.attempt)}
 
     def forget_soon(self, turn: Turn) -> None:
@@ -104,33 +90,33 @@ class TurnEvents:
         trajectory_id = turn.record.trajectory_id
 
         async def forget() -> None:
-            await self._turns.abort([turn])
-            self._store.forget(trajectory_id)
+            await self.turns.abort([turn])
+            self.store.forget(trajectory_id)
             if not turn.record.single_turn:
-                await self._journal.append([trajectories_forgotten([trajectory_id])])
+                await self.journal.append([trajectories_forgotten([trajectory_id])])
 
         if turn.record.single_turn and not turn.in_flight:
-            self._store.forget(trajectory_id)
+            self.store.forget(trajectory_id)
         else:
             self._forgetting.start(forget(), f"forgetting {trajectory_id}")
 
     def _withdraw(self, turn: Turn) -> None:
         """Forget a trajectory whose first turn failed before its first token."""
         record = turn.record
-        grouped = bool(record.group_id) and self._leases.attempt_of(record) is None
+        grouped = bool(record.group_id) and self.leases.attempt_of(record) is None
         # Keep it if another trajectory branched from it meanwhile, which shares its tokens.
         unused = turn.index == 0 and not turn.policy_token_count and not record.children
         if unused and not grouped:
-            parent = self._store.find(record.parent_trajectory_id)
+            parent = self.store.find(record.parent_trajectory_id)
             if parent is not None:
                 parent.children.remove(record)
-                attempt = self._leases.attempt_of(parent)
+                attempt = self.leases.attempt_of(parent)
                 if attempt is not None:
                     attempt.branches.discard(record.trajectory_id)
-            self._store.forget(record.trajectory_id)
-            self._own.withdrawn(record.trajectory_id)
+            self.store.forget(record.trajectory_id)
+            self.own.withdrawn(record.trajectory_id)
             if not record.single_turn:
-                self._journal.begin_append([trajectories_forgotten([record.trajectory_id])])
+                self.journal.append([trajectories_forgotten([record.trajectory_id])])
 
     async def finished(self, turn: Turn, attempt: TurnAttempt) -> rollout_service_pb2.TurnFinished:
         finished = TurnFinished(
@@ -141,12 +127,12 @@ class TurnEvents:
         )
         kind = turn.record.kind
         if kind is PromptKind.TEXT:
-            finished.text = self._renderer.decode(turn.policy_tokens(attempt.policy_token_count))
+            finished.text = self.renderer.decode(turn.policy_tokens(attempt.policy_token_count))
         elif kind is PromptKind.CONVERSATION:
             written = attempt.written
             if written is None:
                 # The turn ended on a previous server.
-                written = await self._messages.read(turn, attempt.policy_token_count)
+                written = await self.messages.read(turn, attempt.policy_token_count)
             finished.message.CopyFrom(_chat_message(written.message))
             finished.tool_call_error = written.tool_call_error
         return finished

@@ -1,7 +1,7 @@
-"""Accounts of callers: what each one has open, and its limits. `ownership` says what belongs to it.
+"""Accounts of callers: what each one has open, and its limits.
 
-A caller is a token's name up to an @, or a certificate's common name. If callers are not
-authenticated, it is the host they call from. All processes with one token are one caller.
+A caller is a token's name up to an @, or a certificate's common name. If callers are not authenticated, it
+is the host they call from. All processes with one token are one caller.
 
     calls                charged when a call is let in     freed when it ends
     turns in flight      when a turn begins                when it ends, with or without a listener
@@ -10,37 +10,31 @@ authenticated, it is the host they call from. All processes with one token are o
     open trajectories    when its first turn begins        when it is closed, or forgotten
     unread bytes         when gRPC gets an answer          when the caller has read it, or is gone
 
-A turn is checked against these limits before its prompt is rendered. It then counts as open, together
-with the trajectory it opens. The number of its tokens is not known before rendering, so tokens are
-checked again when the turn begins. A call over a limit is refused with CALLER_LIMIT and a retry delay.
-Nothing waits here.
+A turn is checked before its prompt is rendered, and then counts as open, together with the trajectory it
+opens. The number of its tokens is not known before rendering, so tokens are checked again when the turn
+begins. A call over a limit is refused with CALLER_LIMIT and a retry delay; nothing waits here.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from penstock.server.config.limits import CallerLimits
 from penstock.server.core.errors import DomainError
+from penstock.server.security.credentials import Caller
+from penstock.server.turns.trajectory import Turn
 from penstock.wire.reasons import Reason
 
-if TYPE_CHECKING:
-    import asyncio
-
-    from penstock.server.config.limits import CallerLimits
-    from penstock.server.security.credentials import Caller
-    from penstock.server.turns.trajectory import Turn
-
-RETRY_SECONDS = 1.0
 MOST_ACCOUNTS = 1024
 """Number of accounts above which idle ones are closed."""
 
 COPIES = 3
-"""Copies in memory of an unread answer: the message, its bytes, and those that gRPC holds. An
-incomplete request also counts as three: two of the part that has arrived, and the parsed result."""
+"""Copies in memory of an unread answer: the message, its bytes, and those that gRPC holds. Also of an
+incomplete request: two of the part that has arrived, and the parsed result."""
 
 
 @dataclass(slots=True)
@@ -56,10 +50,6 @@ class _Account:
         default_factory=dict[str, Callable[[], bool]]
     )
     """Those open at the last count, each with a function that returns whether it still is."""
-
-    @property
-    def idle(self) -> bool:
-        return not (self.calls or self.turns or self.trajectories)
 
 
 class Visit:
@@ -95,6 +85,7 @@ class Callers:
     def __init__(self, limits: CallerLimits, unread_bytes: int = 1 << 28) -> None:
         """`unread_bytes` is the default for what a caller may leave unread."""
         self._limits = limits
+        self.message_bytes = limits.message_bytes
         self._unread_bytes = limits.unread_bytes or unread_bytes
         self._accounts: dict[tuple[str, str], _Account] = {}
         self.unread_bytes = 0
@@ -103,16 +94,15 @@ class Callers:
         """By reason, for metrics."""
 
     def refused(self, error: DomainError) -> None:
-        """Counts a call that was refused at the gate or later."""
         self.refusals[error.reason] = self.refusals.get(error.reason, 0) + 1
-
-    @property
-    def message_bytes(self) -> int:
-        return self._limits.message_bytes
 
     def enter(self, caller: Caller) -> Visit:
         """Raises CALLER_LIMIT."""
-        account = self._account(caller)
+        account = self._accounts.get(caller.key)
+        if account is None:
+            if len(self._accounts) >= MOST_ACCOUNTS:
+                self._close_idle()
+            account = self._accounts[caller.key] = _Account()
         self._check(caller, "calls", account.calls, self._limits.calls)
         return Visit(caller, account)
 
@@ -144,11 +134,8 @@ class Callers:
 
     @contextmanager
     def arriving(self, check_memory: Callable[[int], None]) -> Generator[Callable[[int], None]]:
-        """Charges a request of the current call while it is being read.
-
-        `check_memory` raises MEMORY_BUDGET if this many bytes do not fit. Yields a function to call with
-        the size of each piece before keeping it. It raises CALLER_LIMIT and MEMORY_BUDGET.
-        """
+        """Charges a request of the current call while it is being read. Yields a function to call with the
+        size of each piece before keeping it. It raises CALLER_LIMIT, or what `check_memory` raises."""
         visit = VISIT.get()
         assert visit is not None, "requests are counted behind the gate"
         account, caller, kept = visit.account, visit.caller, 0
@@ -190,19 +177,9 @@ class Callers:
             count, most = visit.account.tokens, self._limits.tokens_in_flight
             self._check(visit.caller, "tokens_in_flight", count, most)
 
-    def _account(self, caller: Caller) -> _Account:
-        key = key_of(caller)
-        account = self._accounts.get(key)
-        if account is None:
-            if len(self._accounts) >= MOST_ACCOUNTS:
-                self._close_idle()
-            account = self._accounts[key] = _Account()
-        return account
-
     def _close_idle(self) -> None:
         for key, account in list(self._accounts.items()):
-            self._count_open(account)
-            if account.idle:
+            if not (self._count_open(account) or account.calls or account.turns):
                 del self._accounts[key]
 
     def _count_open(self, account: _Account) -> int:
@@ -229,9 +206,4 @@ class Callers:
                 Reason.CALLER_LIMIT,
                 f"{caller} has {count} {limit.replace('_', ' ')}; at most {most} are allowed",
                 {"caller": caller.name, "limit": limit, "count": count, "most": most},
-                retry_after_seconds=RETRY_SECONDS,
             )
-
-
-def key_of(caller: Caller) -> tuple[str, str]:
-    return caller.kind, caller.name

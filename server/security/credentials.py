@@ -1,18 +1,14 @@
-"""Authentication: the server's own certificate, and the tokens and certificates of its callers.
-
-What callers need, by `[security]`:
+"""Authentication: the server's own certificate, and what its callers need by `[security]`:
 
     nothing                     nothing; on loopback only, unless `insecure` is set
     tokens                      a bearer token; on loopback only, unless `insecure` is set
     certificate, key, tokens    TLS and a bearer token
     ... and client_ca           mutual TLS; without a token, the certificate's common name is the caller
 
-A call with a token is judged by the token alone; a call without one, by its certificate. The files
-may change while the server runs:
-
-- The token file is checked at each call. If a new one cannot be read, the server logs that once and keeps
-  the previous tokens. Removing the file revokes nothing; removing an entry does.
-- The certificate, key and client authority are checked for each new connection. Open connections stay open.
+A call with a token is judged by the token alone. The files may change while the server runs: the token
+file is checked at each call, the others for each new connection; open ones stay open. If a new file cannot
+be read, the server logs that and keeps the previous content. Removing an entry revokes it; removing the
+token file revokes nothing.
 
 No token, and nothing sent in place of one, ever appears in an error or a log.
 """
@@ -35,7 +31,6 @@ import grpc
 from penstock.common.token_file import (
     Role,
     TokenEntry,
-    TokenFile,
     TokenFileInvalid,
     hash_token,
     parse_token_file,
@@ -61,6 +56,11 @@ class Caller:
     """None if callers are not authenticated; such a caller may do everything."""
     token: TokenEntry | None = None
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Of its account."""
+        return self.kind, self.name
+
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
 
@@ -70,19 +70,17 @@ class TokenStore:
         """Raises ConfigError if the file cannot be read."""
         self._path = path
         self._complaint = ""
-        self._by_start: dict[bytes, list[TokenEntry]] = {}
         try:
-            self._signature, self.file = self._read()
+            self._read()
         except (OSError, UnicodeDecodeError, TokenFileInvalid) as error:
             raise ConfigError(f"security.tokens: {path}: {_why(error)}") from None
-        self._index()
 
     def refresh(self) -> bool:
         """Returns whether a new set of tokens is in force."""
         try:
             if _signature(self._path) == self._signature:
                 return False
-            self._signature, self.file = self._read()
+            self._read()
         except (OSError, UnicodeDecodeError, TokenFileInvalid) as error:
             complaint = _why(error)
             if complaint != self._complaint:
@@ -90,7 +88,6 @@ class TokenStore:
             self._complaint = complaint
             return False
         self._complaint = ""
-        self._index()
         logger.info("%s: %d tokens are in force", self._path, len(self.file.tokens))
         return True
 
@@ -98,41 +95,30 @@ class TokenStore:
         """The caller has to check the entry's expiry."""
         digest = hash_token(token)
         found = None
-        # Look up by the start of the hash, which reveals nothing about the token. Compare in constant
-        # time.
+        # Look up by the start of the hash, which reveals nothing. Compare in constant time.
         for entry in self._by_start.get(digest[:4], ()):
             if hmac.compare_digest(entry.sha256, digest):
                 found = entry
         return found
 
-    def _read(self) -> tuple[Signature, TokenFile]:
+    def _read(self) -> None:
         # Take the signature first, so that a later write is noticed and read.
         signature = _signature(self._path)
-        return signature, parse_token_file(self._path.read_text(encoding="utf-8"))
-
-    def _index(self) -> None:
-        self._by_start = {}
+        self.file = parse_token_file(self._path.read_text(encoding="utf-8"))
+        self._signature = signature
+        self._by_start: dict[bytes, list[TokenEntry]] = {}
         for entry in self.file.tokens:
             self._by_start.setdefault(entry.sha256[:4], []).append(entry)
 
 
 class Credentials:
-    """The server's own certificate, and the authentication of callers."""
-
-    def __init__(self, security: SecuritySection, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, security: SecuritySection) -> None:
         """Raises ConfigError if a file cannot be read."""
-        self._now = now
-        self._tls = _TlsFiles.of(security)
+        self._tls: _TlsFiles | None = None
+        if security.certificate is not None and security.key is not None:
+            self._tls = _TlsFiles(security.certificate, security.key, security.client_ca)
         self.tokens = None if security.tokens is None else TokenStore(security.tokens)
         self._asks_for_certificates = security.client_ca is not None
-
-    @property
-    def asked_for(self) -> bool:
-        return self.tokens is not None
-
-    @property
-    def asks_for_certificates(self) -> bool:
-        return self._asks_for_certificates
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """None for plaintext."""
@@ -181,7 +167,7 @@ class Credentials:
 
     def seconds_left(self, caller: Caller) -> float | None:
         """None if the caller's token does not expire."""
-        return None if caller.token is None else caller.token.expires.timestamp() - self._now()
+        return None if caller.token is None else caller.token.expires.timestamp() - time.time()
 
     def _by_token(self, tokens: TokenStore, sent: list[str | bytes]) -> Caller:
         value = sent[0]
@@ -193,7 +179,7 @@ class Credentials:
         entry = tokens.find(token.strip())
         if entry is None:
             raise DomainError(Reason.TOKEN_INVALID, "the server does not know this token")
-        if entry.expires.timestamp() <= self._now():
+        if entry.expires.timestamp() <= time.time():
             ended = entry.expires.astimezone(UTC).isoformat()
             raise DomainError(
                 Reason.TOKEN_INVALID,
@@ -203,10 +189,8 @@ class Credentials:
         return Caller("token", entry.caller, entry.role, entry)
 
     def _by_certificate(self, tokens: TokenStore, auth_context: AuthContext) -> Caller:
-        names = [
-            name.decode("utf-8", "replace") for name in auth_context.get("x509_common_name", ())
-        ]
-        name = names[0] if len(names) == 1 else ""
+        names = list(auth_context.get("x509_common_name", ()))
+        name = names[0].decode("utf-8", "replace") if len(names) == 1 else ""
         role = tokens.file.certificates.get(name)
         if role is None:
             raise DomainError(
@@ -225,12 +209,6 @@ class _TlsFiles:
     key: Path
     client_ca: Path | None
     signatures: tuple[Signature, ...] = ()
-
-    @classmethod
-    def of(cls, security: SecuritySection) -> _TlsFiles | None:
-        if security.certificate is None or security.key is None:
-            return None
-        return cls(security.certificate, security.key, security.client_ca)
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         """Raises ConfigError."""

@@ -1,11 +1,10 @@
 """Decides who may call what, in one place that every rpc passes, including health and reflection.
 
-Order of the checks: the server has room -> the caller's metadata is within bounds -> authentication
--> the caller's role may use the rpc -> its account has room -> the message is read, and within
-bounds -> the handler. No message is read before the last check, so that refusing a call costs
-little. To make that possible, every rpc is registered as a stream of requests and a stream of
-answers, which it is on the wire. A call only ends when its last answer has been read. Until then
-gRPC holds the answer, and the caller's account is charged for it.
+Order of the checks: the server has room -> the caller's metadata is within bounds -> authentication -> the
+caller's role may use the rpc -> its account has room -> the message is read, and within bounds -> the
+handler. Refusing a call costs little, because its message is read last. That is why every rpc is
+registered as a stream of requests and a stream of answers, which it is on the wire. A call only ends when
+its last answer has been read. Until then gRPC holds the answer, and the caller's account is charged for it.
 
     TOKEN_MISSING, TOKEN_INVALID     the caller is not authenticated
     ROLE_NOT_ALLOWED                 the caller's role may not use the rpc
@@ -14,10 +13,8 @@ gRPC holds the answer, and the caller's account is charged for it.
                                      need no authentication
     CREDENTIAL_ENDED                 the token of an open stream expired or was revoked
 
-CREDENTIAL_ENDED is UNAVAILABLE: a client that reconnects presents its current token, which is
-checked again.
-
-`ANYBODY` and `ALLOWED` list every rpc of every service. A method in neither is refused to all callers.
+CREDENTIAL_ENDED is UNAVAILABLE: a client that reconnects presents its current token. A method that is in
+neither `ANYBODY` nor `ALLOWED` is refused to all callers.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,11 +32,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from penstock.common.token_file import Role
+from penstock.server.config.limits import LimitsSection
 from penstock.server.config.settings import ServeConfig
 from penstock.server.core.errors import DomainError
 from penstock.server.rpc.boundary import ServicerContext, linger, refuse
-from penstock.server.security.callers import RETRY_SECONDS, VISIT, Callers
-from penstock.server.security.credentials import AuthContext, Caller, Credentials, host_of
+from penstock.server.security.callers import VISIT, Callers
+from penstock.server.security.credentials import AuthContext, Caller, Credentials, Metadata, host_of
 from penstock.wire.channel import MAX_METADATA_BYTES, is_loopback
 from penstock.wire.reasons import Reason
 
@@ -91,7 +89,7 @@ Unread = Callable[[int], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    metadata: Sequence[tuple[str, str | bytes]]
+    metadata: Metadata
     peer: str
     """In gRPC's form: "ipv4:127.0.0.1:4711"."""
     auth_context: Callable[[], AuthContext]
@@ -99,19 +97,10 @@ class Presented:
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    def __init__(
-        self,
-        credentials: Credentials,
-        callers: Callers,
-        concurrent_calls: int,
-        request_seconds: float,
-    ) -> None:
-        """At most `concurrent_calls` are open at a time. A unary request must arrive within
-        `request_seconds`."""
+    def __init__(self, credentials: Credentials, callers: Callers, limits: LimitsSection) -> None:
         self.credentials = credentials
         self.callers = callers
-        self._concurrent_calls = concurrent_calls
-        self._request_seconds = request_seconds
+        self._limits = limits
         self._calls: Counter[str] = Counter()
         """Open calls. Those without authentication are counted by method, all others together."""
         self._guarded: dict[str, RpcHandler] = {}
@@ -135,25 +124,24 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def _guard(self, method: str, handler: RpcHandler) -> RpcHandler:
         """The wrapped handler reads its messages only after the call is admitted."""
-        rpc = cast("Any", handler)
-        decode = cast("Decode", rpc.request_deserializer)
-        encode = cast("Encode", rpc.response_serializer)
-        serve = cast(
-            "Serve", rpc.unary_unary or rpc.unary_stream or rpc.stream_unary or rpc.stream_stream
-        )
-
+        rpc: Any = handler
+        decode: Decode = rpc.request_deserializer
+        encode: Encode = rpc.response_serializer
+        serve: Serve = rpc.unary_unary or rpc.unary_stream or rpc.stream_unary or rpc.stream_stream
         # Exchange is never refused, because training groups is what frees memory. It sends one group at a
         # time.
         bounded = method != EXCHANGE
-        patience = self._request_seconds
+        patience = self._limits.stalled_seconds
         if method in ANYBODY:
             patience = min(patience, ANYBODYS_SECONDS)
 
         async def visited(stream: AsyncIterator[bytes], grpc_context: ServicerContext) -> None:
             unread = self.callers.unread if bounded else self.callers.unread_group
-            context = cast("Any", _Counted(grpc_context, unread, encode))
+            context: Any = _Counted(grpc_context, unread, encode)
+            metadata: Any = grpc_context.invocation_metadata() or ()
+            presented = Presented(metadata, grpc_context.peer(), grpc_context.auth_context)
             try:
-                with self.visit(method, _presented(grpc_context)) as caller:
+                with self.visit(method, presented) as caller:
                     messages = _Messages(stream, decode, self.callers.message_bytes)
                     request = messages
                     if not rpc.request_streaming:
@@ -178,7 +166,8 @@ class Gate(grpc.aio.ServerInterceptor):
                 error.__context__ = None
                 raise error.with_traceback(None)  # noqa: B904
 
-        return grpc.stream_stream_rpc_method_handler(cast("Any", handle), None, None)
+        answering: Any = handle
+        return grpc.stream_stream_rpc_method_handler(answering, None, None)
 
     @contextmanager
     def visit(self, method: str, presented: Presented) -> Generator[Caller]:
@@ -198,7 +187,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def _check_room(self, kind: str) -> None:
         """`kind` is the method if the call needs no authentication, otherwise empty."""
-        count, most = self._calls.total(), self._concurrent_calls
+        count, most = self._calls.total(), self._limits.concurrent_calls
         if kind and count < most:
             count, most = self._calls[kind], max(1, most // ANYBODYS_PART)
         if count >= most:
@@ -207,7 +196,6 @@ class Gate(grpc.aio.ServerInterceptor):
                 Reason.QUEUE_FULL,
                 f"{count} {what} are open, the most this server allows",
                 {"call_count": count, "limit": most},
-                retry_after_seconds=RETRY_SECONDS,
             )
 
     def _admit(self, method: str, presented: Presented) -> Caller:
@@ -234,8 +222,24 @@ class Gate(grpc.aio.ServerInterceptor):
             {"caller": caller.name, "role": role, "method": method, "allowed": names},
         )
 
-    def while_in_force(self, caller: Caller) -> _InForce:
-        return _InForce(self._open, caller, self.credentials.seconds_left(caller))
+    @asynccontextmanager
+    async def while_in_force(self, caller: Caller) -> AsyncGenerator[None]:
+        """Ends the enclosed work with CREDENTIAL_ENDED when the caller's token or certificate expires."""
+        limit = asyncio.timeout(self.credentials.seconds_left(caller))
+        self._open[limit] = caller
+        try:
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DomainError(
+                Reason.CREDENTIAL_ENDED,
+                f"the credential of {caller} is no longer valid; call again with a current one",
+                {"caller": caller.name},
+            ) from error
+        finally:
+            del self._open[limit]
 
     def _end_revoked(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -249,10 +253,10 @@ def open_gate(config: ServeConfig) -> Gate:
     security = config.security
     limits = config.limits
     callers = Callers(limits.caller, limits.memory_bytes // UNREAD_PART)
-    gate = Gate(Credentials(security), callers, limits.concurrent_calls, limits.stalled_seconds)
+    gate = Gate(Credentials(security), callers, limits)
     open_to_others = [address for address in config.addresses.values() if not is_loopback(address)]
     if security.insecure and open_to_others:
-        asked = "presents a token" if gate.credentials.asked_for else "reaches it"
+        asked = "reaches it" if gate.credentials.tokens is None else "presents a token"
         how = "in plaintext" if security.certificate is None else "by TLS"
         logger.warning(
             "security.insecure is set: %s accepts calls %s from anyone who %s",
@@ -261,36 +265,6 @@ def open_gate(config: ServeConfig) -> Gate:
             asked,
         )
     return gate
-
-
-def _presented(context: ServicerContext) -> Presented:
-    metadata = cast("tuple[tuple[str, str | bytes], ...]", context.invocation_metadata() or ())
-    return Presented(metadata, context.peer(), context.auth_context)
-
-
-class _InForce:
-    """Ends the enclosed work with CREDENTIAL_ENDED when the caller's token or certificate expires."""
-
-    def __init__(
-        self, register: dict[asyncio.Timeout, Caller], caller: Caller, seconds: float | None
-    ) -> None:
-        self._register, self._caller = register, caller
-        self._limit = asyncio.timeout(seconds)
-
-    async def __aenter__(self) -> None:
-        await self._limit.__aenter__()
-        self._register[self._limit] = self._caller
-
-    async def __aexit__(self, *raised: Any) -> None:
-        del self._register[self._limit]
-        try:
-            await self._limit.__aexit__(*raised)
-        except TimeoutError as error:
-            raise DomainError(
-                Reason.CREDENTIAL_ENDED,
-                f"the credential of {self._caller} is no longer valid; call again with a current one",
-                {"caller": self._caller.name},
-            ) from error
 
 
 class _Counted:

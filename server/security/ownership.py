@@ -1,11 +1,10 @@
 """Ownership: which caller each trajectory belongs to, and the checks before a call that names one.
 
-Every permitted call that names a trajectory proves that its agent is alive, even if the call then
-fails. It renews the lease.
-
 An agent owns the attempts it leased and the trajectories it opened. It cannot extend, read, abort or close
-another agent's. After a restart the owners are unknown. Any agent can then use such a trajectory, and the
-one that takes its next turn becomes its owner. Trainers and admins are not restricted.
+another agent's. After a restart the owners are unknown: any agent can use such a trajectory, and the one
+that takes its next turn becomes its owner. Trainers and admins are not restricted.
+
+Every permitted call that names a trajectory renews its lease, even if the call then fails.
 """
 
 from __future__ import annotations
@@ -15,20 +14,18 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.common.token_file import Role
 from penstock.server.core.errors import DomainError
 from penstock.server.rpc.boundary import Call, Handler
 from penstock.server.rpc.leases import CallLeases
-from penstock.server.security.callers import VISIT, Callers, Visit, key_of
+from penstock.server.security.callers import VISIT, Callers
+from penstock.server.security.credentials import Caller
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import Turn
 from penstock.wire.reasons import Reason
-
-if TYPE_CHECKING:
-    from penstock.server.security.credentials import Caller
 
 MOST_OWNERS = 20_000
 """Most trajectories with a known owner, in addition to the open ones. The least recently called is
@@ -65,56 +62,47 @@ class Ownership:
     def _guard(self, name: str, handler: Handler) -> Handler:
         trajectories = OWNED.get(name)
         opens = name == "RolloutService/Generate"
-        begins_turn = opens or name == "RolloutService/Continue"
         aborts = name == "RolloutService/Abort"
         if trajectories is None and not aborts:
             return handler
 
         def guarded(request: Any, call: Call) -> Any:
-            visit = VISIT.get()
-            named = () if trajectories is None else tuple(trajectories(request))
-            if visit is not None:
-                self._check_own(visit.caller, named)
-                if aborts:
-                    self._check_abort(visit.caller, request)
-            # From here on a refused call counts as a sign of life too.
-            for trajectory_id in named:
-                self._leases.called(trajectory_id)
-            if aborts:
-                self._abort_called(visit, request)
-            if visit is not None and begins_turn:
-                self._callers.begin_turn(visit, opens=opens)
+            if trajectories is None:
+                self._begin_abort(request)
+            elif opens or name == "RolloutService/Continue":
+                self.begin_turn(*trajectories(request), opens=opens)
+            else:
+                self.check_own(*trajectories(request))
             return handler(request, call)
 
         return guarded
 
     def begin_turn(self, *trajectory_ids: str, opens: bool = False) -> None:
-        """Makes the checks of `guard` for a turn that no rpc asks for. Raises DomainError."""
+        """Raises DomainError. Also for turns that no rpc asks for."""
+        self.check_own(*trajectory_ids)
+        # From here on a refused call counts as a sign of life too.
+        visit = VISIT.get()
+        if visit is not None:
+            self._callers.begin_turn(visit, opens=opens)
+
+    def check_own(self, *trajectory_ids: str) -> None:
+        """Raises DomainError if another agent owns one of the trajectories, else renews their leases."""
         visit = VISIT.get()
         if visit is not None:
             self._check_own(visit.caller, trajectory_ids)
         for trajectory_id in trajectory_ids:
             self._leases.called(trajectory_id)
-        if visit is not None:
-            self._callers.begin_turn(visit, opens=opens)
-
-    def check_own(self, trajectory_id: str) -> None:
-        """Raises DomainError if another agent owns the trajectory; otherwise renews its lease."""
-        visit = VISIT.get()
-        if visit is not None:
-            self._check_own(visit.caller, (trajectory_id,))
-        self._leases.called(trajectory_id)
 
     def turn_started(self, turn: Turn) -> None:
-        """Charges a turn that began in the current call to its caller, which now owns it unless it has
-        an owner."""
+        """Charges a turn that began in the current call to its caller, which now owns it unless it has an
+        owner."""
         visit = VISIT.get()
         if visit is None or turn.task is None:
             return
         trajectory_id = turn.record.trajectory_id
         self._callers.charge(visit, turn, turn.task, partial(self._is_open, trajectory_id))
         if trajectory_id not in self._owners:
-            self._own(trajectory_id, key_of(visit.caller))
+            self._own(trajectory_id, visit.caller.key)
 
     def _is_open(self, trajectory_id: str) -> bool:
         record = self._store.find(trajectory_id)
@@ -128,15 +116,18 @@ class Ownership:
             async with aclosing(lease_tasks(request, call)) as leases:
                 async for lease in leases:
                     if visit is not None:
-                        self._own(lease.trajectory_id, key_of(visit.caller))
+                        self._own(lease.trajectory_id, visit.caller.key)
                     yield lease
 
         return claimed
 
-    def _abort_called(self, visit: Visit | None, request: Any) -> None:
+    def _begin_abort(self, request: Any) -> None:
         """Counts an agent's abort as a sign of life. A trainer's abort proves nothing about the agent."""
-        if visit is not None and visit.caller.role is Role.TRAINER:
-            return
+        visit = VISIT.get()
+        if visit is not None:
+            self._check_abort(visit.caller, request)
+            if visit.caller.role is Role.TRAINER:
+                return
 
         def is_callers(trajectory_id: str) -> bool:
             return visit is None or not self._is_anothers(visit.caller, trajectory_id)
@@ -157,14 +148,13 @@ class Ownership:
 
     def _is_anothers(self, caller: Caller, trajectory_id: str) -> bool:
         owner = self._owners.get(trajectory_id)
-        return owner is not None and owner != key_of(caller)
+        return owner is not None and owner != caller.key
 
     def _check_own(self, caller: Caller, trajectory_ids: Iterable[str]) -> None:
         if caller.role is not Role.AGENT:
             return
         for trajectory_id in trajectory_ids:
-            if self._is_anothers(caller, trajectory_id):
-                raise _not_own(caller, f"trajectory {trajectory_id}", trajectory_id)
+            self._refuse_anothers(caller, trajectory_id, f"trajectory {trajectory_id}")
             if trajectory_id in self._owners:
                 self._owners.move_to_end(trajectory_id)
 
@@ -185,14 +175,14 @@ class Ownership:
             wanted = set(request.groups.group_ids)
             for turn in self._turns.in_flight:
                 record = turn.record
-                if record.group_id in wanted and self._is_anothers(caller, record.trajectory_id):
+                if record.group_id in wanted:
                     what = f"a turn of group {record.group_id}"
-                    raise _not_own(caller, what, record.trajectory_id)
+                    self._refuse_anothers(caller, record.trajectory_id, what)
 
-
-def _not_own(caller: Caller, what: str, trajectory_id: str) -> DomainError:
-    return DomainError(
-        Reason.ROLE_NOT_ALLOWED,
-        f"{what} belongs to another agent, not to {caller}",
-        {"caller": caller.name, "role": Role.AGENT, "trajectory_id": trajectory_id},
-    )
+    def _refuse_anothers(self, caller: Caller, trajectory_id: str, what: str) -> None:
+        if self._is_anothers(caller, trajectory_id):
+            raise DomainError(
+                Reason.ROLE_NOT_ALLOWED,
+                f"{what} belongs to another agent, not to {caller}",
+                {"caller": caller.name, "role": Role.AGENT, "trajectory_id": trajectory_id},
+            )

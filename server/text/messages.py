@@ -1,5 +1,3 @@
-"""Chat messages, tools and tool calls."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,14 +1,13 @@
-"""Converts text and messages to tokens and back. The server does this so that callers need no tokenizer.
+"""Converts text and messages to tokens and back, so that callers need no tokenizer.
 
 The first turn of a conversation renders it with the chat template. Later turns only encode the new
-messages and append them to the policy's tokens. The policy's tokens are never decoded and encoded again.
-Rendering a probe shows what the template puts between an assistant's message and the following ones.
+messages and append them to the policy's tokens, which are never decoded and encoded again. Rendering a
+probe shows what the template puts between an assistant's message and the following ones.
 
-Control tokens that outside text happens to spell are data. They are encoded as ordinary characters.
-Not all control tokens of a template are special to the tokenizer: Qwen's adds those around tool
-calls, tool results and reasoning as ordinary ones. So every added token is treated as a control
-token. This applies to all outside text: content, reasoning, tools with their descriptions and
-parameters, and tool calls with their arguments. The template sees placeholder marks instead.
+Control tokens spelled in any outside text, tools and tool calls included, are data: they are encoded as
+ordinary characters, and the template sees placeholder marks instead. Not all control tokens of a template
+are special to the tokenizer (Qwen's around tool calls, tool results and reasoning are not). So every added
+token counts as one.
 """
 
 from __future__ import annotations
@@ -17,23 +16,19 @@ import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.server.core.errors import FieldInvalid
 from penstock.server.text.messages import Message, Tool, ToolCall
-from penstock.server.text.streaming import ParsedStream, PlainStream, StreamParser, TurnStream
+from penstock.server.text.streaming import StreamParser, TurnStream
 from penstock.server.text.template import Guard, template_message, template_tool
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 PROBE = "penstock-probe-7f3a91"
 # A private-use plane, whose characters ordinary text has no reason to contain.
 _FIRST_MARK = 0xF0000
-_PROBE_FUNCTION: Mapping[str, object] = {"name": PROBE, "arguments": {}}
 _MARK_END = "\U0010fa2e"
 
 
@@ -57,8 +52,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A tool call as a parser found it."""
-
     name: str
     arguments_json: str
     """A JSON object."""
@@ -72,8 +65,7 @@ class Parsed:
     reasoning: str = ""
     calls: tuple[ParsedCall, ...] = ()
     error: str = ""
-    """Why text that begins like a tool call is not one. There are then no calls, and the text is
-    content."""
+    """Why text that begins like a tool call is not one. There are then no calls; the text is content."""
     reasoning_token_count: int = 0
     """0 if the parser does not count them."""
 
@@ -103,41 +95,7 @@ class OutputParser(Protocol):
         ...
 
 
-class Renderer(Protocol):
-    def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
-        """`first` adds the tokenizer's start-of-sequence tokens."""
-        ...
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NDArray[np.int32]:
-        """Tokens of a whole conversation up to where the policy continues. Raises FIELD_INVALID."""
-        ...
-
-    def render_next(self, messages: Sequence[Message], last_token: int | None) -> NDArray[np.int32]:
-        """Tokens of new messages after a turn of the policy that ended in `last_token`. Raises
-        FIELD_INVALID if the template cannot place them."""
-        ...
-
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """Omits special tokens."""
-        ...
-
-    def read_message(
-        self,
-        token_ids: Sequence[int],
-        prompt_token_ids: Sequence[int],
-        tools: Sequence[Tool],
-        name: str,
-    ) -> Written:
-        """Parses the tokens of a turn into the assistant's message. The result is deterministic. Tool
-        calls for which the policy writes no id get one derived from `name`, which identifies the turn."""
-        ...
-
-    def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
-        """Parses one turn while it is written, like `read_message` but without tool calls."""
-        ...
-
-
-class TokenizerRenderer:
+class Renderer:
     """Renders with a Hugging Face tokenizer and its chat template."""
 
     def __init__(
@@ -158,7 +116,8 @@ class TokenizerRenderer:
         control = {
             str(token.content): int(number)
             for number, token in added.items()
-            if token.special or _may_control(str(token.content))
+            # Code tokenizers add runs of spaces, others single letters: in a text these are ordinary.
+            if token.special or len(str(token.content).strip()) > 1
         }
         self._control_ids = frozenset(control.values())
         # The probe is not a token, but is guarded like one: the new text starts after the last probe.
@@ -167,17 +126,13 @@ class TokenizerRenderer:
             text: f"{chr(_FIRST_MARK + index)}{_MARK_END}" for index, text in enumerate(guarded)
         }
 
-    @classmethod
-    def load(
-        cls, model: str, eos_token_ids: Iterable[int] = (), parser: OutputParser | None = None
-    ) -> TokenizerRenderer:
-        return cls(load_tokenizer(model), eos_token_ids, parser)
-
     def encode_text(self, text: str, *, first: bool) -> NDArray[np.int32]:
+        """`first` adds the tokenizer's start-of-sequence tokens."""
         guard = Guard(self._marks)
         return self._encode(guard.text(text), guard, add_special_tokens=first)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NDArray[np.int32]:
+        """Tokens of a whole conversation up to where the policy continues. Raises FIELD_INVALID."""
         guard = Guard(self._marks)
         text = self._apply(
             [template_message(message, guard) for message in messages],
@@ -187,6 +142,8 @@ class TokenizerRenderer:
         return self._encode(text, guard, add_special_tokens=False)
 
     def render_next(self, messages: Sequence[Message], last_token: int | None) -> NDArray[np.int32]:
+        """Tokens of new messages after a turn of the policy that ended in `last_token`. Raises
+        FIELD_INVALID if the template cannot place them."""
         guard = Guard(self._marks)
         new = [template_message(message, guard) for message in messages]
         before: list[dict[str, object]] = [
@@ -196,9 +153,8 @@ class TokenizerRenderer:
         if messages[0].role == "tool":
             # Templates require a call before a tool's answer, and some write the call instead of the text.
             call_id = guard.text(messages[0].tool_call_id or "probe")
-            before[1]["tool_calls"] = [
-                {"id": call_id, "type": "function", "function": _PROBE_FUNCTION}
-            ]
+            function: dict[str, object] = {"name": PROBE, "arguments": {}}
+            before[1]["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
         suffix = _after_probe(self._apply([*before, *new], (), generate=True))
         if messages[0].role == "tool":
             # After the probe comes the call, which the policy already wrote. The new text begins
@@ -208,7 +164,9 @@ class TokenizerRenderer:
                 raise FieldInvalid(
                     "observation.conversation", "the chat template cannot place a tool"
                 )
-            suffix = self._end_of_turn(closing) + suffix[len(closing) :]
+            # The closing of an assistant message after its tool calls begins with a special token.
+            end = max((closing.rfind(token) for token in self._special_ids.values()), default=-1)
+            suffix = (closing[end:] if end >= 0 else "") + suffix[len(closing) :]
         tokens = self._encode(suffix, guard, add_special_tokens=False)
         if len(tokens) and last_token in self._eos and tokens[0] == last_token:
             # The policy wrote its end-of-turn token itself.
@@ -216,6 +174,7 @@ class TokenizerRenderer:
         return tokens
 
     def decode(self, token_ids: Iterable[int]) -> str:
+        """Omits special tokens."""
         ids = [int(token) for token in token_ids]
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -226,7 +185,9 @@ class TokenizerRenderer:
         tools: Sequence[Tool],
         name: str,
     ) -> Written:
-        """The parser sees special tokens; the message contains none."""
+        """Parses the tokens of a turn into the assistant's message. The result is deterministic. Tool
+        calls for which the policy writes no id get one derived from `name`, which identifies the turn. The
+        parser sees special tokens; the message contains none."""
         if self._parser is None:
             return Written(Message("assistant", self.decode(token_ids)))
         ids = list(token_ids)
@@ -245,20 +206,15 @@ class TokenizerRenderer:
         return Written(message, parsed.error, parsed.reasoning_token_count)
 
     def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
+        """Parses one turn while it is written, like `read_message` but without tool calls."""
         if self._parser is None:
-            return PlainStream(self.decode)
+            return TurnStream(self.decode)
 
         def decode(token_ids: Iterable[int]) -> str:
             return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
         parse = self._parser.stream(prompt_token_ids, tools)
-        return ParsedStream(decode, parse, self._special_ids, self._eos)
-
-    def _end_of_turn(self, closing: str) -> str:
-        """The closing of an assistant message after its tool calls."""
-        positions = [closing.rfind(token) for token in self._special_ids.values()]
-        start = max(positions, default=-1)
-        return closing[start:] if start >= 0 else ""
+        return TurnStream(decode, parse, self._special_ids, self._eos)
 
     def _apply(
         self,
@@ -316,16 +272,10 @@ class TokenizerRenderer:
         return self._spell(text[0]) + self._spell(text[1:])
 
 
-def _may_control(text: str) -> bool:
-    """Whether an added token can be a mark of the template, not white space or a single letter. Code
-    tokenizers add runs of spaces, and others add single letters. In a text these are ordinary."""
-    return len(text.strip()) > 1
-
-
 def _after_probe(text: str) -> str:
     """What the template wrote after the policy's last message. Raises FIELD_INVALID."""
-    before, probe, after = text.rpartition(PROBE)
-    if not probe and not before:
+    _, probe, after = text.rpartition(PROBE)
+    if not probe:
         raise FieldInvalid(
             "observation.conversation", "the chat template omits the assistant's message"
         )

@@ -4,47 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-# What a decoder returns for an incomplete character.
-_HALF = "\ufffd"
-
 StreamParser = Callable[[str, Sequence[int]], tuple[str, str]]
-"""Maps more text of a turn, with its tokens, to what it adds to content and reasoning; calls are in
-neither."""
+"""Maps more text of a turn, with its tokens, to what it adds to content and reasoning, without calls."""
 
 
-class TurnStream(Protocol):
-    def add(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """Return what these tokens add to the content and to the reasoning."""
-        ...
-
-
-class PlainStream:
-    """Treats all of a turn as content."""
-
-    def __init__(self, decode: Callable[[Iterable[int]], str]) -> None:
-        self._text = TextStream(decode)
-
-    def add(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        return self._text.add(token_ids), ""
-
-
-class ParsedStream:
-    """Splits a turn with a parser. If the parser fails, which may happen on any text, the stream yields
-    nothing more. The complete turn is parsed again anyway."""
+class TurnStream:
+    """Splits a turn with a parser; without one, all of it is content. If the parser fails, which may
+    happen on any text, the stream yields nothing more. The complete turn is parsed again anyway."""
 
     def __init__(
         self,
         decode: Callable[[Iterable[int]], str],
-        parse: StreamParser,
-        special: Collection[int],
-        end: Collection[int],
+        parse: StreamParser = lambda text, token_ids: (text, ""),
+        special: Collection[int] = (),
+        end: Collection[int] = (),
     ) -> None:
-        """`decode` keeps special tokens. Tokens of `special` leave no text, and those of `end` are not
-        parsed."""
+        """With a parser, `decode` keeps special tokens. Tokens of `special` leave no text, and those of
+        `end` are not parsed."""
         self._decode = decode
         self._text = TextStream(decode)
         self._parse: StreamParser | None = parse
@@ -53,6 +32,7 @@ class ParsedStream:
         self._control: set[str] = set()
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        """Returns what these tokens add to the content and to the reasoning."""
         if self._parse is None:
             return "", ""
         known = [token for token in token_ids if token not in self._end]
@@ -82,7 +62,7 @@ class TextStream:
         self._tokens += token_ids
         before = self._decode(self._tokens[self._begin : self._read])
         text = self._decode(self._tokens[self._begin :])
-        if text.endswith(_HALF):
+        if text.endswith("\ufffd"):  # What a decoder returns for an incomplete character.
             return ""
         self._begin, self._read = self._read, len(self._tokens)
         return text[len(before) :]

@@ -1,8 +1,8 @@
 """Encodes groups and turns directly as bytes on the wire.
 
-A group is assembled once, as a list of pieces. Most of them are the byte buffers into which its
-tokens were sampled. The journal's record and the delivery consist of the same pieces, with a few
-others before and after them. So the server neither parses nor serializes a group again.
+A group is assembled once, as a list of pieces. Most are the byte buffers into which its tokens were
+sampled. The journal's record and the delivery consist of the same pieces, with a few others before and
+after them. So the server neither parses nor serializes a group again.
 
     Segment, Trajectory      small fields, by protobuf; then the arrays, or the segments, unchanged
     TrajectoryGroup          the same
@@ -10,42 +10,33 @@ others before and after them. So the server neither parses nor serializes a grou
                              a turn in the same way, with the tokens since the previous record
     ExchangeResponse         tags and lengths | group | delivery id, previous deliveries
 
-The record also has a short form. It omits large segments that the record of a turn already has, as
-is usually the case (`GroupReferred`, `penstock.wire.referred`). So their tokens are written once
-and not twice.
+The record also has a short form, without the large segments that the record of a turn already has
+(`GroupReferred`, `penstock.wire.referred`). So their tokens are written once and not twice.
 
 Fields of a message may come in any order, so small fields are written first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from google.protobuf.descriptor import Descriptor
 
-from penstock.server.journal.protocol import EncodedRecord, Part, ShortRecord, Stored
+from penstock.server.journal.protocol import EncodedRecord, ShortRecord, Stored
 from penstock.server.turns.trajectory import (
     EncodedTrajectory,
     LeftOut,
+    Pieces,
     SegmentRecord,
     TrajectoryRecord,
 )
 from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
-from penstock.wire.codec import TOKEN, twin
+from penstock.wire import messages
+from penstock.wire.codec import TOKEN
 from penstock.wire.messages import JournalRecord
-
-_Segment = twin(trajectory_pb2.Segment)
-_Trajectory = twin(trajectory_pb2.Trajectory)
-_TrajectoryGroup = twin(trajectory_pb2.TrajectoryGroup)
-_GroupFinished = twin(journal_pb2.GroupFinished)
-_GroupReferred = twin(journal_pb2.GroupReferred)
-_ReferredSegment = twin(journal_pb2.ReferredSegment)
-_GroupDelivery = twin(trainer_service_pb2.GroupDelivery)
-
-LENGTH_DELIMITED = 2
 
 
 @lru_cache(4096)
@@ -59,7 +50,8 @@ def _varint(value: int) -> bytes:
 
 
 def _tag(descriptor: Descriptor, field: str) -> bytes:
-    return _varint(descriptor.fields_by_name[field].number << 3 | LENGTH_DELIMITED)
+    length_delimited = 2
+    return _varint(descriptor.fields_by_name[field].number << 3 | length_delimited)
 
 
 _TOKEN_IDS = _tag(trajectory_pb2.Segment.DESCRIPTOR, "token_ids")
@@ -76,24 +68,8 @@ _DELIVERY = _tag(trainer_service_pb2.ExchangeResponse.DESCRIPTOR, "delivery")
 _DELIVERED_GROUP = _tag(trainer_service_pb2.GroupDelivery.DESCRIPTOR, "group")
 
 
-class _Pieces:
-    __slots__ = ("byte_count", "parts")
-
-    def __init__(self, first: Part) -> None:
-        self.parts: list[Part] = [first]
-        self.byte_count = len(first)
-
-    def add(self, part: Part) -> None:
-        self.parts.append(part)
-        self.byte_count += len(part)
-
-    def extend(self, parts: Iterable[Part], byte_count: int) -> None:
-        self.parts += parts
-        self.byte_count += byte_count
-
-
-def _field(tag: bytes, inner: _Pieces) -> _Pieces:
-    pieces = _Pieces(tag + _varint(inner.byte_count))
+def _field(tag: bytes, inner: Pieces) -> Pieces:
+    pieces = Pieces(tag + _varint(inner.byte_count))
     pieces.extend(inner.parts, inner.byte_count)
     return pieces
 
@@ -119,7 +95,7 @@ def _around(
     token_bytes: int,
     logprob_bytes: int,
 ) -> _Around:
-    head = _Segment(
+    head = messages.Segment(
         author=author,
         weight_version=weight_version,
         turn_index=turn_index,
@@ -148,23 +124,6 @@ def _around_arrays(
     )
 
 
-def _trajectory_head(record: TrajectoryRecord) -> bytes:
-    return _Trajectory(
-        trajectory_id=record.trajectory_id,
-        sample_index=record.sample_index,
-        outcome=record.outcome,
-        finish_reason=(
-            trajectory_pb2.FINISH_REASON_UNSPECIFIED
-            if record.turn is None
-            else record.turn.last_finish_reason
-        ),
-        turn_count=record.turn_count,
-        parent_trajectory_id=record.parent_trajectory_id,
-        parent_token_count=record.parent_token_count,
-        traceparent=record.traceparent,
-    ).SerializeToString()
-
-
 def encode_early(record: TrajectoryRecord) -> None:
     """Encodes a closed trajectory before its group is complete, so that less work is left for then. Skips
     a trajectory that is still being sampled or written."""
@@ -173,10 +132,10 @@ def encode_early(record: TrajectoryRecord) -> None:
 
 
 def encode_trajectory(record: TrajectoryRecord) -> EncodedTrajectory:
-    """Encodes a closed trajectory."""
+    """`record` is closed."""
     growing = record.growing
-    head = _trajectory_head(record)
-    whole, short = _Pieces(head), _Pieces(head)
+    head = record.head().SerializeToString()
+    whole, short = Pieces(head), Pieces(head)
     left_out: list[LeftOut] = []
     position = record.parent_token_count
     for index, segment in enumerate(record.segments):
@@ -193,31 +152,28 @@ def encode_trajectory(record: TrajectoryRecord) -> EncodedTrajectory:
             short.add(around.without)
             left_out.append(LeftOut(index, position, count))
         position += count
-    if not left_out:
-        return EncodedTrajectory(
-            whole.parts, whole.byte_count, whole.parts, whole.byte_count, left_out
-        )
-    # The large parts are omitted, so joining the rest is cheap.
-    joined = (b"".join(short.parts),)
-    return EncodedTrajectory(whole.parts, whole.byte_count, joined, short.byte_count, left_out)
+    # Without the large parts, joining the rest is cheap.
+    return EncodedTrajectory(whole, Pieces(b"".join(short.parts)) if left_out else whole, left_out)
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedGroup:
     """A TrajectoryGroup message, in pieces that no longer change."""
 
-    parts: tuple[Part, ...]
-    byte_count: int
-    short: tuple[Part, ...]
+    whole: Pieces
+    short: Pieces
     """The same message without the arrays of some segments."""
-    short_byte_count: int
-    left_out: tuple[journal_pb2.ReferredSegment, ...]
+    left_out: Sequence[journal_pb2.ReferredSegment]
     """The segments whose arrays `short` omits."""
-    turns: tuple[Stored, ...]
+    turns: Sequence[Stored]
     """The record that has the arrays of each of `left_out`."""
 
+    @property
+    def byte_count(self) -> int:
+        return self.whole.byte_count
+
     def joined(self) -> bytes:
-        return b"".join(self.parts)
+        return b"".join(self.whole.parts)
 
 
 def encode_group(
@@ -228,45 +184,37 @@ def encode_group(
     versions: range,
 ) -> EncodedGroup:
     """`versions` ranges from the oldest to the newest weight version, both included."""
-    head = _TrajectoryGroup(
+    head = messages.TrajectoryGroup(
         group_id=group_id,
         task_id=task_id,
         purpose=purpose,
         oldest_weight_version=versions.start,
         newest_weight_version=versions.stop - 1,
     ).SerializeToString()
-    whole, short = _Pieces(head), _Pieces(head)
+    whole, short = Pieces(head), Pieces(head)
     left_out: list[journal_pb2.ReferredSegment] = []
     turns: list[Stored] = []
     for index, record in enumerate(records):
         one = encode_trajectory(record) if record.encoded is None else record.encoded
-        whole.add(_TRAJECTORIES + _varint(one.byte_count))
-        whole.extend(one.parts, one.byte_count)
-        short.add(_TRAJECTORIES + _varint(one.short_byte_count))
-        short.extend(one.short, one.short_byte_count)
+        for pieces, new in ((whole, one.whole), (short, one.short)):
+            pieces.add(_TRAJECTORIES + _varint(new.byte_count))
+            pieces.extend(new.parts, new.byte_count)
         for segment, position, count in one.left_out:
             # Not earlier, because a compaction may have moved it to another record.
             turn = record.recorded_at(position, count)
             assert turn is not None
             turns.append(turn)
             left_out.append(
-                _ReferredSegment(
+                messages.ReferredSegment(
                     trajectory=index, segment=segment, token_position=position, token_count=count
                 )
             )
-    return EncodedGroup(
-        tuple(whole.parts),
-        whole.byte_count,
-        tuple(short.parts),
-        short.byte_count,
-        tuple(left_out),
-        tuple(turns),
-    )
+    return EncodedGroup(whole, short, left_out, turns)
 
 
 def decode_group(group: bytes) -> trajectory_pb2.TrajectoryGroup:
     """As a twin message."""
-    return _TrajectoryGroup.FromString(group)
+    return messages.TrajectoryGroup.FromString(group)
 
 
 def group_finished(
@@ -277,25 +225,24 @@ def group_finished(
     has_policy_tokens: bool,
 ) -> EncodedRecord:
     """Includes a short form if segments can be omitted."""
-    message = _GroupFinished(
+    message = messages.GroupFinished(
         admitted_weight_version=admitted_version, has_policy_tokens=has_policy_tokens
     )
     if task is not None:
         message.task.CopyFrom(task)
     tail = message.SerializeToString()
-    whole = _finished(_FINISHED, group.parts, group.byte_count, tail)
+    whole = _finished(_FINISHED, group.whole, tail)
     if not group.left_out:
         return EncodedRecord(tuple(whole.parts))
-    short = _finished(_REFERRED_FINISHED, group.short, group.short_byte_count, tail)
-    referred = _GroupReferred(segments=group.left_out, group_byte_count=group.byte_count)
+    short = _finished(_REFERRED_FINISHED, group.short, tail)
+    referred = messages.GroupReferred(segments=group.left_out, group_byte_count=group.byte_count)
     short.add(referred.SerializeToString())
     record = _field(_REFERRED, short)
-    return EncodedRecord(tuple(whole.parts), ShortRecord(tuple(record.parts), group.turns))
+    return EncodedRecord(tuple(whole.parts), ShortRecord(tuple(record.parts), tuple(group.turns)))
 
 
-def _finished(tag: bytes, group: tuple[Part, ...], byte_count: int, tail: bytes) -> _Pieces:
-    inner = _Pieces(_FINISHED_GROUP + _varint(byte_count))
-    inner.extend(group, byte_count)
+def _finished(tag: bytes, group: Pieces, tail: bytes) -> Pieces:
+    inner = _field(_FINISHED_GROUP, group)
     inner.add(tail)
     return _field(tag, inner)
 
@@ -303,7 +250,7 @@ def _finished(tag: bytes, group: tuple[Part, ...], byte_count: int, tail: bytes)
 def turn_changed(
     turn: journal_pb2.TurnChanged, segments: Iterable[tuple[SegmentRecord, int, int]]
 ) -> EncodedRecord:
-    pieces = _Pieces(turn.SerializeToString())
+    pieces = Pieces(turn.SerializeToString())
     for segment, start, stop in segments:
         # Copy the arrays: a view would prevent them from growing in the meantime.
         begin, end = start * TOKEN.itemsize, stop * TOKEN.itemsize
@@ -343,7 +290,7 @@ class Delivery:
     redelivery_count: int
 
     def SerializeToString(self) -> bytes:  # noqa: N802 (protobuf's name)
-        tail = _GroupDelivery(
+        tail = messages.GroupDelivery(
             delivery_id=self.delivery_id, redelivery_count=self.redelivery_count
         ).SerializeToString()
         head = _DELIVERED_GROUP + _varint(len(self.group))

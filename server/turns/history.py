@@ -1,9 +1,8 @@
 """The messages of a conversation, as its trajectory keeps them.
 
-A caller of a chat endpoint sends its whole conversation with every request. The policy's output
-must not be encoded from that text again. So each trajectory of a conversation keeps digests of its
-messages, and the position among its tokens where each of the policy's messages ends. `matching`
-compares them with a request's messages.
+A caller of a chat endpoint sends its whole conversation with every request. The policy's output must not
+be encoded from that text again. So a trajectory keeps digests of its messages, which `matching` compares
+with the request's, and the position among its tokens where each of the policy's messages ends.
 """
 
 from __future__ import annotations
@@ -38,16 +37,14 @@ class HeldMessage:
 
 @dataclass(slots=True)
 class History:
-    """Messages are oldest first."""
-
     tools: tuple[Tool, ...] = ()
     messages: list[HeldMessage] = field(default_factory=list[HeldMessage])
+    """Oldest first."""
     recorded: int = 0
     """Number of messages that the journal has in their current form."""
     digest: bytes = b""
     """Of the tools."""
     tool_bytes: int = 0
-    """An approximation, in bytes."""
 
     def __post_init__(self) -> None:
         self.digest = tools_digest(self.tools)
@@ -77,8 +74,8 @@ class History:
         self.messages.append(hold(message, token_end, written=True))
 
     def written_after(self, token_count: int) -> list[int]:
-        """For each of the policy's messages that ends after `token_count`: the message count up to and
-        including it."""
+        """The message count up to and including each of the policy's messages that ends after
+        `token_count`."""
         return [
             count
             for count, message in enumerate(self.messages, 1)

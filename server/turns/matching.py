@@ -1,6 +1,4 @@
-"""Finds the trajectory that a request's messages continue. The server holds tokens; callers resend text.
-
-The request's messages are compared with those held by the trajectories of one attempt:
+"""Finds the trajectory that a request's messages continue, among those of one attempt:
 
     NEW         nothing is held yet
     CONTINUED   the held messages are an exact prefix: the rest is the next observation
@@ -9,10 +7,10 @@ The request's messages are compared with those held by the trajectories of one a
     BRANCHED    history was rewritten: a new trajectory keeps the tokens up to the end of the last message
                 of the policy that is still present, and the rest is encoded
 
-A branch starts from the trajectory that shares most, counted first in kept tokens and then in
-messages. Another sample of a context without a reply keeps no tokens, but its prompt is still
-stored only once. A request also branches if the trajectory that it could continue holds less of the
-policy's output than another one. That happens if one of two equal samples has continued.
+A branch starts from the trajectory that shares most, counted first in kept tokens and then in messages.
+Another sample of a context without a reply keeps no tokens, but its prompt is still stored only once. A
+request also branches if the trajectory that it could continue holds less of the policy's output than
+another one, which happens if one of two equal samples has continued.
 
 A request that repeats an interrupted turn resumes that turn: CONTINUED, with no new message. A request
 that repeats a finished turn becomes a branch, because it wants another sample. A trajectory with a turn in
@@ -45,8 +43,7 @@ class Match:
     record: TrajectoryRecord | None
     """The trajectory to continue or branch from; None if nothing is held."""
     token_count: int
-    """Tokens to keep: all, or those up to the end of one of the policy's messages. 0 if the context is
-    new."""
+    """Tokens to keep: all, or up to the end of one of the policy's messages. 0 if the context is new."""
     message_count: int
     """Messages of the request that the kept tokens represent."""
     new_messages: tuple[Message, ...]
@@ -65,11 +62,9 @@ def kept_prefix(
 def match_after(
     record: TrajectoryRecord, turn_index: int, messages: Sequence[Message]
 ) -> Match | None:
-    """Matches a request that names the turn it follows and sends only the new messages.
-
-    Returns None if the trajectory does not hold that turn as a complete message: the turn is in flight,
-    was interrupted, or does not exist.
-    """
+    """Matches a request that names the turn it follows and sends only the new messages. Returns None if
+    the trajectory does not hold that turn as a complete message: it is in flight, interrupted, or
+    unknown."""
     history, turn = record.history, record.turn
     if history is None or turn is None:
         return None
@@ -87,17 +82,11 @@ def match_after(
 def match(
     records: Iterable[TrajectoryRecord], messages: Sequence[Message], tools: Sequence[Tool]
 ) -> Match:
-    """Finds what a request with these messages continues.
-
-    Args:
-        records: The open trajectories of one attempt. Its own comes first, and each before its
-        branches.
-            The first of equal matches wins.
-        messages: All messages of the request, oldest first; at least one.
-        tools: The request's tools.
-    """
+    """`records` are the open trajectories of one attempt: its own first, and each before its branches. The
+    first of equal matches wins. `messages` are all of the request's, oldest first; at least one."""
     wanted = [hold(message, 0) for message in messages]
     digest = tools_digest(tools)
+    preference = (MatchKind.BRANCHED, MatchKind.REALIGNED, MatchKind.CONTINUED)
     best: Match | None = None
     best_rank: tuple[int, ...] = ()
     for record in records:
@@ -107,13 +96,10 @@ def match(
         # that holds more of it is preferred over one that could be continued.
         encoded = sum(message.role == "assistant" for message in found.new_messages)
         kept = (found.message_count, found.token_count, common)
-        rank = (-encoded, _PREFERENCE[found.kind], *kept)
+        rank = (-encoded, preference.index(found.kind), *kept)
         if rank > best_rank:
             best, best_rank = found, rank
     return best or Match(MatchKind.NEW, None, 0, 0, tuple(messages))
-
-
-_PREFERENCE = {MatchKind.BRANCHED: 0, MatchKind.REALIGNED: 1, MatchKind.CONTINUED: 2}
 
 
 def _match_one(

@@ -1,8 +1,8 @@
 """Parses the tokens of a turn in a conversation into the message that is returned and kept.
 
-A turn is parsed when an attempt at it ends, before that is recorded. So the journal has the message
-along with the turn's last tokens. Parsing depends only on the tokens: after a restart, parsing the
-turn that was cut off again gives the same message.
+A turn is parsed when an attempt at it ends, before that is recorded. So the journal has the message along
+with the turn's last tokens. Parsing depends only on the tokens: after a restart, parsing the turn that was
+cut off again gives the same message.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.server.core.errors import FieldInvalid
 from penstock.server.text.messages import Message, Tool
@@ -21,9 +21,6 @@ from penstock.server.turns.history import History
 from penstock.server.turns.matching import kept_prefix
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
 from penstock.v1 import rollout_service_pb2, task_service_pb2
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Longer texts are tokenized off the event loop.
 LONG_TEXT = 16_384
@@ -39,8 +36,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Messages passed alongside a request. Inside it, a tool's schema would be a Struct and lose its
-    key order."""
+    """Messages passed alongside a request. Inside it, a tool's schema would be a Struct and lose its key
+    order."""
 
     messages: list[Message]
     tools: list[Tool] = field(default_factory=list[Tool])
@@ -65,14 +62,10 @@ class Prompts:
             return await self._conversation(said.messages, said.tools, parent, said.after)
         kind = source.WhichOneof("prompt")
         if kind == "tokens":
-            found = requests.tokens("tokens", source, self._vocab_size)
-            return Prompt(PromptKind.TOKENS, found)
+            token_ids = requests.tokens("tokens", source.tokens, self._vocab_size)
+            return Prompt(PromptKind.TOKENS, token_ids)
         if kind == "text":
-            text = source.text
-            encoded = await _off_loop(
-                len(text), lambda: self._renderer.encode_text(text, first=True)
-            )
-            return Prompt(PromptKind.TEXT, encoded)
+            return Prompt(PromptKind.TEXT, await self._text(source.text, first=True))
         if kind == "conversation":
             messages, tools = requests.messages("conversation", source.conversation, first=True)
             return await self._conversation(messages, tools, parent)
@@ -116,19 +109,18 @@ class Prompts:
             return await self._next_messages(said.messages, record), said.messages
         kind = request.WhichOneof("observation")
         if kind == "tokens":
-            return requests.tokens("tokens", request, self._vocab_size), []
+            return requests.tokens("tokens", request.tokens, self._vocab_size), []
         if kind == "text":
-            text = request.text
-            encoded = await _off_loop(
-                len(text), lambda: self._renderer.encode_text(text, first=False)
-            )
-            return encoded, []
+            return await self._text(request.text, first=False), []
         if record.kind is not PromptKind.CONVERSATION:
             raise FieldInvalid(
                 "conversation", "may only extend a trajectory opened with a conversation"
             )
         messages, _ = requests.messages("conversation", request.conversation, first=False)
         return await self._next_messages(messages, record), messages
+
+    async def _text(self, text: str, *, first: bool) -> NDArray[np.int32]:
+        return await _off_loop(len(text), lambda: self._renderer.encode_text(text, first=first))
 
     async def _next_messages(
         self, messages: list[Message], record: TrajectoryRecord

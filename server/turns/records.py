@@ -17,18 +17,13 @@ from penstock.server.journal.protocol import Deferred, EncodedRecord, Journal, R
 from penstock.server.text.messages import Tool
 from penstock.server.turns import encoding
 from penstock.server.turns.history import HeldMessage, History
-from penstock.server.turns.requests import MIN_TEMPERATURE, sampling_message
+from penstock.server.turns.requests import read_sampling, sampling_message
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord, Turn
 from penstock.server.turns.turn import FINISH_REASONS, TurnAttempt, TurnSampling, TurnState
-from penstock.v1 import conversation_pb2, journal_pb2, rollout_service_pb2, trajectory_pb2
-from penstock.wire import codec
+from penstock.v1 import conversation_pb2, journal_pb2, trajectory_pb2
+from penstock.wire import codec, messages
 from penstock.wire.messages import JournalRecord
-
-_TrajectoryOpened = codec.twin(journal_pb2.TrajectoryOpened)
-_TurnChanged = codec.twin(journal_pb2.TurnChanged)
-_HeldMessage = codec.twin(journal_pb2.HeldMessage)
-_Tool = codec.twin(conversation_pb2.Tool)
 
 FORMS = {
     PromptKind.TOKENS: journal_pb2.PROMPT_FORM_TOKENS,
@@ -40,30 +35,23 @@ FINISHES = {int(reason): finish for finish, reason in FINISH_REASONS.items()}
 
 
 class TurnRecorder:
-    """Also charges turns to the memory budget."""
-
     def __init__(self, journal: Journal, store: TrajectoryStore) -> None:
         self._journal = journal
         self._store = store
         self._nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._nothing.set_result(None)
 
-    def turn_began(self, record: TrajectoryRecord) -> Awaitable[object]:
-        """Record a turn, or another attempt at it; a new trajectory is recorded first."""
-        return self._record(record, opens=not record.recorded)
-
-    def turn_ended(self, record: TrajectoryRecord) -> Awaitable[object]:
-        """Raises JOURNAL_FAILED."""
-        return self._record(record)
-
-    def _record(self, record: TrajectoryRecord, *, opens: bool = False) -> Awaitable[object]:
+    def record(self, record: TrajectoryRecord) -> Awaitable[object]:
+        """Record the last turn as it is now, after the trajectory if that is new, and charge it to the
+        memory budget. Await the result before reporting the turn's beginning or end. Raises
+        JOURNAL_FAILED."""
         self._store.charge(record)
         if record.single_turn or not self._journal.on_disk:
             return self._nothing
         refers_from = self._journal.refers_from
         new = [] if refers_from is None else list(record.unrecorded_from(refers_from))
-        opened = [trajectory_opened(record)] if opens else []
-        appending = self._journal.begin_append([*opened, turn_changed(record)])
+        opened = [] if record.recorded else [trajectory_opened(record)]
+        appending = self._journal.append([*opened, turn_changed(record)])
         record.written.update(dict.fromkeys(new, appending))
         return appending
 
@@ -71,7 +59,7 @@ class TurnRecorder:
 def trajectory_opened(record: TrajectoryRecord) -> Record:
     """Omits the prompt, which follows with the first turn."""
     return JournalRecord(
-        trajectory_opened=_TrajectoryOpened(
+        trajectory_opened=messages.TrajectoryOpened(
             trajectory_id=record.trajectory_id,
             form=FORMS[record.kind],
             group_id=record.group_id,
@@ -102,11 +90,8 @@ def turn_changed(record: TrajectoryRecord) -> EncodedRecord:
 
 
 def whole_turn(record: TrajectoryRecord) -> Deferred:
-    """The last turn as it is now, with all tokens so far.
-
-    A trajectory is only appended to, so its tokens can be copied later; a server holds many of them. Until
-    the journal knows the position of this record, no other record refers to its segments.
-    """
+    """The last turn as it is now, with all tokens so far. They are copied later, because a server holds
+    many. Until the journal knows the position of this record, no other record refers to its segments."""
     turn, end = _turn(record), record.end
     turn.token_count = record.parent_token_count
     if record.history is not None:
@@ -123,7 +108,7 @@ def whole_turn(record: TrajectoryRecord) -> Deferred:
 def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
     turn = record.turn
     assert turn is not None
-    return _TurnChanged(
+    return messages.TurnChanged(
         trajectory_id=record.trajectory_id,
         turn_index=turn.index,
         sampling_params=sampling_message(turn.sampling),
@@ -187,7 +172,7 @@ def apply_turn(record: TrajectoryRecord, changed: journal_pb2.TurnChanged, store
         return
     if record.history is not None:
         _apply_messages(record, record.history, changed)
-    sampling = _sampling(changed.sampling_params)
+    sampling = read_sampling(changed.sampling_params)
     record.sampling = sampling
     record.turn_count = changed.turn_count
     attempt = TurnAttempt(
@@ -231,7 +216,7 @@ def _apply_messages(
 
 
 def _write_held(held: HeldMessage) -> journal_pb2.HeldMessage:
-    return _HeldMessage(
+    return messages.HeldMessage(
         exact=held.exact,
         meaning=held.meaning,
         reasoning=held.reasoning,
@@ -247,23 +232,9 @@ def _write_tool(tool: Tool) -> conversation_pb2.Tool:
             "description": tool.description,
             "parameters": dict(tool.parameters),
         },
-        _Tool(),
+        messages.Tool(),
     )
 
 
 def _read_tool(tool: conversation_pb2.Tool) -> Tool:
     return Tool(tool.name, tool.description, json_format.MessageToDict(tool.parameters))
-
-
-def _sampling(params: rollout_service_pb2.SamplingParams) -> TurnSampling:
-    return TurnSampling(
-        # A temperature that travelled as 32-bit float may be slightly below the minimum.
-        temperature=max(params.temperature, MIN_TEMPERATURE) if params.temperature else 0.0,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        max_tokens=params.max_tokens,
-        stop_token_ids=tuple(params.stop_token_ids),
-        stop=tuple(params.stop),
-        seed=params.seed if params.HasField("seed") else None,
-        ignore_eos=params.ignore_eos,
-    )

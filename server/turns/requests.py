@@ -5,25 +5,21 @@ Raises FieldInvalid (INVALID_ARGUMENT with BadRequest), TOKEN_OUT_OF_RANGE or MA
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 from google.protobuf import duration_pb2, json_format, struct_pb2
+from numpy.typing import NDArray
 
 from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.engine.protocol import Sampling
 from penstock.server.text.messages import Message, Tool, ToolCall
 from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
-from penstock.wire.codec import MalformedMessage, token_ids, twin
+from penstock.wire.codec import MalformedMessage, token_ids
+from penstock.wire.messages import SamplingParams
 from penstock.wire.reasons import Reason
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-_SamplingParams = twin(rollout_service_pb2.SamplingParams)
 
 MAX_GROUP_SIZE = 4_096
 MAX_STOPS = 64
@@ -48,13 +44,12 @@ ROLES = {
 }
 
 
-class HasSequence(Protocol):
-    @property
-    def tokens(self) -> trajectory_pb2.TokenSequence: ...
+def _check(holds: bool, field: str, description: str, got: object = None) -> None:
+    if not holds:
+        raise FieldInvalid(field, description, got)
 
 
 def identifier(field: str, value: str) -> str:
-    """Check an id of 1 to 256 characters."""
     if not value:
         raise FieldInvalid(field, "must be set")
     if len(value) > MAX_ID_LENGTH:
@@ -63,24 +58,23 @@ def identifier(field: str, value: str) -> str:
 
 
 def identifiers(field: str, values: Iterable[str]) -> list[str]:
-    """Check a list of at most MAX_SELECTED ids."""
     found = [identifier(f"{field}[{index}]", value) for index, value in enumerate(values)]
-    if len(found) > MAX_SELECTED:
-        raise FieldInvalid(field, f"must name at most {MAX_SELECTED}", len(found))
+    _check(len(found) <= MAX_SELECTED, field, f"must name at most {MAX_SELECTED}", len(found))
     return found
 
 
-def tokens(field: str, holder: HasSequence, vocab_size: int) -> NDArray[np.int32]:
+def tokens(
+    field: str, sequence: trajectory_pb2.TokenSequence, vocab_size: int
+) -> NDArray[np.int32]:
     """Return the tokens, of shape [n], checked to be within the vocabulary."""
     try:
-        found = token_ids(holder.tokens)
+        found = token_ids(sequence)
     except MalformedMessage as error:
         raise DomainError(
             Reason.MALFORMED_MESSAGE, f"{field}: {error}", {"field": field}
         ) from error
     if len(found) and (int(found.min()) < 0 or int(found.max()) >= vocab_size):
-        outside = (found < 0) | (found >= vocab_size)
-        position = int(outside.argmax())
+        position = int(((found < 0) | (found >= vocab_size)).argmax())
         raise DomainError(
             Reason.TOKEN_OUT_OF_RANGE,
             f"{field}[{position}] is {found[position]}, the vocabulary has {vocab_size} tokens",
@@ -95,22 +89,20 @@ def sampling(
     """Check the parameters and apply all defaults."""
     temperature = params.temperature if params.HasField("temperature") else 1.0
     top_p = params.top_p if params.HasField("top_p") else 1.0
-    if not (temperature == 0 or _MIN_TEMPERATURE_ARRIVING <= temperature <= MAX_TEMPERATURE):
-        raise FieldInvalid(
-            f"{field}.temperature",
-            f"must be 0 (greedy) or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
-            temperature,
-        )
-    if not 0 < top_p <= 1:
-        raise FieldInvalid(f"{field}.top_p", "must be above 0 and at most 1", top_p)
-    if not 0 <= params.top_k <= vocab_size:
-        raise FieldInvalid(
-            f"{field}.top_k", "must be from 0 to the vocabulary's size", params.top_k
-        )
-    if params.max_tokens < 0:
-        raise FieldInvalid(f"{field}.max_tokens", "must not be negative", params.max_tokens)
-    if len(params.stop_token_ids) > MAX_STOPS or len(params.stop) > MAX_STOPS:
-        raise FieldInvalid(f"{field}.stop", f"must name at most {MAX_STOPS} each")
+    _check(
+        temperature == 0 or _MIN_TEMPERATURE_ARRIVING <= temperature <= MAX_TEMPERATURE,
+        f"{field}.temperature",
+        f"must be 0 (greedy) or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+        temperature,
+    )
+    _check(0 < top_p <= 1, f"{field}.top_p", "must be above 0 and at most 1", top_p)
+    top_k, most = params.top_k, params.max_tokens
+    _check(
+        0 <= top_k <= vocab_size, f"{field}.top_k", "must be from 0 to the vocabulary's size", top_k
+    )
+    _check(most >= 0, f"{field}.max_tokens", "must not be negative", most)
+    stops = max(len(params.stop_token_ids), len(params.stop))
+    _check(stops <= MAX_STOPS, f"{field}.stop", f"must name at most {MAX_STOPS} each")
     for token in params.stop_token_ids:
         if not 0 <= token < vocab_size:
             raise DomainError(
@@ -119,13 +111,18 @@ def sampling(
                 {"field": f"{field}.stop_token_ids", "got": token, "vocab": vocab_size},
             )
     for text in params.stop:
-        if not 0 < len(text) <= MAX_STOP_LENGTH:
-            raise FieldInvalid(
-                f"{field}.stop", f"must have 1 to {MAX_STOP_LENGTH} characters each", text
-            )
+        fine = 0 < len(text) <= MAX_STOP_LENGTH
+        _check(fine, f"{field}.stop", f"must have 1 to {MAX_STOP_LENGTH} characters each", text)
+    return read_sampling(params)
+
+
+def read_sampling(params: rollout_service_pb2.SamplingParams) -> TurnSampling:
+    """Apply all defaults, without a check."""
+    temperature = params.temperature if params.HasField("temperature") else 1.0
     return TurnSampling(
+        # A temperature that travelled as 32-bit float may be slightly below the minimum.
         temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
-        top_p=top_p,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
         top_k=params.top_k,
         max_tokens=params.max_tokens,
         stop_token_ids=tuple(params.stop_token_ids),
@@ -135,8 +132,8 @@ def sampling(
     )
 
 
-def sampling_message(sampling: TurnSampling | Sampling) -> rollout_service_pb2.SamplingParams:
-    return _SamplingParams(
+def sampling_message(sampling: Sampling) -> rollout_service_pb2.SamplingParams:
+    return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -151,8 +148,8 @@ def sampling_message(sampling: TurnSampling | Sampling) -> rollout_service_pb2.S
 def duration_seconds(field: str, duration: duration_pb2.Duration) -> float:
     """Return seconds, checked to be at most a minute."""
     seconds = duration.seconds + duration.nanos / 1e9
-    if not 0 <= seconds <= MAX_FLUSH_SECONDS or math.isnan(seconds):
-        raise FieldInvalid(field, f"must be from 0 to {MAX_FLUSH_SECONDS:.0f} s", seconds)
+    fine = 0 <= seconds <= MAX_FLUSH_SECONDS
+    _check(fine, field, f"must be from 0 to {MAX_FLUSH_SECONDS:.0f} s", seconds)
     return seconds
 
 
@@ -160,14 +157,11 @@ def messages(
     field: str, conversation: conversation_pb2.Conversation, *, first: bool
 ) -> tuple[list[Message], list[Tool]]:
     """Check a conversation. `first` means that it opens a trajectory."""
-    if not conversation.messages:
-        raise FieldInvalid(f"{field}.messages", "must hold at least one message")
-    if len(conversation.messages) > MAX_MESSAGES:
-        raise FieldInvalid(
-            f"{field}.messages", f"must hold at most {MAX_MESSAGES}", len(conversation.messages)
-        )
-    if conversation.tools and not first:
-        raise FieldInvalid(f"{field}.tools", "may only be given on the first turn")
+    count = len(conversation.messages)
+    _check(count > 0, f"{field}.messages", "must hold at least one message")
+    _check(count <= MAX_MESSAGES, f"{field}.messages", f"must hold at most {MAX_MESSAGES}", count)
+    late = bool(conversation.tools) and not first
+    _check(not late, f"{field}.tools", "may only be given on the first turn")
     found: list[Message] = []
     for index, message in enumerate(conversation.messages):
         where = f"{field}.messages[{index}]"
@@ -183,8 +177,8 @@ def messages(
             for call in message.tool_calls
         )
         found.append(Message(role, message.content, calls, message.tool_call_id, message.reasoning))
-    if not first and found[0].role == "assistant":
-        raise FieldInvalid(f"{field}.messages[0].role", "must not be the assistant again")
+    fine = first or found[0].role != "assistant"
+    _check(fine, f"{field}.messages[0].role", "must not be the assistant again")
     tools = [
         Tool(
             identifier(f"{field}.tools[{index}].name", tool.name),
@@ -220,7 +214,6 @@ def _nested(container: Any) -> Iterator[Any]:
 
 
 def _json_object(field: str, value: struct_pb2.Struct) -> dict[str, object]:
-    """NaN and infinity are refused."""
     check_depth(field, value)
     try:
         return json_format.MessageToDict(value)
@@ -229,24 +222,18 @@ def _json_object(field: str, value: struct_pb2.Struct) -> dict[str, object]:
 
 
 def group(request: rollout_service_pb2.GenerateRequest) -> None:
+    size, index = request.group_size, request.sample_index
     if not request.group_id:
-        if request.group_size or request.sample_index:
-            raise FieldInvalid("group_id", "must be set if group_size or sample_index is")
+        _check(not (size or index), "group_id", "must be set if group_size or sample_index is")
         return
     identifier("group_id", request.group_id)
-    if not 1 <= request.group_size <= MAX_GROUP_SIZE:
-        raise FieldInvalid("group_size", f"must be from 1 to {MAX_GROUP_SIZE}", request.group_size)
-    if not 0 <= request.sample_index < request.group_size:
-        raise FieldInvalid("sample_index", "must be within the group", request.sample_index)
+    _check(1 <= size <= MAX_GROUP_SIZE, "group_size", f"must be from 1 to {MAX_GROUP_SIZE}", size)
+    _check(0 <= index < size, "sample_index", "must be within the group", index)
 
 
 def purpose(field: str, value: int) -> trajectory_pb2.Purpose.ValueType:
     """Unspecified is accepted."""
-    for known in (
-        trajectory_pb2.PURPOSE_UNSPECIFIED,
-        trajectory_pb2.PURPOSE_TRAIN,
-        trajectory_pb2.PURPOSE_EVAL,
-    ):
+    for known in trajectory_pb2.Purpose.values():
         if value == known:
             return known
     raise FieldInvalid(field, "is unknown", value)
@@ -257,17 +244,13 @@ def task(field: str, value: task_service_pb2.Task, vocab_size: int) -> None:
     identifier(f"{field}.task_id", value.task_id)
     check_depth(f"{field}.metadata", value.metadata)
     purpose(f"{field}.purpose", value.purpose)
-    if not 1 <= value.group_size <= MAX_GROUP_SIZE:
-        raise FieldInvalid(
-            f"{field}.group_size", f"must be from 1 to {MAX_GROUP_SIZE}", value.group_size
-        )
-    if not 0 <= value.finish_count <= value.group_size:
-        raise FieldInvalid(
-            f"{field}.finish_count", "must be from 0 to group_size", value.finish_count
-        )
+    size, finish = value.group_size, value.finish_count
+    fine = 1 <= size <= MAX_GROUP_SIZE
+    _check(fine, f"{field}.group_size", f"must be from 1 to {MAX_GROUP_SIZE}", size)
+    _check(0 <= finish <= size, f"{field}.finish_count", "must be from 0 to group_size", finish)
     kind = value.WhichOneof("prompt")
     if kind == "tokens":
-        tokens(f"{field}.tokens", value, vocab_size)
+        tokens(f"{field}.tokens", value.tokens, vocab_size)
     elif kind == "conversation":
         messages(f"{field}.conversation", value.conversation, first=True)
     sampling(f"{field}.sampling_params", value.sampling_params, vocab_size)

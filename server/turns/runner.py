@@ -1,8 +1,7 @@
 """Runs turns: each is one task of the server, and calls only subscribe to it. `turn` has their states.
 
-A subscriber holds a cursor into the record and has no queue: a slow one costs nothing, and a lost one
-loses nothing. Subscribers and aborts report on the attempt they belong to: how it ended, and after how many
-tokens. That holds even if another caller has resumed the turn before they looked.
+Subscribers and aborts report on the attempt they belong to: how it ended, and after how many tokens. That
+holds even if another caller has resumed the turn before they looked.
 """
 
 from __future__ import annotations
@@ -12,7 +11,11 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError
@@ -24,13 +27,11 @@ from penstock.server.engine.protocol import (
     Finish,
     RequestLost,
 )
-from penstock.server.turns.trajectory import TrajectoryRecord, Turn
+from penstock.server.turns.records import TurnRecorder
+from penstock.server.turns.trajectory import Turn
 from penstock.server.turns.turn import TurnAttempt, TurnSampling, TurnState
+from penstock.v1 import trajectory_pb2
 from penstock.wire.reasons import Reason
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 Decode = Callable[[Iterable[int]], str]
 
@@ -62,52 +63,26 @@ class Switch(Protocol):
         ...
 
 
-class Recorder(Protocol):
-    def turn_began(self, record: TrajectoryRecord) -> Awaitable[object]:
-        """Record that the last turn, or an attempt at it, began. Await the result before reporting it."""
-        ...
-
-    def turn_ended(self, record: TrajectoryRecord) -> Awaitable[object]:
-        """Record how the last turn ended. Await the result before reporting it. Raises DomainError."""
-        ...
-
-
+@dataclass(eq=False)
 class TurnRunner:
-    def __init__(
-        self,
-        engine: Engine,
-        switch: Switch,
-        decode: Decode,
-        recorder: Recorder,
-        *,
-        on_tokens: Callable[[int, int], None] = lambda count, version: None,
-        on_started: Callable[[Turn], None] = lambda turn: None,
-        on_ended: Callable[[Turn, TurnAttempt], Awaitable[None]] | None = None,
-        on_left: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Make a runner.
+    engine: Engine
+    switch: Switch
+    decode: Decode
+    """Converts tokens to text, to find stop strings."""
+    recorder: TurnRecorder
+    on_tokens: Callable[[int, int], None] = lambda count, version: None
+    """Called with the count and the weight version of sampled tokens, for metrics."""
+    on_started: Callable[[Turn], None] = lambda turn: None
+    """Called when an attempt at a turn has begun, inside the call that requested it."""
+    on_ended: Callable[[Turn, TurnAttempt], Awaitable[None]] | None = None
+    """Called when the engine no longer works on an attempt, before it is recorded."""
+    on_left: Callable[[], None] = lambda: None
+    """Called when an engine's request has ended and no longer needs its adapter."""
 
-        Args:
-            engine: Samples the turns.
-            switch: Says when and under which version a turn may be sampled.
-            decode: Converts tokens to text, to find stop strings.
-            recorder: Writes turns to the journal.
-            on_tokens: Called with the count and the weight version of sampled tokens, for metrics.
-            on_started: Called when an attempt at a turn has begun, inside the call that requested it.
-            on_ended: Called when the engine no longer works on an attempt, before it is recorded.
-            on_left: Called when an engine's request has ended and no longer needs its adapter.
-        """
-        self._engine = engine
-        self._switch = switch
-        self._decode = decode
-        self._recorder = recorder
+    def __post_init__(self) -> None:
         self._in_flight: dict[str, Turn] = {}
         self._background: set[asyncio.Task[object]] = set()
         self._ended = Broadcast()
-        self._on_tokens = on_tokens
-        self._on_started = on_started
-        self._on_ended = on_ended
-        self._on_left = on_left
 
     @property
     def in_flight(self) -> list[Turn]:
@@ -126,12 +101,8 @@ class TurnRunner:
         turn.to(TurnState.STARTING)
         self._in_flight[turn.record.trajectory_id] = turn
         turn.task = asyncio.create_task(self._run(turn), name=f"turn {turn.record.trajectory_id}")
-        turn.attempt.recorded = self._recorder.turn_began(turn.record)
-        self._on_started(turn)
-
-    async def record_again(self, turn: Turn) -> None:
-        """Record what changed in a turn since it ended. Raises JOURNAL_FAILED."""
-        await self._recorder.turn_ended(turn.record)
+        turn.attempt.recorded = self.recorder.record(turn.record)
+        self.on_started(turn)
 
     async def _run(self, turn: Turn) -> None:
         turn.to(TurnState.WAITING)
@@ -140,9 +111,9 @@ class TurnRunner:
             await self._engage(turn, attempt)
             attempt.policy_token_count = turn.policy_token_count
             attempt.record_end = turn.record.end
-            if self._on_ended is not None:
-                await self._on_ended(turn, attempt)
-            await self._recorder.turn_ended(turn.record)
+            if self.on_ended is not None:
+                await self.on_ended(turn, attempt)
+            await self.recorder.record(turn.record)
         except DomainError as error:
             attempt.error = error
         finally:
@@ -170,13 +141,9 @@ class TurnRunner:
             logger.exception("turn %s of %s failed", turn.index, turn.record.trajectory_id)
             attempt.error = DomainError(Reason.INTERNAL_ERROR, "internal error")
         finally:
-            self._leave(turn, TurnState.RECORDING)
+            turn.to(TurnState.RECORDING)
+            self.on_left()
             self._ended.notify()
-
-    def _leave(self, turn: Turn, state: TurnState) -> None:
-        """Move a turn to a state in which the engine has no request for it."""
-        turn.to(state)
-        self._on_left()
 
     async def _attempt(self, turn: Turn) -> Finish:
         lost = 0
@@ -199,22 +166,26 @@ class TurnRunner:
                 moves = turn.state is TurnState.MOVING and not turn.abort_requested
                 if finish is not Finish.ABORTED or not moves:
                     return finish
-            self._leave(turn, TurnState.WAITING)
+            turn.to(TurnState.WAITING)
+            self.on_left()
             turn.attempts += 1
 
     def _has_stopped(self, turn: Turn) -> bool:
-        """Whether the policy's tokens end the turn and only the engine's report of it was lost."""
+        """Whether the policy's tokens end the turn, and only the engine's report of it was lost."""
         written, sampling = turn.policy_tokens(turn.policy_token_count), turn.sampling
         if not len(written):
             return False
         if int(written[-1]) in self._stop_tokens(sampling):
             return True
-        text = self._decode(written.tolist()) if sampling.stop else ""
+        return self._has_stop(written.tolist(), sampling)
+
+    def _has_stop(self, written: list[int], sampling: TurnSampling) -> bool:
+        text = self.decode(written) if sampling.stop else ""
         return any(stop in text for stop in sampling.stop)
 
     def _stop_tokens(self, sampling: TurnSampling) -> set[int]:
         own = set(sampling.stop_token_ids)
-        return own if sampling.ignore_eos else own | set(self._engine.description.eos_token_ids)
+        return own if sampling.ignore_eos else own | set(self.engine.description.eos_token_ids)
 
     def lets_stand(self, turn: Turn, sampling: TurnSampling) -> bool:
         """Whether nothing that the turn has written would have ended it earlier under `sampling`."""
@@ -223,8 +194,7 @@ class TurnRunner:
             return False
         if not self._stop_tokens(sampling).isdisjoint(written):
             return False
-        text = self._decode(written) if sampling.stop else ""
-        return not any(stop in text for stop in sampling.stop)
+        return not self._has_stop(written, sampling)
 
     async def _sample(self, turn: Turn) -> Finish:
         if turn.abort_requested:
@@ -232,22 +202,22 @@ class TurnRunner:
         remaining = turn.budget - turn.policy_token_count
         if remaining <= 0:
             if turn.attempt.started_version is None:
-                async with self._switch.admission() as version:
+                async with self.switch.admission() as version:
                     turn.attempt.started_version = version
             return Finish.LENGTH
         deltas = await self._admit(turn, remaining)
         stop_check = StopAcrossResume(
-            turn.sampling.stop, turn.policy_tokens(turn.policy_token_count), self._decode
+            turn.sampling.stop, turn.policy_tokens(turn.policy_token_count), self.decode
         )
         async with contextlib.aclosing(deltas):
             if turn.abort_requested or turn.state is TurnState.MOVING:
                 # The abort or move came while the engine was taking the request.
                 assert turn.request_id is not None
-                await self._engine.abort([turn.request_id])
+                await self.engine.abort([turn.request_id])
             async for delta in deltas:
                 if (
-                    delta.weight_version == self._switch.unconfirmed_version
-                    and not await self._switch.confirmed()
+                    delta.weight_version == self.switch.unconfirmed_version
+                    and not await self.switch.confirmed()
                 ):
                     return Finish.ABORTED
                 kept, stopped = stop_check.cut(delta)
@@ -263,7 +233,7 @@ class TurnRunner:
         """Submit the attempt under the version that is active at that moment."""
         record = turn.record
         required = record.required_weight_version
-        async with self._switch.admission(pinned=required > 0) as version:
+        async with self.switch.admission(pinned=required > 0) as version:
             if required and required != version:
                 raise DomainError(
                     Reason.WEIGHT_VERSION_NOT_ACTIVE,
@@ -273,8 +243,8 @@ class TurnRunner:
             # From here on an abort goes through the engine, which may already have the request.
             turn.to(TurnState.SAMPLING)
             turn.request_id = f"{record.trajectory_id}/{turn.index}/{turn.attempts}"
-            turn.adapter_version = self._switch.active_adapter
-            deltas = await self._engine.generate(
+            turn.adapter_version = self.switch.active_adapter
+            deltas = await self.engine.generate(
                 EngineRequest(
                     request_id=turn.request_id,
                     token_ids=record.token_array(),
@@ -301,7 +271,7 @@ class TurnRunner:
             return
         turn.record.append_policy(delta, turn.index, turn.sampling.temperature)
         turn.policy_token_count += count
-        self._on_tokens(count, delta.weight_version)
+        self.on_tokens(count, delta.weight_version)
         turn.attempt.changed.notify()
 
     async def abort(self, turns: Iterable[Turn]) -> list[tuple[Turn, TurnAttempt]]:
@@ -319,24 +289,22 @@ class TurnRunner:
                 # request itself.
                 turn.task.cancel()
         if request_ids:
-            await self._engine.abort(request_ids)
+            await self.engine.abort(request_ids)
         for _, attempt in stopping:
             await attempt.ended.wait()
         return stopping
 
     async def move(self, turns: Iterable[Turn]) -> None:
-        """Make turns continue under the version that is active when they are admitted again.
-
-        Returns once the engine no longer works on them under the previous version. A turn that is being
-        aborted or ends by itself is not moved.
-        """
+        """Make turns continue under the version that is active when they are admitted again. Returns once
+        the engine no longer works on them under the previous version. A turn that is being aborted or ends
+        by itself is not moved."""
         request_ids: list[str] = []
         for turn in turns:
             if turn.request_id is not None and not turn.abort_requested:
                 if turn.state is TurnState.SAMPLING:
                     turn.to(TurnState.MOVING)
                 request_ids.append(turn.request_id)
-        await self._engine.abort(request_ids)
+        await self.engine.abort(request_ids)
 
     def abort_soon(self, turn: Turn) -> None:
         """Stop a turn whose caller is lost, without waiting for it."""
@@ -348,6 +316,61 @@ class TurnRunner:
         """Return when the engine works on no turn; turns may still wait for admission."""
         while self.sampling:
             await self._ended.wait()
+
+
+class Subscription:
+    """New tokens of one attempt at a turn, for one call.
+
+    Created before the attempt's task first runs, so that it misses nothing. It reads the record and has no
+    queue, so a slow caller costs nothing. It stops where the attempt ended: such a caller does not receive
+    what a later attempt has added since.
+    """
+
+    def __init__(self, turn: Turn, *, flush_seconds: float, final_only: bool) -> None:
+        self.turn, self.attempt = turn, turn.attempt
+        self._record = turn.record
+        self._flush_seconds, self._final_only = flush_seconds, final_only
+        self._taken = self._record.end
+        """A cursor into the record: up to here it has been yielded."""
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether another call has continued the trajectory since this attempt ended."""
+        return self._record.turn is not self.turn or self.turn.attempt is not self.attempt
+
+    async def admitted(self) -> None:
+        """Wait until the attempt is admitted. Raises its error if it fails before."""
+        while self.attempt.started_version is None:
+            if self.attempt.ended.is_set():
+                if self.attempt.error is not None:
+                    raise self.attempt.error
+                return
+            await self.attempt.changed.wait()
+
+    async def segments(self) -> AsyncGenerator[trajectory_pb2.Segment]:
+        """Yield twin Segments, one per weight version and flush, until the attempt has ended. Raises the
+        attempt's error after everything it sampled."""
+        ended = self.attempt.ended
+        while True:
+            if self._final_only:
+                await ended.wait()
+            else:
+                while not ended.is_set() and self._taken == self._record.end:
+                    await self.attempt.changed.wait()
+                if self._flush_seconds and not ended.is_set():
+                    # The flush must not delay the end of the attempt.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._flush_seconds):
+                            await ended.wait()
+            finished = ended.is_set()
+            end = self.attempt.record_end if finished else self._record.end
+            for segment in self._record.segments_between(self._taken, end):
+                yield segment
+            self._taken = end
+            if finished:
+                if self.attempt.error is not None:
+                    raise self.attempt.error
+                return
 
 
 def _end_span(turn: Turn) -> None:
@@ -375,8 +398,7 @@ class StopAcrossResume:
         self._before: list[int] = []
         if self._stop:
             # A token is at least one byte and a character at most four.
-            reach = 4 * self._longest
-            self._before = [int(token) for token in before[-reach:]]
+            self._before = [int(token) for token in before[-4 * self._longest :]]
 
     def cut(self, delta: Delta) -> tuple[Delta, bool]:
         """Cut the delta after the token that completes such a stop string; also return whether one did."""
@@ -387,13 +409,12 @@ class StopAcrossResume:
             self._written.append(int(token))
             text = self._decode([*self._before, *self._written])
             if any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in self._stop):
-                return _prefix(delta, position + 1), True
+                end = position + 1
+                return Delta(
+                    delta.token_ids[:end], delta.logprobs[:end], delta.weight_version
+                ), True
             if len(text) - start >= self._longest:
                 # From here on the engine sees every stop string in full.
                 self._stop = ()
                 return delta, False
         return delta, False
-
-
-def _prefix(delta: Delta, count: int) -> Delta:
-    return Delta(delta.token_ids[:count], delta.logprobs[:count], delta.weight_version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.server.core.errors import DomainError
 from penstock.server.turns.trajectory import BYTES_PER_TOKEN, TrajectoryRecord
@@ -38,12 +38,11 @@ class TrajectoryStore:
     def __init__(
         self,
         max_open: int,
-        max_remembered: int = 100_000,
         on_closed: Callable[[str], None] = lambda trajectory_id: None,
     ) -> None:
         """`on_closed` is called with each trajectory that can have no further turn."""
         self._max_open = max_open
-        self._max_remembered = max_remembered
+        self._max_remembered = 100_000
         self._records: dict[str, TrajectoryRecord] = {}
         self._closed: OrderedDict[str, ClosedMark] = OrderedDict()
         self.open_count = 0
@@ -64,12 +63,10 @@ class TrajectoryStore:
                 Reason.QUEUE_FULL,
                 f"{self.open_count} trajectories are open, the most this server holds",
                 {"open_trajectory_count": self.open_count, "limit": self._max_open},
-                retry_after_seconds=1.0,
             )
 
     def add(self, record: TrajectoryRecord, *, bounded: bool = True) -> None:
-        """Raises what `check_new` raises. A trajectory that closes immediately is not subject to the
-        bound."""
+        """Raises what `check_new` raises. A trajectory that closes immediately is not bounded."""
         self.check_new(record.trajectory_id, bounded=bounded)
         self._records[record.trajectory_id] = record
         self.open_count += 1
@@ -79,17 +76,11 @@ class TrajectoryStore:
         record = self.find(trajectory_id)
         if record is not None:
             return record
+        reason, message = Reason.TRAJECTORY_UNKNOWN, f"no trajectory {trajectory_id!r}"
         if trajectory_id in self._closed:
-            raise DomainError(
-                Reason.TRAJECTORY_CLOSED,
-                f"trajectory {trajectory_id} is closed and no longer held",
-                {"trajectory_id": trajectory_id},
-            )
-        raise DomainError(
-            Reason.TRAJECTORY_UNKNOWN,
-            f"no trajectory {trajectory_id!r}",
-            {"trajectory_id": trajectory_id},
-        )
+            reason = Reason.TRAJECTORY_CLOSED
+            message = f"trajectory {trajectory_id} is closed and no longer held"
+        raise DomainError(reason, message, {"trajectory_id": trajectory_id})
 
     def charge(self, record: TrajectoryRecord) -> None:
         """Charge a record to the memory budget, including what its turn in flight may still add."""
@@ -163,9 +154,8 @@ class TrajectoryStore:
     ) -> None:
         """Keep the result of a close, for callers that repeat it."""
         mark = self._closed[record.trajectory_id]
-        self._closed[record.trajectory_id] = ClosedMark(
-            mark.outcome_digest, mark.group_id, group_completed, retried
-        )
+        settled = replace(mark, group_completed=group_completed, retried=retried)
+        self._closed[record.trajectory_id] = settled
 
     def forget(self, trajectory_id: str) -> None:
         """Drop a record; ignore unknown ids. An open trajectory leaves no mark."""

@@ -1,15 +1,8 @@
 """Trajectories and their turns: tokens, authors and weight versions.
 
-States of a trajectory:
-
-    open, idle --start_turn--> open, turn in flight --turn ends--> open, idle --close--> closed
-
 The record is appended to before anything is sent, so a lost caller loses nothing. Tokens live in byte
-buffers (little-endian int32 and float32, as on the wire): appending is amortised, and no Python object
-is made per token.
-
-A trajectory holds its last turn and a turn its trajectory, so both classes are here. `turn` has what a
-turn consists of, and the states it moves through.
+buffers (little-endian int32 and float32, as on the wire): appending is amortised, and no Python object is
+made per token.
 """
 
 from __future__ import annotations
@@ -17,29 +10,22 @@ from __future__ import annotations
 import asyncio
 import time
 from asyncio import Future
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+from opentelemetry.trace import Span
 
-from penstock.server.engine.protocol import Finish
-from penstock.server.turns.turn import TurnAttempt, TurnSampling, TurnState
-from penstock.v1 import trajectory_pb2
-from penstock.wire.codec import LOGPROB, TOKEN, twin
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from opentelemetry.trace import Span
-
-    from penstock.server.engine.protocol import Delta
-    from penstock.server.journal.protocol import Part, Stored
-    from penstock.server.turns.history import History
-    from penstock.v1 import rollout_service_pb2
-
-Segment = twin(trajectory_pb2.Segment)
-Trajectory = twin(trajectory_pb2.Trajectory)
+from penstock.server.engine.protocol import Delta, Finish
+from penstock.server.journal.protocol import Part, Stored
+from penstock.server.turns.history import History
+from penstock.server.turns.turn import TRANSITIONS, TurnAttempt, TurnSampling, TurnState
+from penstock.v1 import rollout_service_pb2, trajectory_pb2
+from penstock.wire.codec import LOGPROB, TOKEN
+from penstock.wire.messages import Segment, Trajectory
 
 BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
 
@@ -97,15 +83,31 @@ class LeftOut(NamedTuple):
     token_count: int
 
 
+class Pieces:
+    """Bytes of a message on the wire, which are joined only when they are written."""
+
+    __slots__ = ("byte_count", "parts")
+
+    def __init__(self, first: Part) -> None:
+        self.parts: list[Part] = [first]
+        self.byte_count = len(first)
+
+    def add(self, part: Part) -> None:
+        self.parts.append(part)
+        self.byte_count += len(part)
+
+    def extend(self, parts: Iterable[Part], byte_count: int) -> None:
+        self.parts += parts
+        self.byte_count += byte_count
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedTrajectory:
     """A Trajectory message, in pieces that no longer change."""
 
-    parts: Sequence[Part]
-    byte_count: int
-    short: Sequence[Part]
+    whole: Pieces
+    short: Pieces
     """The same message without the arrays of some segments."""
-    short_byte_count: int
     left_out: Sequence[LeftOut]
     """The segments whose arrays `short` omits."""
 
@@ -115,9 +117,9 @@ class Answered:
     """The last request of an agent that sends whole conversations, kept to recognise a retry of it."""
 
     turn: Turn
-    """The turn that answers the request."""
+    """It answers the request."""
     digest: bytes
-    """Digest of the request."""
+    """Of the request."""
     followers: int = 0
     """Requests that are receiving the turn now."""
     delivered: bool = False
@@ -162,13 +164,14 @@ class Turn:
     adapter_version: int | None = None
     """The adapter that samples the request; None for full weights."""
     abort_requested: bool = False
-    """Whether to end the attempt under way. Not a state: an abort may come in any state, and only makes
-    the turn leave it sooner."""
+    """Not a state: an abort may come in any state, and only makes the turn leave it sooner."""
     task: asyncio.Task[None] | None = None
 
     def to(self, state: TurnState) -> None:
-        """Raises ValueError if no turn moves from this state to that one."""
-        self.state = self.state.to(state)
+        """Raises ValueError if no turn moves from its state to that one."""
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"a turn cannot go from {self.state.value} to {state.value}")
+        self.state = state
         if not state.in_engine:
             self.request_id = self.adapter_version = None
 
@@ -220,8 +223,6 @@ class TrajectoryRecord:
     """The turn in flight, or the last one."""
     outcome: trajectory_pb2.Outcome | None = None
     """Set when closed."""
-    last_call: float = 0.0
-    """Time of the last call on it, on the loop's clock."""
     charged_bytes: int = 0
     recorded_end: tuple[int, int] = (0, 0)
     """Its `end` when it was last written to the journal."""
@@ -236,7 +237,7 @@ class TrajectoryRecord:
     """Set when it is closed and encoded, before its group is complete."""
     parent: TrajectoryRecord | None = None
     parent_token_count: int = 0
-    """Number of leading tokens that are the parent's and in no segment here."""
+    """Leading tokens that are the parent's and in no segment here."""
     children: list[TrajectoryRecord] = field(default_factory=list["TrajectoryRecord"])
     answered: Answered | None = None
     """Only on endpoints that receive whole conversations."""
@@ -320,18 +321,13 @@ class TrajectoryRecord:
             return own
         return np.concatenate([self.parent.token_array()[: self.parent_token_count], own])
 
-    def settled_tokens(self) -> NDArray[np.int32]:
-        """The tokens a branch may share. Excludes those of the turn in flight, which are not recorded
-        yet."""
-        tokens = self.token_array()
-        if self.turn is not None and self.turn.in_flight:
-            return tokens[: self.turn.context_token_count]
-        return tokens
-
     def share_prefix(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Share the prompt's common prefix with the parent. Returns the rest of the prompt."""
         assert self.parent is not None and not self.token_count
-        theirs = self.parent.settled_tokens()
+        theirs = self.parent.token_array()
+        if self.parent.turn is not None and self.parent.turn.in_flight:
+            # The tokens of the turn in flight are not recorded yet.
+            theirs = theirs[: self.parent.turn.context_token_count]
         count = min(len(theirs), len(token_ids))
         differing = np.flatnonzero(theirs[:count] != token_ids[:count])
         self.parent_token_count = self.token_count = int(differing[0]) if len(differing) else count
@@ -367,15 +363,10 @@ class TrajectoryRecord:
 
     def open_branches(self) -> list[TrajectoryRecord]:
         """Open direct and indirect branches, each before its own branches."""
-        found: list[TrajectoryRecord] = []
-        for child in self.children:
-            if not child.closed:
-                found.append(child)
-            found += child.open_branches()
-        return found
+        return [branch for branch in self.with_branches()[1:] if not branch.closed]
 
     def with_branches(self) -> list[TrajectoryRecord]:
-        """This trajectory and its direct and indirect branches."""
+        """This trajectory and its direct and indirect branches, each before its own branches."""
         members: list[TrajectoryRecord] = [self]
         for child in self.children:
             members += child.with_branches()
@@ -390,10 +381,15 @@ class TrajectoryRecord:
 
     def message(self) -> trajectory_pb2.Trajectory:
         """As a twin message."""
+        message = self.head()
+        message.segments.extend(segment.message() for segment in self.segments)
+        return message
+
+    def head(self) -> trajectory_pb2.Trajectory:
+        """As a twin message without segments."""
         return Trajectory(
             trajectory_id=self.trajectory_id,
             sample_index=self.sample_index,
-            segments=[segment.message() for segment in self.segments],
             outcome=self.outcome,
             finish_reason=(
                 trajectory_pb2.FINISH_REASON_UNSPECIFIED

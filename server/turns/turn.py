@@ -1,6 +1,4 @@
-"""What a turn consists of: its states, its sampling and its attempts.
-
-States of a turn:
+"""States of a turn:
 
     new -> starting -> waiting -> sampling -> recording -> finished
 
@@ -10,27 +8,26 @@ States of a turn:
     finished -> starting                another attempt
 
 - *starting*: the attempt has begun, but its task has not run yet.
-- *waiting*: weights are being switched, or the engine has not yet taken the request. An abort here
-  ends the turn with the tokens it has.
+- *waiting*: weights are being switched, or the engine has not yet taken the request. An abort here ends
+  the turn with the tokens it has.
 - *sampling*: each delta is appended to the trajectory's record first and offered to subscribers second.
   Tokens of an unconfirmed weight version are withheld until it is confirmed. If the version fails its
-  probe, the turn ends ABORTED at the last token before it. If the pool loses the engine that worked on
-  the request, the turn waits again and requests the rest from the exact token.
-- *moving*: a turn that an adapter samples can move to another version. The engine's request ends, and a new
+  probe, the turn ends ABORTED at the last token before it. If the pool loses the engine that worked on the
+  request, the turn waits again and requests the rest from the exact token.
+- *moving*: a turn that an adapter samples moves to another version. The engine's request ends, and a new
   one begins at the exact token under the version that is active by then. Callers only see a new segment.
 - *recording*: the engine no longer works on the turn. It ends for its callers once the journal has its
   outcome.
-- *finished*: STOP, LENGTH or ABORTED, or failed with a reason. A turn that ended ABORTED can be resumed.
-  That is a new attempt with its own request id and the rest of the turn's budget. A turn whose budget is
-  spent finishes with LENGTH; the engine is never asked for zero tokens. A turn that failed (the engine
-  died, weights cannot be trusted) keeps its tokens and can be resumed too.
+- *finished*: STOP, LENGTH or ABORTED, or failed with a reason. A turn that ended ABORTED or failed keeps
+  its tokens and can be resumed. That is a new attempt with its own request id and the rest of the turn's
+  budget. A turn whose budget is spent finishes with LENGTH; the engine is never asked for zero tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from penstock.server.core.aio import Broadcast
@@ -47,8 +44,6 @@ FINISH_REASONS = {
 
 
 class TurnState(Enum):
-    """See the module's docstring."""
-
     NEW = "new"
     STARTING = "starting"
     WAITING = "waiting"
@@ -66,12 +61,6 @@ class TurnState(Enum):
         """Whether the engine has the turn's request or is just being given it."""
         return self in (TurnState.SAMPLING, TurnState.MOVING)
 
-    def to(self, state: TurnState) -> TurnState:
-        """Raises ValueError if no turn moves from this state to that one."""
-        if state not in TRANSITIONS[self]:
-            raise ValueError(f"a turn cannot go from {self.value} to {state.value}")
-        return state
-
 
 TRANSITIONS: Mapping[TurnState, frozenset[TurnState]] = {
     TurnState.NEW: frozenset({TurnState.STARTING}),
@@ -85,31 +74,15 @@ TRANSITIONS: Mapping[TurnState, frozenset[TurnState]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class TurnSampling:
-    """`max_tokens` of zero means up to the context's limit."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+class TurnSampling(Sampling):
     max_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    ignore_eos: bool = False
+    """Zero means up to the context's limit."""
 
     def attempt(self, number: int, max_tokens: int) -> Sampling:
         """Each attempt of a seeded turn has its own seed, because the engine's generator restarts with
-        each."""
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop_token_ids=self.stop_token_ids,
-            stop=self.stop,
-            seed=None if self.seed is None else (self.seed + number) % 2**63,
-            ignore_eos=self.ignore_eos,
-        )
+        it."""
+        seed = None if self.seed is None else (self.seed + number) % 2**63
+        return replace(self, max_tokens=max_tokens, seed=seed)
 
 
 @dataclass(slots=True, eq=False)

@@ -7,21 +7,17 @@ another. Backends with their own deadline, such as gloo, are given a shorter one
 
 from __future__ import annotations
 
-# First, because vLLM reads the environment when it is imported.
-import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
-
-# isort: split
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Protocol, TypeVar, cast
+from collections.abc import Awaitable, Mapping
+from typing import TypeVar, cast
 
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from penstock.server.engine.protocol import CollectiveUpdate, EngineLoadFailed, EngineLost
+from penstock.server.vllm.process import EngineProcess
 from penstock.server.vllm.worker.weight_engine import ROUND
 from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
@@ -32,22 +28,15 @@ T = TypeVar("T")
 GRACE_SECONDS = 5.0
 
 
-class Ask(Protocol):
-    """Await the engine process's answer. Raises EngineLost once there can be none."""
-
-    def __call__(self, answer: Awaitable[T], /) -> Coroutine[None, None, T]: ...
-
-
-class VllmCollective:
+class VllmCollective(EngineProcess):
     """The methods of `penstock.server.engine.protocol.CollectiveEngine`, which documents them."""
 
-    def __init__(self, llm: AsyncLLM, ask: Ask, give_up: Callable[[str], None]) -> None:
-        """`give_up` ends the engine process, with the reason."""
-        self._llm = llm
-        self._ask = ask
-        self._give_up = give_up
+    _weight_version = 0
+    """0 is the base model."""
 
-    async def join(self, backend: str, rendezvous: Mapping[str, object], seconds: float) -> None:
+    async def join_collective(
+        self, backend: str, rendezvous: Mapping[str, object], seconds: float
+    ) -> None:
         init_info = {"backend": backend, "rendezvous": dict(rendezvous), "seconds": seconds}
         request = WeightTransferInitRequest(init_info=init_info)
         try:
@@ -62,34 +51,33 @@ class VllmCollective:
                 problem=_text(error),
             ) from error
 
-    async def begin(self) -> None:
+    async def begin_collective(self) -> None:
         await self._ask(self._llm.start_weight_update())
 
-    async def receive(self, update: CollectiveUpdate, seconds: float) -> None:
+    async def receive_collective(self, update: CollectiveUpdate, seconds: float) -> None:
         described = (
             {ROUND: dict(update)}
             if isinstance(update, Mapping)
             else [{ROUND: dict(part)} for part in update]
         )
         request = WeightTransferUpdateRequest(update_info=described)
-        try:
-            await self._within(self._llm.update_weights(request), seconds)
-        except EngineLost:
-            raise
-        except Exception as error:  # A bare Exception, as in `join`.
-            raise await self._failure(error, seconds) from error
+        await self._transfer(self._llm.update_weights(request), seconds)
 
-    async def finish(self, weight_version: int, seconds: float) -> None:
+    async def finish_collective(self, weight_version: int, seconds: float) -> None:
         finishing = self._llm.finish_weight_update(weight_version=str(weight_version))
+        await self._transfer(finishing, seconds)
+        self._weight_version = weight_version
+
+    async def abandon_collective(self, seconds: float) -> bool:
+        return not any(bool(outcome["changed"]) for outcome in await self._abandon(seconds))
+
+    async def _transfer(self, answer: Awaitable[object], seconds: float) -> None:
         try:
-            await self._within(finishing, seconds)
+            await self._within(answer, seconds)
         except EngineLost:
             raise
-        except Exception as error:  # A bare Exception, as in `join`.
+        except Exception as error:  # A bare Exception, as in `join_collective`.
             raise await self._failure(error, seconds) from error
-
-    async def abandon(self, seconds: float) -> bool:
-        return not any(bool(outcome["changed"]) for outcome in await self._abandon(seconds))
 
     async def _abandon(self, seconds: float) -> list[Mapping[str, object]]:
         abandoning = cast(

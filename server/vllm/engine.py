@@ -21,8 +21,9 @@ import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportU
 
 # isort: split
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Generator, Sequence
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -37,9 +38,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from penstock.server.engine.protocol import (
     Adapter,
-    CollectiveUpdate,
     Delta,
-    EngineDescription,
     EngineLoadFailed,
     EngineLost,
     EngineRequest,
@@ -48,54 +47,34 @@ from penstock.server.engine.protocol import (
     StagedWeights,
 )
 from penstock.server.vllm.collective import VllmCollective
-from penstock.server.vllm.description import describe
-from penstock.server.vllm.options import describe_options, engine_arguments
-from penstock.server.vllm.process import EngineOwner, VllmLoad, shut_down
-from penstock.server.vllm.translation import cut, sampling_params, update_info
+from penstock.server.vllm.process import EngineOwner
+from penstock.server.vllm.translation import cut, describe, sampling_params, update_info
 
 if TYPE_CHECKING:
-    import zmq
     from numpy.typing import NDArray
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.output_processor import RequestOutputCollector
-    from vllm.v1.engine.utils import CoreEngineProcManager
 
-__all__ = ["VllmEngine", "describe_options", "engine_arguments"]
-
-T = TypeVar("T")
-
-BASE_VERSION = 0
 # Ahead of every request of a caller.
 PROBE_PRIORITY = -(1 << 40)
-EXIT_SECONDS = 2.0
 
 
-class VllmEngine:
+class VllmEngine(VllmCollective):
     """vLLM as a `penstock.server.engine.protocol.LocalEngine`, which documents each method."""
 
-    def __init__(self, owner: EngineOwner, llm: AsyncLLM, load: VllmLoad) -> None:
-        self._owner = owner
-        self._llm = llm
-        self._load = load
-        self._weight_version = BASE_VERSION
+    def __init__(self, owner: EngineOwner, llm: AsyncLLM) -> None:
+        super().__init__(owner, llm)
+        self.description = describe(llm)
         self._prepared: StagedWeights | None = None
         """The version last prepared in the engine process and not loaded since."""
         self._adapters: dict[int, LoRARequest] = {}
         self._scored = 0
-        self._collective = VllmCollective(llm, self._ask, self._give_up)
-        self._given_up = ""
-        """Why this side ended the engine process, if it did."""
-        self._closing = False
-        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._description = describe(llm)
 
     @classmethod
     async def start(cls, arguments: AsyncEngineArgs) -> VllmEngine:
         """Does not block the event loop. Raises what vLLM raises on arguments it cannot serve."""
-        load = VllmLoad()
-        owner = EngineOwner(arguments, load)
-        llm = await owner.build()
-        engine = cls(owner, llm, load)
+        owner = EngineOwner(arguments)
+        engine = cls(owner, await owner.build())
         try:
             await engine._begin()
         except BaseException:
@@ -104,21 +83,14 @@ class VllmEngine:
         return engine
 
     async def _begin(self) -> None:
-        # vLLM would start this task with the first request, and a death before that would go unnoticed.
-        self._llm._run_output_handler()  # pyright: ignore[reportPrivateUsage]
-        if handler := self._output_handler:
-            handler.add_done_callback(self._note_death)
-        await self._ask(self._llm.update_weight_version(str(BASE_VERSION)))
+        self._watch()
+        await self._ask(self._llm.update_weight_version(str(self._weight_version)))
         # The first step of a process takes seconds on the CPU. No caller's turn should pay for it.
         prompt = np.zeros(1, np.int32)
         sampling = Sampling(max_tokens=2)
         warm_up = EngineRequest("warm-up", prompt, sampling, "warm-up")
         async for _ in await self.generate(warm_up):
             pass
-
-    @property
-    def description(self) -> EngineDescription:
-        return self._description
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta]:
         # The engine process reads its commands in order, so it has this request before a later pause.
@@ -172,7 +144,7 @@ class VllmEngine:
         self._prepared = None
         update: dict[str, object] | None = update_info(weights)
         more = True
-        try:
+        with _loading(f"making weight version {weights.weight_version} ready"):
             while more:
                 # Between two commands the engine process runs a step if it has any work.
                 asked = cast(
@@ -180,12 +152,6 @@ class VllmEngine:
                     self._llm.collective_rpc("prepare_weights", args=(update,)),  # pyright: ignore[reportUnknownMemberType]
                 )
                 update, more = None, any(await self._ask(asked))
-        except EngineLost:
-            raise
-        except Exception as error:  # A bare Exception, as in `load`.
-            raise EngineLoadFailed(
-                f"making weight version {weights.weight_version} ready failed: {error}"
-            ) from error
         self._prepared = weights
 
     async def load(self, weights: StagedWeights) -> None:
@@ -193,32 +159,8 @@ class VllmEngine:
         prepared, self._prepared = weights is self._prepared, None
         described = {**update_info(weights), "prepared": prepared}
         update = WeightTransferUpdateRequest(update_info=described)
-        try:
+        with _loading(f"loading weight version {weights.weight_version}"):
             await self._ask(self._update(update, weights.weight_version))
-        except EngineLost:
-            raise
-        except Exception as error:  # vLLM reports every failure of the worker as a bare Exception.
-            raise EngineLoadFailed(
-                f"loading weight version {weights.weight_version} failed: {error}"
-            ) from error
-
-    async def join_collective(
-        self, backend: str, rendezvous: Mapping[str, object], seconds: float
-    ) -> None:
-        await self._collective.join(backend, rendezvous, seconds)
-
-    async def begin_collective(self) -> None:
-        await self._collective.begin()
-
-    async def receive_collective(self, update: CollectiveUpdate, seconds: float) -> None:
-        await self._collective.receive(update, seconds)
-
-    async def finish_collective(self, weight_version: int, seconds: float) -> None:
-        await self._collective.finish(weight_version, seconds)
-        self._weight_version = weight_version
-
-    async def abandon_collective(self, seconds: float) -> bool:
-        return await self._collective.abandon(seconds)
 
     async def resume(self) -> None:
         await self._ask(self._llm.resume_generation())
@@ -226,12 +168,8 @@ class VllmEngine:
     async def add_adapter(self, adapter: Adapter) -> None:
         version = adapter.weight_version
         lora = LoRARequest(f"policy@v{version}", version, str(adapter.folder))
-        try:
+        with _loading(f"adding adapter {version}"):
             added = await self._ask(self._llm.add_lora(lora))
-        except EngineLost:
-            raise
-        except Exception as error:  # A bare Exception, as in `load`.
-            raise EngineLoadFailed(f"adding adapter {version} failed: {error}") from error
         if not added:
             raise EngineLoadFailed(f"adding adapter {version} failed: vLLM did not take it")
         self._adapters[version] = lora
@@ -275,38 +213,19 @@ class VllmEngine:
         return np.asarray(scored, np.float32)
 
     def stats(self) -> EngineStats:
-        # vLLM reports with each step, so the last report of an idle engine shows it busy.
-        load, idle = self._load, self._llm.get_num_unfinished_requests() == 0
-        running, waiting = (0, 0) if idle else (load.running, load.waiting)
-        return EngineStats(running, waiting, load.kv_cache_usage, load.preemptions)
-
-    async def lost(self) -> str:
-        return await asyncio.shield(self._death)
-
-    async def close(self) -> None:
-        if self._closing:
-            return
-        self._closing = True
-        # vLLM's shutdown would leave open iterators waiting forever and report the stop as a failure.
-        self._llm.output_processor.propagate_error(EngineDeadError())
-        if handler := self._output_handler:
-            handler.cancel()
-            await asyncio.wait([handler])
-        await asyncio.to_thread(shut_down, self._llm)
-        context = cast("zmq.Context[zmq.Socket[bytes]]", self._llm.engine_core.resources.ctx)  # pyright: ignore[reportUnknownMemberType]
-        context.destroy(linger=0)
-        self._owner.release()
+        return self._owner.load.stats(idle=self._llm.get_num_unfinished_requests() == 0)
 
     async def _submit(
         self, request: EngineRequest, params: SamplingParams | None = None
     ) -> RequestOutputCollector:
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=request.cache_salt)
+        adapter = request.adapter_version
         try:
             return await self._llm.add_request(
                 request.request_id,
                 prompt,
                 params or sampling_params(request),
-                lora_request=self._lora(request),
+                lora_request=None if adapter is None else self._adapters[adapter],
                 trace_headers=request.trace_headers or None,
                 priority=request.priority,
             )
@@ -315,59 +234,19 @@ class VllmEngine:
         except VLLMClientError as error:
             raise ValueError(str(error)) from error
 
-    def _lora(self, request: EngineRequest) -> LoRARequest | None:
-        version = request.adapter_version
-        return None if version is None else self._adapters[version]
-
     async def _update(self, update: WeightTransferUpdateRequest, version: int) -> None:
         await self._llm.start_weight_update()
         await self._llm.update_weights(update)
         await self._llm.finish_weight_update(weight_version=str(version))
         self._weight_version = version
 
-    async def _ask(self, answer: Awaitable[T]) -> T:
-        """Raises EngineLost once there can be no answer. If the caller is cancelled, the command still
-        runs to its end: half an update must not remain."""
-        asked = asyncio.ensure_future(answer)
-        await asyncio.wait({asked, self._death}, return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
-            asked.cancel()
-            raise EngineLost(self._reason())
-        try:
-            return asked.result()
-        except EngineDeadError as error:
-            raise EngineLost(self._reason()) from error
 
-    @property
-    def _output_handler(self) -> asyncio.Task[None] | None:
-        """Ends only with the engine process."""
-        return cast("asyncio.Task[None] | None", self._llm.output_handler)  # pyright: ignore[reportUnknownMemberType]
-
-    def _note_death(self, _: asyncio.Task[None]) -> None:
-        if not self._closing:
-            self._mourning = asyncio.create_task(self._mourn())
-
-    async def _mourn(self) -> None:
-        # vLLM notices that a dying process closes its pipes, which is before it has an exit code.
-        for process in self._manager.processes:
-            await asyncio.to_thread(process.join, EXIT_SECONDS)
-        if not self._death.done():
-            self._death.set_result(self._reason())
-
-    def _give_up(self, reason: str) -> None:
-        self._given_up = reason
-        for process in self._manager.processes:
-            process.kill()
-
-    @property
-    def _manager(self) -> CoreEngineProcManager:
-        return cast("CoreEngineProcManager", self._llm.engine_core.resources.engine_manager)
-
-    def _reason(self) -> str:
-        if self._closing:
-            return "the engine was closed"
-        if self._given_up:
-            return self._given_up
-        ended = self._manager.finished_procs()
-        exits = ", ".join(f"{name} with exit code {code}" for name, code in ended.items())
-        return f"the vLLM engine process ended: {exits or 'no exit code yet'}"
+@contextlib.contextmanager
+def _loading(what: str) -> Generator[None]:
+    """vLLM reports every failure of the worker as a bare Exception."""
+    try:
+        yield
+    except EngineLost:
+        raise
+    except Exception as error:
+        raise EngineLoadFailed(f"{what} failed: {error}") from error

@@ -1,7 +1,7 @@
 """Defaults for environment variables that vLLM reads. The engine process inherits them.
 
-A variable that is already set is left alone. Importing this module sets those that must be set before vLLM
-is imported.
+A variable that is already set is left alone. Importing this module sets those of every platform, which must
+be set before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -9,23 +9,18 @@ from __future__ import annotations
 import logging
 import os
 
-
-def set_defaults() -> None:
-    """Set the defaults of every platform: a quiet engine in a spawned process, no usage statistics."""
-    defaults = {
-        # `fork` would copy the locks of grpc's threads and of the event loop in an arbitrary state.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # At WARNING each start prints a dozen lines that are normal on a CPU.
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        # About vLLM's own use of torch, in the engine process.
-        "PYTHONWARNINGS": "ignore::FutureWarning",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+DEFAULTS = {
+    # `fork` would copy the locks of grpc's threads and of the event loop in an arbitrary state.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # At WARNING each start prints a dozen lines that are normal on a CPU.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # About vLLM's own use of torch, in the engine process.
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def set_cpu_defaults() -> None:
@@ -53,5 +48,6 @@ def quieten() -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
-set_defaults()
+for variable, default in DEFAULTS.items():
+    os.environ.setdefault(variable, default)
 quieten()

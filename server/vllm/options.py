@@ -21,10 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from penstock.common.arithmetic import computes_bfloat16
 
-__all__ = ["AsyncEngineArgs", "describe_options", "engine_arguments"]
-
 WORKER_EXTENSION = "penstock.server.vllm.worker.weight_engine.WorkerExtension"
-WEIGHT_TRANSFER_BACKEND = "penstock"
 KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 GIB = 1 << 30
 
@@ -74,7 +71,7 @@ def engine_arguments(options: Sequence[str]) -> AsyncEngineArgs:
     if arguments.enable_lora:
         # A new version is loaded before the oldest is freed.
         arguments.max_cpu_loras = max(arguments.max_cpu_loras or 0, arguments.max_loras + 1)
-    arguments.weight_transfer_config = WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND)
+    arguments.weight_transfer_config = WeightTransferConfig(backend="penstock")
     return arguments
 
 

@@ -56,7 +56,7 @@ def check_names(tool_parser: str, reasoning_parser: str) -> None:
 
 
 class VllmParsers:
-    """Implements the OutputParser interface; see `conversation`."""
+    """The methods of `penstock.server.text.renderer.OutputParser`, which documents them."""
 
     def __init__(self, tokenizer: object, tool_parser: str, reasoning_parser: str) -> None:
         """`tokenizer` is a Hugging Face tokenizer. Raises ParserUnknown."""
@@ -107,20 +107,13 @@ class VllmParsers:
         return Parsed(content, reasoning, calls, error, count)
 
     def _run(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        prompt_token_ids: Sequence[int],
-        tools: Sequence[Tool],
+        self, text: str, token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]
     ) -> tuple[str, str, tuple[ParsedCall, ...]]:
         request = _request(tools)
         parser = self._parser_class(self._tokenizer, request.tools)
-        parser.set_prompt_token_ids(list(prompt_token_ids))
+        parser.set_prompt_token_ids(list(prompt))
         reasoning, content, calls = parser.parse(
-            text,
-            request,
-            enable_auto_tools=bool(tools),
-            model_output_token_ids=list(token_ids),
+            text, request, enable_auto_tools=bool(tools), model_output_token_ids=list(token_ids)
         )
         found = tuple(
             ParsedCall(str(call.name), str(call.arguments), _own_id(call.id))

@@ -14,17 +14,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from penstock.common.checkpoint import DTYPES
 from penstock.server.engine.protocol import Adapter, StagedWeights
 from penstock.server.weights.adapter_manifest import AdapterShape
-from penstock.server.weights.staging.checkpoint import DTYPES
 from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 
 # torch's name -> safetensors' name
 DTYPE_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 NAME = "penstock-adapters-"
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class AdapterFolders:
@@ -52,14 +50,15 @@ class AdapterFolders:
         data = safetensors_file(staged)
         version = staged.weight_version
         try:
-            with contextlib.ExitStack() as undo:
-                adapter = Adapter(version, self._own() / f"v{version}")
-                adapter.folder.mkdir()
-                undo.callback(self.remove, adapter)
-                (adapter.folder / CONFIG_FILE).write_text(json.dumps(config))
-                (adapter.folder / WEIGHTS_FILE).write_bytes(data)
-                undo.pop_all()
-                return adapter
+            adapter = Adapter(version, self._own() / f"v{version}")
+            adapter.folder.mkdir()
+            try:
+                (adapter.folder / "adapter_config.json").write_text(json.dumps(config))
+                (adapter.folder / "adapter_model.safetensors").write_bytes(data)
+            except BaseException:
+                self.remove(adapter)
+                raise
+            return adapter
         except OSError as error:
             raise WeightRefused(
                 Reason.DISK_FULL,
@@ -68,7 +67,6 @@ class AdapterFolders:
             ) from error
 
     def remove(self, adapter: Adapter) -> None:
-        """Removes an adapter's folder, which frees its memory."""
         shutil.rmtree(adapter.folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -85,7 +83,6 @@ class AdapterFolders:
 
 
 def safetensors_file(staged: StagedWeights) -> bytes:
-    """A length, a table, and the tensors one after another."""
     data = staged.path.read_bytes()
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     parts: list[bytes] = []

@@ -18,12 +18,11 @@ Order of events of a switch to adapter v:
 A turn that requires a version never samples under another. If it would have to continue under v, it
 ends ABORTED instead.
 
-The engine samples with a limited number of adapters at the same time. If v exceeds that limit, the
-turns of the oldest adapter continue under v, whatever the policy. If there is a probe, they and new
-turns first wait for it, because v cannot be scored until they make room.
+The engine samples with a limited number of adapters at the same time. If v exceeds that limit, the turns of
+the oldest adapter continue under v, whatever the policy. If there is a probe, they and new turns first wait
+for it, because v cannot be scored until they make room.
 
-Failures: if v cannot be written or loaded, or its probe fails, v is removed. The previous version
-remains active and unchanged.
+If v cannot be written or loaded, or its probe fails, v is removed. The previous version remains active.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from opentelemetry import trace
 
@@ -52,7 +50,6 @@ from penstock.server.weights.adapter_folder import AdapterFolders
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult, compare
 from penstock.server.weights.staging.incoming import Staged
-from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.server.weights.staging.stage import WeightStage
 from penstock.server.weights.switch import (
     InFlight,
@@ -60,18 +57,12 @@ from penstock.server.weights.switch import (
     Switched,
     TurnsInFlight,
     WeightSwitch,
+    engine_needed,
 )
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("penstock.server")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Activation:
-    adapter: Adapter
-    policy: InFlight
-    probe: Probe | None
 
 
 class AdapterVersions:
@@ -111,11 +102,8 @@ class AdapterVersions:
     ) -> Switched:
         """Needs no pause. Raises WEIGHT_LOAD_FAILED, PROBE_MISMATCH or DISK_FULL if the previous version
         remains active, WEIGHTS_INCONSISTENT if no version does, and ENGINE_LOST if the engine died."""
-        try:
-            # Memory that its uploader cannot write to, verified again if needed.
-            copy = await self._stage.hold(staged.retain())
-        except WeightRefused as error:
-            raise DomainError(error.reason, error.message, error.metadata) from error
+        # Memory that its uploader cannot write to, verified again if needed.
+        copy = await self._stage.hold(staged.retain())
         try:
             return await self._switch(copy.weights, shape, policy, probe)
         finally:
@@ -125,20 +113,17 @@ class AdapterVersions:
         self, weights: StagedWeights, shape: AdapterShape, policy: InFlight, probe: Probe | None
     ) -> Switched:
         version = weights.weight_version
-        with tracer.start_as_current_span("penstock.switch_weights") as span:
+        with tracer.start_as_current_span("penstock.switch_weights") as span, engine_needed():
             span.set_attribute("penstock.weight_version", version)
             span.set_attribute("penstock.in_flight", policy.value)
             span.set_attribute("penstock.adapter", True)
+            adapter = await self._add(weights, shape)
             try:
-                adapter = await self._add(weights, shape)
-                try:
-                    result = await self._activate(_Activation(adapter, policy, probe))
-                except BaseException:
-                    if version not in self._loaded:
-                        self._free(adapter)
-                    raise
-            except EngineLost as error:
-                raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
+                result = await self._activate(adapter, policy, probe)
+            except BaseException:
+                if version not in self._loaded:
+                    self._free(adapter)
+                raise
         self.free_idle()
         return Switched(version, 0.0, result)
 
@@ -166,12 +151,9 @@ class AdapterVersions:
         # A version being freed can even be this one, uploaded again after a failure.
         while version in self._freeing or len(self._loaded) + len(self._freeing) > self._most:
             await self._freed.wait()
-        try:
-            adapter = await run_to_its_end(
-                lambda: self._folders.write(weights, shape), self._folders.remove
-            )
-        except WeightRefused as error:
-            raise DomainError(error.reason, error.message, error.metadata) from error
+        adapter = await run_to_its_end(
+            lambda: self._folders.write(weights, shape), self._folders.remove
+        )
         try:
             await self._engine.add_adapter(adapter)
         except BaseException as error:
@@ -186,29 +168,30 @@ class AdapterVersions:
             ) from error
         return adapter
 
-    async def _activate(self, change: _Activation) -> ProbeResult | None:
-        version, policy = change.adapter.weight_version, change.policy
-        crowded = change.probe is not None and len(self._sampling()) >= self._most
-        result = None if crowded else await self._prove(change)
+    async def _activate(
+        self, adapter: Adapter, policy: InFlight, probe: Probe | None
+    ) -> ProbeResult | None:
+        version = adapter.weight_version
+        crowded = probe is not None and len(self._sampling()) >= self._most
+        result = None if crowded else await self._prove(version, probe)
         async with self._state.gate_closed():
             if policy is InFlight.DRAIN:
                 await self._turns.wait_idle()
             if crowded:
-                await self._make_room(change)
-                result = await self._prove(change)
+                await self._make_room(version, policy)
+                result = await self._prove(version, probe)
             if policy is InFlight.ABORT:
                 await self._turns.abort(self._turns.sampling)
             self._state.adopt(version, adapter=True)
-            self._loaded[version] = change.adapter
+            self._loaded[version] = adapter
             if policy is InFlight.RECOMPUTE:
                 await self._move(self._staying(), "recompute")
             else:
-                await self._make_room(change)
+                await self._make_room(version, policy)
         return result
 
-    async def _prove(self, change: _Activation) -> ProbeResult | None:
+    async def _prove(self, version: int, probe: Probe | None) -> ProbeResult | None:
         """Raises PROBE_MISMATCH."""
-        probe, version = change.probe, change.adapter.weight_version
         if probe is None:
             return None
         result = compare(probe, await self._engine.score(probe.token_ids, version))
@@ -226,9 +209,8 @@ class AdapterVersions:
         """Turns that the engine samples and that are not already moving to another adapter."""
         return [turn for turn in self._turns.sampling if turn.state is not TurnState.MOVING]
 
-    async def _make_room(self, change: _Activation) -> None:
+    async def _make_room(self, version: int, policy: InFlight) -> None:
         """Moves the turns of the oldest adapters if the new one would exceed the engine's limit."""
-        version = change.adapter.weight_version
         adapters = {turn.adapter_version for turn in self._staying()} - {version}
         others = sorted(v for v in adapters if v is not None)
         for oldest in others[: max(0, len(others) + 1 - self._most)]:
@@ -241,7 +223,7 @@ class AdapterVersions:
                 version,
                 self._most,
             )
-            if change.policy is InFlight.ABORT:
+            if policy is InFlight.ABORT:
                 await self._turns.abort(turns)
             else:
                 await self._move(turns, "max_loras")
@@ -259,13 +241,12 @@ class AdapterVersions:
         self._freeing[version] = task
 
     async def _remove(self, adapter: Adapter) -> None:
+        version = adapter.weight_version
         try:
-            await self._engine.remove_adapter(adapter.weight_version)
+            await self._engine.remove_adapter(version)
         except EngineLost as error:
-            logger.info(
-                "adapter version %d was lost with the engine: %s", adapter.weight_version, error
-            )
+            logger.info("adapter version %d was lost with the engine: %s", version, error)
         finally:
             self._folders.remove(adapter)
-            del self._freeing[adapter.weight_version]
+            del self._freeing[version]
             self._freed.notify()

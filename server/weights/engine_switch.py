@@ -1,14 +1,12 @@
 """Switching one engine: pause -> load -> resume under one lock, with a way back on failure.
 
-`switch` loads a staged version. `change` runs any load, for example one that receives a collective.
-
 Order of events of a switch to version v:
 
 0. PREPARING: the engine prepares v as far as it can next to the weights it samples with.
 1. CLOSED: new turns wait, admissions under way finish.
 2. Turns in flight are drained or aborted if the policy requires it. Turns that require the old version
    are always aborted.
-3. The engine pauses at a step boundary, loads, and labels everything after that with v.
+3. The engine pauses at a step boundary, loads, and labels what follows with v.
 4. The engine resumes. If there is a probe, the switch scores it now, UNCONFIRMED.
 5. v becomes the active version and the gate opens.
 
@@ -19,13 +17,10 @@ Failures:
 - After a failed load, the engine loads the previous version again and continues undisturbed.
 - After a failed probe, turns in flight end ABORTED at the last token of the previous version. Then the
   engine loads that version again.
-- If going back is impossible or fails too, the weights in the engine cannot be trusted. Turns in flight
-  end ABORTED with the tokens they have, and every admission is refused with WEIGHTS_INCONSISTENT. Only
-  another complete load heals this; it drops the cache under every policy.
-- The same applies if a later check shows that the bytes were written to while the engine loaded them
-  (`spoiled`).
-
-An adapter becomes active without a pause; see `adapter_versions`.
+- If going back is impossible or fails too, or if a later check shows that the bytes were written to while
+  the engine loaded them, its weights cannot be trusted. Turns in flight end ABORTED with the tokens they
+  have, and every admission is refused with WEIGHTS_INCONSISTENT. Only another complete load heals this; it
+  drops the cache under every policy.
 """
 
 from __future__ import annotations
@@ -41,7 +36,6 @@ from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import CollectiveEngine, EngineLoadFailed, EngineLost
 from penstock.server.weights.adapter_versions import AdapterVersions
 from penstock.server.weights.probe import Probe, ProbeResult, compare
-from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.server.weights.switch import (
     InFlight,
     ProbeMismatch,
@@ -52,6 +46,7 @@ from penstock.server.weights.switch import (
     VersionBefore,
     WeightSwitch,
     abort_required,
+    engine_needed,
 )
 from penstock.wire.reasons import Reason
 
@@ -59,50 +54,35 @@ logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("penstock.server")
 
 Load = Callable[[], Awaitable[None]]
-"""Loads other weights into a paused engine. Raises DomainError or WeightRefused if the engine still holds
-what it held before, and EngineLoadFailed if its weights can no longer be trusted."""
+"""Loads other weights into a paused engine. Raises DomainError if the engine still holds what it held
+before, and EngineLoadFailed if its weights can no longer be trusted."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Change:
-    weight_version: int
-    load: Load
-    before: VersionBefore
-
-
+@dataclass(frozen=True)
 class EngineSwitch:
     """The `Switcher` of one engine."""
+
+    engine: CollectiveEngine
+    state: WeightSwitch
+    turns: TurnsInFlight
+    adapters: AdapterVersions
+    prepare_ahead: bool = True
 
     holds_adapters = False
     """The engine has read an adapter, and the full weights stay."""
 
-    def __init__(
-        self,
-        engine: CollectiveEngine,
-        state: WeightSwitch,
-        turns: TurnsInFlight,
-        adapters: AdapterVersions,
-        *,
-        prepare_ahead: bool = True,
-    ) -> None:
-        self.engine = engine
-        self._state = state
-        self._turns = turns
-        self._adapters = adapters
-        self._prepare_ahead = prepare_ahead
-
     @property
     def adapter_versions(self) -> list[int]:
-        return self._adapters.weight_versions
+        return self.adapters.weight_versions
 
     def stage(self, update: Update) -> None:
         """Do nothing ahead: only a switch gives the engine a version."""
 
     async def switch(self, update: Update, policy: InFlight, before: VersionBefore) -> Switched:
         if update.adapter is not None:
-            return await self._adapters.switch(update.staged, update.adapter, policy, update.probe)
+            return await self.adapters.switch(update.staged, update.adapter, policy, update.probe)
         engine, weights = self.engine, update.staged.weights
-        ahead = (lambda: engine.prepare(weights)) if self._prepare_ahead else None
+        ahead = (lambda: engine.prepare(weights)) if self.prepare_ahead else None
         return await self.change(
             weights.weight_version,
             lambda: engine.load(weights),
@@ -123,21 +103,17 @@ class EngineSwitch:
     ) -> Switched:
         """`prepare` runs first. Raises what `Switcher.switch` raises, and what `load` raises if that
         changed nothing."""
-        async with self._state.change():
-            with tracer.start_as_current_span("penstock.switch_weights") as span:
+        async with self.state.change():
+            with tracer.start_as_current_span("penstock.switch_weights") as span, engine_needed():
                 span.set_attribute("penstock.weight_version", weight_version)
                 span.set_attribute("penstock.in_flight", policy.value)
                 # While nothing is served, preparing ahead cannot shorten a pause.
-                if prepare is not None and self._state.trusted:
+                if prepare is not None and self.state.trusted:
                     await self._prepare(weight_version, prepare)
                 try:
-                    await self._state.hold_turns()
-                    switched = await self._switch(
-                        _Change(weight_version, load, before), policy, probe
-                    )
-                except EngineLost as error:
-                    raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
-                except (DomainError, WeightRefused):
+                    await self.state.hold_turns()
+                    switched = await self._switch(weight_version, load, policy, before, probe)
+                except (DomainError, EngineLost):
                     raise
                 except Exception as error:
                     # After an unexpected error it is unknown which weights the engine holds.
@@ -147,42 +123,47 @@ class EngineSwitch:
                 return switched
 
     async def _prepare(self, version: int, prepare: Load) -> None:
-        self._state.move(SwitchPhase.PREPARING)
+        self.state.move(SwitchPhase.PREPARING)
         try:
             with tracer.start_as_current_span("penstock.prepare_weights"):
                 await prepare()
-        except EngineLost as error:
-            raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
         except EngineLoadFailed as error:
             raise self._load_failed(version, error) from error
 
     def _load_failed(self, version: int, error: EngineLoadFailed) -> DomainError:
-        active = self._state.active_version
+        active = self.state.active_version
         return DomainError(
             Reason.WEIGHT_LOAD_FAILED,
             f"loading version {version} failed; version {active} stays active: {error}",
             {"weight_version": version, "active": active},
         )
 
-    async def _switch(self, change: _Change, policy: InFlight, probe: Probe | None) -> Switched:
-        version, state = change.weight_version, self._state
+    async def _switch(
+        self,
+        version: int,
+        load: Load,
+        policy: InFlight,
+        before: VersionBefore,
+        probe: Probe | None,
+    ) -> Switched:
+        state = self.state
         if policy is InFlight.DRAIN:
-            await self._turns.wait_idle()
+            await self.turns.wait_idle()
         elif policy is InFlight.ABORT:
-            await self._turns.abort(self._turns.sampling)
+            await self.turns.abort(self.turns.sampling)
         else:
-            await abort_required(self._turns)
+            await abort_required(self.turns)
         await self._pause(drop_cache=policy is not InFlight.KEEP)
         began = time.monotonic()
         try:
-            await change.load()
-        except (DomainError, WeightRefused):
+            await load()
+        except DomainError:
             # Nothing was changed; what could not be trusted before still cannot.
             if state.trusted:
                 await self.engine.resume()
             raise
         except EngineLoadFailed as error:
-            await self._go_back(change, f"loading it failed: {error}")
+            await self._go_back(version, before, f"loading it failed: {error}")
             raise self._load_failed(version, error) from error
         if probe is None:
             state.adopt(version)
@@ -191,37 +172,36 @@ class EngineSwitch:
             state.withhold(version)
         await self.engine.resume()
         pause = time.monotonic() - began
-        result = await self._confirm(change, probe) if probe is not None else None
+        result = await self._confirm(version, before, probe) if probe is not None else None
         if not state.trusted:
             await state.refuse(None)
         return Switched(version, pause, result)
 
-    async def _confirm(self, change: _Change, probe: Probe) -> ProbeResult:
+    async def _confirm(self, version: int, before: VersionBefore, probe: Probe) -> ProbeResult:
         """Score the probe and give the verdict; on a mismatch, go back."""
-        version = change.weight_version
         try:
             result = compare(probe, await self.engine.score(probe.token_ids))
         except BaseException:
-            self._state.judge(good=False)
+            self.state.judge(good=False)
             raise
         # NaN compares false, so it is never within the tolerance.
         good = result.mean_difference <= probe.tolerance
-        self._state.judge(good=good)
+        self.state.judge(good=good)
         if good:
-            self._state.adopt(version)
+            self.state.adopt(version)
             return result
         # The verdict stands until the last token of these weights has been discarded.
-        await self._turns.abort(self._turns.sampling)
+        await self.turns.abort(self.turns.sampling)
         # Nothing that these weights computed may be reused.
         await self._pause(drop_cache=True)
-        await self._go_back(change, f"its probe is {result.mean_difference:.6g} nats off")
-        raise ProbeMismatch(version, self._state.active_version, result, probe)
+        await self._go_back(version, before, f"its probe is {result.mean_difference:.6g} nats off")
+        raise ProbeMismatch(version, self.state.active_version, result, probe)
 
-    async def _go_back(self, change: _Change, problem: str) -> None:
+    async def _go_back(self, version: int, before: VersionBefore, problem: str) -> None:
         """Load the previous version and resume the engine. Raises WEIGHTS_INCONSISTENT if that fails."""
         way = "there is no version to go back to"
-        if self._state.trusted:
-            async with change.before() as weights:
+        if self.state.trusted:
+            async with before() as weights:
                 if weights is not None:
                     try:
                         await self.engine.load(weights)
@@ -230,10 +210,10 @@ class EngineSwitch:
                     else:
                         await self.engine.resume()
                         return
-        raise await self._distrust(change.weight_version, f"{problem}; {way}")
+        raise await self._distrust(version, f"{problem}; {way}")
 
     async def spoiled(self, weight_version: int, problem: str) -> None:
-        async with self._state.change():
+        async with self.state.change():
             raise await self._distrust(weight_version, problem)
 
     async def _distrust(self, version: int, problem: str) -> DomainError:
@@ -243,7 +223,7 @@ class EngineSwitch:
             version,
             problem,
         )
-        await self._state.refuse(
+        await self.state.refuse(
             DomainError(
                 Reason.WEIGHTS_INCONSISTENT,
                 f"version {version} cannot be served; "
@@ -252,7 +232,7 @@ class EngineSwitch:
                 retry_after_seconds=5.0,
             )
         )
-        await self._turns.abort(self._turns.sampling)
+        await self.turns.abort(self.turns.sampling)
         return DomainError(
             Reason.WEIGHTS_INCONSISTENT,
             f"version {version} cannot be served: {problem}",
@@ -262,4 +242,4 @@ class EngineSwitch:
     async def _pause(self, *, drop_cache: bool) -> None:
         """The engine is paused already after an unrecoverable load. Untrusted weights also lose their
         cache: it carries a version number that may be uploaded again."""
-        await self.engine.pause(drop_cache=drop_cache or not self._state.trusted)
+        await self.engine.pause(drop_cache=drop_cache or not self.state.trusted)

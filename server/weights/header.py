@@ -1,7 +1,4 @@
-"""Reading the header of an upload, and checking everything that does not depend on the server's state.
-
-`versions` and the stage check that the version is in order and that its tensors are the model's.
-"""
+"""Reading the header of an upload, and checking everything that does not depend on the server's state."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from penstock.v1 import weights_pb2
 from penstock.wire.channel import split_address
 from penstock.wire.reasons import Reason
 from penstock.wire.upload_messages import Header
+from penstock.wire.words import IN_FLIGHT
 
 ENCODINGS: Mapping[int, Encoding] = {
     weights_pb2.TENSOR_ENCODING_UNSPECIFIED: Encoding.RAW,
@@ -25,13 +23,11 @@ ENCODINGS: Mapping[int, Encoding] = {
     weights_pb2.TENSOR_ENCODING_SAME: Encoding.SAME,
     weights_pb2.TENSOR_ENCODING_SPARSE: Encoding.SPARSE,
 }
-IN_FLIGHT_POLICIES = {
-    weights_pb2.IN_FLIGHT_POLICY_KEEP: InFlight.KEEP,
-    weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE: InFlight.RECOMPUTE,
-    weights_pb2.IN_FLIGHT_POLICY_DRAIN: InFlight.DRAIN,
-    weights_pb2.IN_FLIGHT_POLICY_ABORT: InFlight.ABORT,
+IN_FLIGHT_POLICIES: Mapping[int, InFlight | None] = {
+    weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED: None,
+    **{policy: InFlight(word) for word, policy in IN_FLIGHT.items()},
 }
-ACTIVATIONS = {
+ACTIVATIONS: Mapping[int, bool] = {
     weights_pb2.ACTIVATION_UNSPECIFIED: True,
     weights_pb2.ACTIVATION_IMMEDIATE: True,
     weights_pb2.ACTIVATION_STAGED: False,
@@ -40,8 +36,6 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class InlineSource:
-    """The payload comes in chunks of the stream."""
-
     length_bytes: int
 
 
@@ -57,15 +51,13 @@ class SharedSource:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """The bytes are in a folder of safetensors files."""
+    """A folder of safetensors files."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSource:
-    """The bytes come by a collective that the engine has joined."""
-
     backend: str
 
 
@@ -88,7 +80,7 @@ class Announced:
     """Zero for a full upload."""
     trainer_epoch: int
     digest: bytes
-    """SHA-256 of the header as sent. The same digest means the same upload, except if the payload is still
+    """SHA-256 of the header as sent. Equal digests mean the same upload, except if the payload is still
     being filled: then the checksums are in the commit."""
     source: Source
     manifest: tuple[ManifestTensor, ...]
@@ -140,7 +132,9 @@ def read_header(received: Header, description: EngineDescription) -> Announced:
         raise FieldInvalid("header.peer", "may not be the source of an adapter")
     if isinstance(source, SharedSource) and source.progress_offset_bytes is not None:
         _check_filling(header)
-    immediate = _read_activation(header.activation)
+    immediate = ACTIVATIONS.get(header.activation)
+    if immediate is None:
+        raise FieldInvalid("header.activation", "is unknown", header.activation)
     if isinstance(source, CollectiveSource) and not immediate:
         raise FieldInvalid(
             "header.activation",
@@ -163,19 +157,9 @@ def read_header(received: Header, description: EngineDescription) -> Announced:
 
 def read_in_flight(policy: int) -> InFlight | None:
     """None means the server's default. Raises FIELD_INVALID."""
-    if policy == weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED:
-        return None
-    known = {int(number): value for number, value in IN_FLIGHT_POLICIES.items()}
-    if policy not in known:
+    if policy not in IN_FLIGHT_POLICIES:
         raise FieldInvalid("in_flight", "is unknown", policy)
-    return known[policy]
-
-
-def _read_activation(activation: int) -> bool:
-    known = {int(number): value for number, value in ACTIVATIONS.items()}
-    if activation not in known:
-        raise FieldInvalid("header.activation", "is unknown", activation)
-    return known[activation]
+    return IN_FLIGHT_POLICIES[policy]
 
 
 def _read_source(header: weights_pb2.WeightHeader) -> Source:
@@ -198,21 +182,18 @@ def _read_source(header: weights_pb2.WeightHeader) -> Source:
     if kind == "collective":
         return CollectiveSource(header.collective.backend)
     if kind == "peer":
-        return _read_peer(header.peer)
+        peer = header.peer
+        try:
+            split_address(peer.address)
+        except ValueError as error:
+            raise FieldInvalid("header.peer.address", str(error), peer.address) from error
+        if peer.weight_version < 1:
+            problem = "must be a version that was uploaded"
+            raise FieldInvalid("header.peer.weight_version", problem, peer.weight_version)
+        return PeerSource(peer.address, peer.weight_version)
     if kind is None:
         raise FieldInvalid("header.source", "must be set")
     raise FieldInvalid("header.source", "is not one this server takes; see GetServerInfo", kind)
-
-
-def _read_peer(peer: weights_pb2.PeerSource) -> PeerSource:
-    try:
-        split_address(peer.address)
-    except ValueError as error:
-        raise FieldInvalid("header.peer.address", str(error), peer.address) from error
-    if peer.weight_version < 1:
-        problem = "must be a version that was uploaded"
-        raise FieldInvalid("header.peer.weight_version", problem, peer.weight_version)
-    return PeerSource(peer.address, peer.weight_version)
 
 
 def _check_filling(header: weights_pb2.WeightHeader) -> None:

@@ -48,12 +48,12 @@ class HeldWeights:
     async def replace(self, staged: Staged) -> None:
         """Takes `staged` over, if there is room. Raises WeightRefused if its uploader wrote to it after
         verification."""
-        self.let_go()
+        self.release()
         self._full = await self._take_over(staged)
 
     async def replace_adapter(self, staged: Staged) -> None:
         """Takes `staged` over. Raises as `replace` does."""
-        self._let_go_of_adapter()
+        self._release_adapter()
         self._adapter = await self._take_over(staged)
 
     async def _take_over(self, staged: Staged) -> Staged | None:
@@ -70,13 +70,13 @@ class HeldWeights:
         finally:
             staged.release()
 
-    def let_go(self) -> None:
-        self._let_go_of_adapter()
+    def release(self) -> None:
+        self._release_adapter()
         if self._full is not None:
             self._full.release()
             self._full = None
 
-    def _let_go_of_adapter(self) -> None:
+    def _release_adapter(self) -> None:
         if self._adapter is not None:
             self._adapter.release()
             self._adapter = None

@@ -14,12 +14,10 @@ from penstock.server.core.errors import FieldInvalid
 from penstock.server.engine.protocol import EngineDescription
 from penstock.v1 import weights_pb2
 from penstock.wire import codec
-from penstock.wire.codec import twin
+from penstock.wire.messages import WeightProbeResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-WeightProbeResult = twin(weights_pb2.WeightProbeResult)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

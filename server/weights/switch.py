@@ -25,15 +25,23 @@ any state (`refuse`). So is whether the active version is the trainer's (`await_
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError
-from penstock.server.engine.protocol import StagedWeights
+from penstock.server.engine.protocol import EngineLost, StagedWeights
 from penstock.server.turns.trajectory import Turn
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult
@@ -69,6 +77,15 @@ class TurnsInFlight(Protocol):
 async def abort_required(turns: TurnsInFlight) -> None:
     """Abort the turns that require the old version, because they must not sample under another."""
     await turns.abort([turn for turn in turns.sampling if turn.record.required_weight_version])
+
+
+@contextmanager
+def engine_needed() -> Generator[None]:
+    """Turn the loss of the engine into ENGINE_LOST."""
+    try:
+        yield
+    except EngineLost as error:
+        raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
 
 
 VersionBefore = Callable[[], AbstractAsyncContextManager[StagedWeights | None]]
@@ -146,8 +163,6 @@ class Switcher(Protocol):
 
 
 class SwitchPhase(Enum):
-    """State of a change of weights; see the module's docstring."""
-
     IDLE = "idle"
     PREPARING = "preparing"
     ROLLING = "rolling"
@@ -165,14 +180,6 @@ _TRANSITIONS: Mapping[SwitchPhase, frozenset[SwitchPhase]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Unconfirmed:
-    """A loaded version whose probe has not been confirmed yet."""
-
-    weight_version: int
-    verdict: asyncio.Future[bool]
-
-
 class WeightSwitch:
     """The active version, the gate in front of it, and the lock around every change of it."""
 
@@ -185,11 +192,14 @@ class WeightSwitch:
         self._on_health = on_health
         self._lock = asyncio.Lock()
         self._changed = Broadcast()
-        self._phase = SwitchPhase.IDLE
-        self._awaiting_trainer = False
+        self.phase = SwitchPhase.IDLE
+        self.awaiting_trainer = False
+        """Whether turns wait until the trainer's version is active."""
         self._admitting = 0
         self._refusal: DomainError | None = None
-        self._unconfirmed: _Unconfirmed | None = None
+        self.unconfirmed_version: int | None = None
+        """The version whose tokens are withheld until the verdict on its probe, else None."""
+        self._verdict: asyncio.Future[bool] | None = None
         self.full_version = active_version
         self.active_adapter: int | None = None
         """The active version if it is an adapter on the full weights, else None."""
@@ -199,10 +209,6 @@ class WeightSwitch:
         return self.full_version if self.active_adapter is None else self.active_adapter
 
     @property
-    def phase(self) -> SwitchPhase:
-        return self._phase
-
-    @property
     def trusted(self) -> bool:
         """Whether the engine holds the weights of `active_version`."""
         return self._refusal is None
@@ -210,30 +216,18 @@ class WeightSwitch:
     @property
     def switching(self) -> bool:
         """Whether turns wait because weights are changing or the trainer has yet to send its own."""
-        return (
-            self._phase in (SwitchPhase.CLOSED, SwitchPhase.UNCONFIRMED) or self._awaiting_trainer
-        )
+        return self.phase in (SwitchPhase.CLOSED, SwitchPhase.UNCONFIRMED) or self.awaiting_trainer
 
     @property
     def changing(self) -> bool:
         """Whether the active version may change soon. Includes a pool switching one engine at a time."""
-        return self.switching or self._phase is SwitchPhase.ROLLING
-
-    @property
-    def awaiting_trainer(self) -> bool:
-        """Whether turns wait until the trainer's version is active."""
-        return self._awaiting_trainer
-
-    @property
-    def unconfirmed_version(self) -> int | None:
-        """The version whose tokens are withheld while its probe is scored, else None."""
-        return self._unconfirmed.weight_version if self._unconfirmed else None
+        return self.switching or self.phase is SwitchPhase.ROLLING
 
     # For turns
 
     async def confirmed(self) -> bool:
-        """Wait for the verdict on that version. False means that its tokens must be discarded."""
-        return self._unconfirmed is None or await asyncio.shield(self._unconfirmed.verdict)
+        """Wait for the verdict on `unconfirmed_version`. False: its tokens must be discarded."""
+        return self._verdict is None or await asyncio.shield(self._verdict)
 
     @asynccontextmanager
     async def admission(self, *, pinned: bool = False) -> AsyncGenerator[int]:
@@ -254,8 +248,8 @@ class WeightSwitch:
 
     async def await_trainer(self, awaiting: bool) -> None:
         """Start or stop holding turns because the active weights are not the trainer's."""
-        if awaiting != self._awaiting_trainer:
-            self._awaiting_trainer = awaiting
+        if awaiting != self.awaiting_trainer:
+            self.awaiting_trainer = awaiting
             self._changed.notify()
             await self._tell_health()
 
@@ -278,14 +272,14 @@ class WeightSwitch:
             try:
                 yield
             finally:
-                self._unconfirmed = None
-                if self._phase is not SwitchPhase.IDLE:
+                self.unconfirmed_version = self._verdict = None
+                if self.phase is not SwitchPhase.IDLE:
                     self.move(SwitchPhase.IDLE)
 
     def move(self, phase: SwitchPhase) -> None:
-        if phase not in _TRANSITIONS[self._phase]:
-            raise RuntimeError(f"a change of weights cannot go from {self._phase} to {phase}")
-        self._phase = phase
+        if phase not in _TRANSITIONS[self.phase]:
+            raise RuntimeError(f"a change of weights cannot go from {self.phase} to {phase}")
+        self.phase = phase
         self._changed.notify()
 
     async def hold_turns(self, phase: SwitchPhase = SwitchPhase.CLOSED) -> None:
@@ -307,15 +301,15 @@ class WeightSwitch:
     def withhold(self, weight_version: int) -> None:
         """Withhold the tokens of a version until `judge` has the verdict on its probe."""
         self.move(SwitchPhase.UNCONFIRMED)
-        verdict = asyncio.get_running_loop().create_future()
-        self._unconfirmed = _Unconfirmed(weight_version, verdict)
+        self.unconfirmed_version = weight_version
+        self._verdict = asyncio.get_running_loop().create_future()
 
     def judge(self, *, good: bool) -> None:
         """Confirm the withheld version, or have its tokens discarded until the change has ended."""
-        assert self._unconfirmed is not None, "no version is withheld"
-        self._unconfirmed.verdict.set_result(good)
+        assert self._verdict is not None, "no version is withheld"
+        self._verdict.set_result(good)
         if good:
-            self._unconfirmed = None
+            self.unconfirmed_version = self._verdict = None
             self.move(SwitchPhase.CLOSED)
 
     def adopt(self, weight_version: int, *, adapter: bool = False) -> None:

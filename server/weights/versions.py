@@ -62,7 +62,7 @@ class WeightVersions:
     ) -> None:
         """`on_staged` gets an upload's bytes and changed tensors; `on_switched` runs once it is active."""
         self._stage = stage
-        self._held = held
+        self.held = held
         self._state = state
         self._switcher = switcher
         self._on_staged = on_staged
@@ -94,15 +94,10 @@ class WeightVersions:
     @property
     def delta_base_version(self) -> int:
         """Zero if there is none."""
-        return self._held.weight_version if self.delta_base() is not None else 0
-
-    @property
-    def held_version(self) -> int:
-        """Zero if there is none."""
-        return self._held.weight_version
+        return self.held.weight_version if self.delta_base() is not None else 0
 
     def delta_base(self) -> Staged | None:
-        return self._held.get(self.active_version) if self._state.trusted else None
+        return self.held.get(self.active_version) if self._state.trusted else None
 
     def base_of(self, announced: Announced) -> Staged | None:
         """None for a full upload. Raises BASE_VERSION_MISMATCH."""
@@ -130,7 +125,7 @@ class WeightVersions:
         version, staged = self._staged.get(weight_version, (None, None))
         if version is not None and version.announced.adapter is None:
             return staged
-        held = self._held.get(weight_version)
+        held = self.held.get(weight_version)
         return held if held is not None and held.hashes else None
 
     def memory_of(self, weight_version: int) -> Buffer | None:
@@ -149,6 +144,13 @@ class WeightVersions:
         active = self._active
         same = active is not None and active.announced.digest == announced.digest
         return active if same and self.trusted_version == announced.weight_version else None
+
+    def not_staged(self, weight_version: int, problem: str) -> DomainError:
+        return DomainError(
+            Reason.WEIGHT_VERSION_NOT_STAGED,
+            f"version {weight_version} {problem}",
+            {"weight_version": weight_version, "active": self.active_version},
+        )
 
     def check_order(self, version: int) -> None:
         """Raise WEIGHT_VERSION_STALE if a version is not newer than every other."""
@@ -190,7 +192,7 @@ class WeightVersions:
         version = Version(announced, staged.hashes, changed)
         self._tell_staged(version, length_bytes)
         self._staged[announced.weight_version] = version, staged
-        self._switcher.stage(_update(announced, staged))
+        self._switcher.stage(Update(staged, announced.probe, announced.adapter))
         while len(self._staged) > self._max_staged:
             self._unstage(min(self._staged))
         return version
@@ -207,11 +209,9 @@ class WeightVersions:
         """Does nothing if the version is active already. Raises WEIGHT_VERSION_NOT_STAGED,
         WEIGHT_LOAD_FAILED, PROBE_MISMATCH, WEIGHTS_INCONSISTENT or ENGINE_LOST."""
         # If the caller leaves, the engine must not stay paused or hold half a version.
+        switching = self._activate(weight_version, in_flight or self._in_flight)
         return await asyncio.shield(
-            self._switches.start(
-                self._activate(weight_version, in_flight or self._in_flight),
-                f"switch to version {weight_version}",
-            )
+            self._switches.start(switching, f"switch to version {weight_version}")
         )
 
     async def settled(self) -> None:
@@ -226,25 +226,22 @@ class WeightVersions:
                 return Switched(weight_version, 0.0)
             version, staged = self._staged.get(weight_version, (None, None))
             if version is None or staged is None or weight_version < self.active_version:
-                raise DomainError(
-                    Reason.WEIGHT_VERSION_NOT_STAGED,
-                    f"version {weight_version} is not staged",
-                    {"weight_version": weight_version, "active": self.active_version},
-                )
+                raise self.not_staged(weight_version, "is not staged")
             # While it is loaded, newer uploads must not release it.
             staged.retain()
             self._taking = weight_version
             try:
-                self.check_kind(version.announced)
-                update = _update(version.announced, staged)
+                announced = version.announced
+                self.check_kind(announced)
+                update = Update(staged, announced.probe, announced.adapter)
                 switched = await self._switcher.switch(update, in_flight, self._way_back)
                 # Makes room for the bytes that are held.
                 self._unstage_up_to(weight_version)
-                await self._hold(version.announced, staged.retain())
+                await self._hold(announced, staged.retain())
             except BaseException:
                 # It may be uploaded again.
                 self._unstage(weight_version)
-                self._let_go_of_what_is_lost()
+                self._release_if_untrusted()
                 raise
             finally:
                 staged.release()
@@ -258,12 +255,12 @@ class WeightVersions:
         the engine read, because it is then unknown what the engine holds."""
         try:
             if announced.adapter is None:
-                await self._held.replace(staged)
+                await self.held.replace(staged)
             elif self._switcher.holds_adapters:
-                await self._held.replace_adapter(staged)
+                await self.held.replace_adapter(staged)
             else:
                 staged.release()
-                self._held.let_go()
+                self.held.release()
         except WeightRefused as error:
             problem = f"it was written to after it was verified: {error.message}"
             await self._switcher.spoiled(announced.weight_version, problem)
@@ -283,9 +280,9 @@ class WeightVersions:
             try:
                 switched = await switch(announced.in_flight or self._in_flight, self._way_back)
             finally:
-                self._let_go_of_what_is_lost()
+                self._release_if_untrusted()
             version = self._unseen(announced)
-            self._held.let_go()
+            self.held.release()
             self._tell_staged(version, sum(t.decoded_bytes for t in announced.manifest))
             await self._adopt(version, switched)
         return version, switched
@@ -308,15 +305,11 @@ class WeightVersions:
         await self._on_switched(switched)
 
     def _way_back(self) -> AbstractAsyncContextManager[StagedWeights | None]:
-        return self._held.open(self.active_version)
+        return self.held.open(self.active_version)
 
-    def _let_go_of_what_is_lost(self) -> None:
+    def _release_if_untrusted(self) -> None:
         if not self._state.trusted:
-            self._held.let_go()
-
-    def let_go_of_held(self) -> None:
-        """Release the way back and the base of deltas to free their memory."""
-        self._held.let_go()
+            self.held.release()
 
     def _unstage_up_to(self, version: int) -> None:
         for older in [v for v in self._staged if v <= version]:
@@ -330,9 +323,5 @@ class WeightVersions:
         """Requires that no call is open any more and the engine is closed."""
         await self._switches.cancel()
         self._staged.clear()
-        self._held.let_go()
+        self.held.release()
         self._stage.close()
-
-
-def _update(announced: Announced, staged: Staged) -> Update:
-    return Update(staged, announced.probe, announced.adapter)

@@ -16,8 +16,9 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 from penstock.cli.__main__ import main
-from penstock.cli.checkpoint import CheckpointUnreadable, read_checkpoint
+from penstock.cli.checkpoint import read_checkpoint
 from penstock.client import connect
+from penstock.common.checkpoint import CheckpointUnreadable
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from tests.support.fakes import TENSORS
 from tests.support.harness import Harness, sampling, serve

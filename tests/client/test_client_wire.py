@@ -29,7 +29,7 @@ from penstock.client import (
 from penstock.client.scoring import Agent, single_turn
 from penstock.server.core.errors import DomainError
 from penstock.server.groups.attempts import Attempt
-from penstock.v1 import rollout_service_pb2
+from penstock.v1 import rollout_service_pb2, task_service_pb2
 from penstock.wire.reasons import Reason
 from tests.support.fakes import ByteRenderer, expected_tokens
 from tests.support.harness import Harness, hello, serve
@@ -214,15 +214,16 @@ async def test_a_close_ends_turns_that_would_resume_by_themselves(slow: Harness,
             asyncio.create_task(branch.turn("elsewhere", **options)),
         ]
         await until(lambda: len(slow.serving.turns.in_flight) == 2)
-        calls, complete, answers = trajectory._calls, trajectory._calls.complete_trajectory, []
+        ask, answers = trajectory._calls.ask, []
 
-        async def complete_late(request):
-            # Longer than it takes to resume a turn.
-            await asyncio.sleep(0.2)
-            answers.append("late")
-            return await complete(request)
+        async def complete_late(request, response, **options):
+            if response is task_service_pb2.CompleteTrajectoryResponse:
+                # Longer than it takes to resume a turn.
+                await asyncio.sleep(0.2)
+                answers.append("late")
+            return await ask(request, response, **options)
 
-        monkeypatch.setattr(calls, "complete_trajectory", complete_late)
+        monkeypatch.setattr(trajectory._calls, "ask", complete_late)
         await trajectory.complete(1.0)
         assert [(await turn).finish_reason for turn in turns] == [FinishReason.ABORTED] * 2
         assert answers == ["late"]
@@ -235,16 +236,17 @@ async def test_a_close_aborts_again_what_its_abort_overtook_and_not_without_end(
         trajectory = penstock.trajectory()
         turn = asyncio.create_task(trajectory.turn("go", max_tokens=400, ignore_eos=True))
         await until(lambda: len(slow.serving.turns.in_flight) == 1)
-        abort, overtaken = trajectory._calls.abort, 12
+        ask, overtaken = trajectory._calls.ask, 12
 
-        async def abort_early(request, *, patient):
+        async def abort_early(request, response, **options):
             nonlocal overtaken
-            overtaken -= 1
-            if overtaken > 0:
-                return rollout_service_pb2.AbortResponse()
-            return await abort(request, patient=patient)
+            if response is rollout_service_pb2.AbortResponse:
+                overtaken -= 1
+                if overtaken > 0:
+                    return rollout_service_pb2.AbortResponse()
+            return await ask(request, response, **options)
 
-        monkeypatch.setattr(trajectory._calls, "abort", abort_early)
+        monkeypatch.setattr(trajectory._calls, "ask", abort_early)
         with pytest.raises(NotAllowedNow, match="TURN_IN_FLIGHT"):
             await trajectory.complete(1.0)
         assert not turn.done()
@@ -584,7 +586,7 @@ def run_out(harness: Harness, trajectory_id: str) -> None:
     attempt = harness.serving.queue.attempt_of(trajectory_id)
     assert attempt is not None
     attempt.deadline = 0.0
-    harness.serving.queue.deadline_sooner.notify()
+    harness.serving.queue.leases.sooner.notify()
 
 
 def ran_out(harness: Harness, trajectory_id: str) -> bool:

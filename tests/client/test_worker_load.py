@@ -15,6 +15,7 @@ import pytest
 
 from penstock.client import SamplingParams, Task, connect
 from penstock.client.calls import Calls
+from penstock.v1.task_service_pb2 import RenewLeaseResponse
 from tests.support.harness import serve, until
 
 WAITING = 300
@@ -76,11 +77,12 @@ async def test_an_attempt_that_waits_costs_kilobytes_and_no_thread(
 def watch_renewals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record how many leases each renewal call covers, from now on."""
     counts: list[int] = []
-    renew = Calls.renew_lease
+    ask = Calls.ask
 
-    async def counted(calls: Calls, request: Any, **options: Any) -> Any:
-        counts.append(len(request.trajectory_ids))
-        return await renew(calls, request, **options)
+    async def counted(calls: Calls, request: Any, response: Any, **options: Any) -> Any:
+        if response is RenewLeaseResponse:
+            counts.append(len(request.trajectory_ids))
+        return await ask(calls, request, response, **options)
 
-    monkeypatch.setattr(Calls, "renew_lease", counted)
+    monkeypatch.setattr(Calls, "ask", counted)
     return counts

@@ -15,7 +15,7 @@ import os
 import random
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,6 @@ from penstock.wire.failure import Failure, read_failure
 from tests.faults.sites import EPOCH, Site, Tensors
 from tests.support.harness import (
     InlineSource,
-    SparseCoding,
     TensorSpec,
     WeightHeader,
     messages,
@@ -161,7 +160,7 @@ class Attempt:
         encoded = sparse.encode(before.ravel().view(np.uint32), tensor.ravel().view(np.uint32))
         spec.encoding = encoded.encoding
         if encoded.coding is not None:
-            spec.sparse.CopyFrom(SparseCoding(**asdict(encoded.coding)))
+            spec.sparse.MergeFromString(encoded.coding.SerializeToString())
         return spec, b"".join(encoded.parts)
 
     @cached_property

@@ -177,7 +177,7 @@ class Site:
 
     def check_held(self, version: int) -> None:
         """Check that the server holds this version, bit for bit, and no more memory than that."""
-        held = self.serving.weights._held.get(version)
+        held = self.serving.weights.held.get(version)
         assert held is not None
         wanted = self.tensors(version)
         assert {tensor.name for tensor in held.weights.tensors} == set(wanted)
@@ -236,8 +236,9 @@ OPTIONS += ("--max-num-batched-tokens", "16384", "--kv-cache-memory-bytes", str(
 async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
     """A server around real vLLM, with a tied model. Every version has different weights."""
     pytest.importorskip("vllm")
-    from penstock.server.text.renderer import TokenizerRenderer
-    from penstock.server.vllm.engine import VllmEngine, engine_arguments
+    from penstock.server.text.renderer import Renderer, load_tokenizer
+    from penstock.server.vllm.engine import VllmEngine
+    from penstock.server.vllm.options import engine_arguments
 
     path = make_tiny_model(folder / "model", tied=True)
     tensors = versions_of(path)
@@ -246,7 +247,7 @@ async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
     before = engines_of(os.getpid())
     engine = await VllmEngine.start(engine_arguments(["--model", str(path), *OPTIONS]))
     (process,) = [p for p in engines_of(os.getpid()) if p not in before]
-    renderer = TokenizerRenderer.load(str(path), engine.description.eos_token_ids)
+    renderer = Renderer(load_tokenizer(str(path)), engine.description.eos_token_ids)
     serving = Serving(engine, renderer, loaded)
     life = Lifecycle(serving, server)
     await life.start()

@@ -41,7 +41,7 @@ from penstock.client.leases import Attempt
 from penstock.client.outcome import Outcome
 from penstock.client.sampling import SamplingParams
 from penstock.client.tasks import Task
-from penstock.server.groups import known_tasks, task_queue
+from penstock.server.groups import pending_tasks, task_queue
 from penstock.server.groups.recovery import recover
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.disk.journal import LogJournal
@@ -71,7 +71,7 @@ SEGMENT_BYTES = 8 << 20
 PAST_BYTES = 64 << 20
 """Segment size at which the past fits without compaction, because no state would hold it."""
 SAMPLES_OF_A_LIFE = 120
-REMEMBERED = max(known_tasks.MAX_PAST, task_queue.MAX_REMEMBERED_GROUPS)
+REMEMBERED = max(pending_tasks.MAX_PAST, task_queue.MAX_REMEMBERED_GROUPS)
 """Groups after which every entry that a server remembers was added in its own life."""
 
 SLOPE_BYTES_PER_HOUR = 1 << 20

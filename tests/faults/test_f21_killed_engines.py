@@ -196,7 +196,7 @@ class ByRule:
     """The weights that the hub was given, by version."""
 
     def begin(self, hub: Harness, pool: PoolEngine) -> None:
-        for member in pool.members:
+        for member in pool.roster.members:
             self._listen(member.server)
         switcher: Any = hub.serving.switcher
         stage = switcher.stage
@@ -416,7 +416,7 @@ async def kill_and_train(
             assert set(hub.serving.closing.failures) <= {"RUNTIME_ERROR"}
     return (
         f"{stand.steps} steps, {len(accepted.tasks)} groups trained once each, {watch.tokens} tokens "
-        f"recomputed, {too_old} too old and masked; {pool.requests_lost} turns placed again; longest "
+        f"recomputed, {too_old} too old and masked; {pool.turns.lost_count} turns placed again; longest "
         f"time without a finished turn {max(watch.pauses):.1f} s"
     )
 

@@ -145,7 +145,7 @@ class Workload:
             self.ledger.append(step_with(step, groups))
             exchange.receipt(batch, step)
             exchange.checkpoint(step)
-        await exchange.ready()
+        await exchange.ready.wait()
         await exchange.close(timeout_seconds=2.0)
 
     async def _submit(self, client: Client) -> None:

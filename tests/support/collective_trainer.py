@@ -26,7 +26,6 @@ from penstock.trainer.weights.collective.gloo import (
     GlooTrainerWeightTransferEngine,
 )
 from penstock.trainer.weights.collective.transfer import (
-    NextUpdate,
     PenstockWeightSyncClient,
     WeightSyncFailed,
 )
@@ -95,7 +94,11 @@ def engine_of(
 
 def prepare(client: PenstockWeightSyncClient, command: dict[str, Any], version: int) -> None:
     policy = weights_pb2.InFlightPolicy.Value(f"IN_FLIGHT_POLICY_{command.get('policy', 'KEEP')}")
-    client.prepare(NextUpdate(version, command["epoch"], policy))
+    client.prepare(
+        weights_pb2.WeightHeader(
+            weight_version=version, trainer_epoch=command["epoch"], in_flight=policy
+        )
+    )
 
 
 def send(command: dict[str, Any]) -> None:
@@ -135,7 +138,11 @@ def die(command: dict[str, Any]) -> None:
         )
         for m in meta
     )
-    client.prepare(NextUpdate(command["versions"][0], command["epoch"], tensors=specs))
+    client.prepare(
+        weights_pb2.WeightHeader(
+            weight_version=command["versions"][0], trainer_epoch=command["epoch"], tensors=specs
+        )
+    )
     client.start_weight_update()
     half = len(meta) // 2
     engine.send_round(meta[:half], source.pairs[:half])

@@ -37,12 +37,12 @@ from safetensors import safe_open
 
 from penstock.server.assembly import Serving
 from penstock.server.config import settings as configuration
-from penstock.server.config.settings import ConfigError, ServeConfig
+from penstock.server.config.settings import AddressInUse, ConfigError, ServeConfig
 from penstock.server.engine.protocol import AdapterLimits, TensorMeta
-from penstock.server.http.server import HttpAddressInUse, open_http
+from penstock.server.http.server import open_http
 from penstock.server.journal.protocol import JournalInUse, JournalUnreadable
 from penstock.server.journals import open_journal
-from penstock.server.lifecycle import AddressInUse, Lifecycle, bind
+from penstock.server.lifecycle import Lifecycle, bind
 from penstock.server.security.gate import open_gate
 from tests.support.fakes import MAX_CONTEXT, TENSORS, VOCAB_SIZE, ByteRenderer, FakeEngine
 
@@ -106,7 +106,7 @@ def main(
     options = engine_options_of(config, engine_options)
     try:
         sys.exit(asyncio.run(serve(config, options)))
-    except (AddressInUse, HttpAddressInUse, JournalInUse, JournalUnreadable) as error:
+    except (AddressInUse, JournalInUse, JournalUnreadable) as error:
         click.echo(f"penstock serve: {error}", err=True)
         sys.exit(1)
 

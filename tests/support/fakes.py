@@ -34,7 +34,7 @@ from penstock.server.engine.protocol import (
 )
 from penstock.server.text.messages import Message, Tool
 from penstock.server.text.renderer import Written
-from penstock.server.text.streaming import PlainStream, TurnStream
+from penstock.server.text.streaming import TurnStream
 from tests.support.fake_collective import FakeCollective
 
 VOCAB_SIZE = 300
@@ -422,7 +422,7 @@ class ByteRenderer:
         return Written(Message("assistant", self.decode(token_ids)))
 
     def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
-        return PlainStream(self.decode)
+        return TurnStream(self.decode)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         return decode_bytes(int(token) for token in token_ids)

@@ -8,7 +8,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,6 @@ WeightChunk = T(weights_pb2.WeightChunk)
 WeightCommit = T(weights_pb2.WeightCommit)
 TensorSpec = T(weights_pb2.TensorSpec)
 InlineSource = T(weights_pb2.InlineSource)
-SparseCoding = T(weights_pb2.SparseCoding)
 WeightProbe = T(weights_pb2.WeightProbe)
 
 
@@ -223,7 +222,7 @@ class Harness:
         for group in queue.groups:
             for attempt in group.attempts:
                 attempt.deadline -= seconds
-        queue.deadline_sooner.notify()
+        queue.leases.sooner.notify()
 
     async def resume(self, trajectory_id: str, **fields: Any) -> Turn:
         return await collect(
@@ -308,7 +307,7 @@ def delta(
         )
         part = tensor.tobytes() if raw else b"".join(encoded.parts)
         if encoded.coding is not None and not raw:
-            spec.sparse.CopyFrom(SparseCoding(**asdict(encoded.coding)))
+            spec.sparse.MergeFromString(encoded.coding.SerializeToString())
         spec.offset_bytes, spec.length_bytes = len(data), len(part)
         data += part
         specs.append(spec)
@@ -348,13 +347,13 @@ def hold_back_switches(
     future to make that record count as durable."""
     written: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
     journal = harness.serving.journal
-    begin_append = journal.begin_append
+    append = journal.append
 
     def held(records: Any, **options: Any) -> Any:
         kinds = [r.WhichOneof("record") for r in records if not isinstance(r, EncodedRecord)]
-        return written if "weights_activated" in kinds else begin_append(records, **options)
+        return written if "weights_activated" in kinds else append(records, **options)
 
-    monkeypatch.setattr(journal, "begin_append", held)
+    monkeypatch.setattr(journal, "append", held)
     return written
 
 

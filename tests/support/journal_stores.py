@@ -153,7 +153,7 @@ class JetStreamStore(Store):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await journal._log.close()
+        await journal._log.connection.close()
 
     async def damage(self, journal: Any, stored: Stored) -> None:
         reference = getattr(stored, "reference", None)

@@ -15,6 +15,7 @@ from penstock.server.lifecycle import Lifecycle, bind
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.rules import PoolRules
+from penstock.server.pool.turns import PoolTurns
 from penstock.server.security.gate import open_gate
 from penstock.wire.security import open_channel
 from tests.support.fakes import ByteRenderer, FakeEngine
@@ -34,12 +35,17 @@ class Pool:
     def member(self, number: int) -> Member:
         """The hub's view of an engine."""
         address = self.engines[number].address
-        return next(member for member in self.engine.members if member.address == address)
+        return next(member for member in self.engine.roster.members if member.address == address)
 
     async def serving(self, *numbers: int) -> None:
         """Wait until these engines, or all of them, are in rotation."""
         members = [self.member(number) for number in numbers or range(len(self.engines))]
         await until(lambda: all(member.state is State.SERVING for member in members))
+
+
+def is_idle(turns: PoolTurns) -> bool:
+    """Whether no state of any request is left."""
+    return not (turns.placed or turns._requests or turns._aborting)
 
 
 @contextlib.asynccontextmanager
@@ -53,7 +59,7 @@ async def serve_hub(
     gate = open_gate(loaded)
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls, gate)
     engine = PoolEngine(addresses, rules=rules)
-    await engine.described()
+    await engine.roster.described()
     journal = await open_journal(loaded.journal)
     life = Lifecycle(Serving(engine, ByteRenderer(), loaded, journal, gate), server)
     await life.start()

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.server.rpc.boundary import SERVICES
-from penstock.server.rpc.reflection import V1_SERVICE
+from penstock.server.rpc.standard import V1_SERVICE
 from penstock.wire.failure import Failure, read_failure
 
 

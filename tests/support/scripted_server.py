@@ -163,7 +163,7 @@ class ScriptedServer:
     def add_task(self, task: Task, sample_index: int = 0, retry_count: int = 0) -> None:
         self.script.tasks.append(
             tasks.LeaseTasksResponse(
-                task=codec.to_typed(tasks.Task, write_task(task)),
+                task=tasks.Task.FromString(codec.encode(write_task(task))),
                 trajectory_id=f"{task.task_id}-{sample_index}-{retry_count}",
                 group_id=f"group of {task.task_id}",
                 sample_index=sample_index,

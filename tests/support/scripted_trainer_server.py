@@ -25,12 +25,11 @@ from penstock.v1 import (
 )
 from penstock.wire import codec, sparse
 from penstock.wire.channel import server_options
+from penstock.wire.messages import ExchangeResponse as Response
+from penstock.wire.messages import GetServerInfoResponse as ServerInfo
+from penstock.wire.messages import SubmitTasksResponse as Submitted
+from penstock.wire.messages import UpdateWeightsResponse as Progress
 from penstock.wire.reasons import DOMAIN
-
-Response = codec.twin(trainer_service_pb2.ExchangeResponse)
-ServerInfo = codec.twin(rollout_service_pb2.GetServerInfoResponse)
-Submitted = codec.twin(task_service_pb2.SubmitTasksResponse)
-Progress = codec.twin(weights_pb2.UpdateWeightsResponse)
 
 Upload = Callable[[AsyncIterator[Any], Any], Awaitable[None]]
 

@@ -16,4 +16,4 @@ class WorkerExtension(vllm_weight_engine.WorkerExtension):
     def keep_stale_head(self) -> None:
         """From now on a tied `lm_head` keeps its current weights, whatever is loaded."""
         vllm_weight_engine.why_not = lambda model, config: "it is to be loaded as vLLM does it"
-        vllm_weight_engine.StagedFileEngine._renew_tied_head = lambda self: None
+        vllm_weight_engine.WeightEngine._renew_tied_head = lambda self: None

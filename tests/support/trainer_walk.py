@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from penstock.trainer.__main__ import _walk
-from penstock.trainer.assembly import IN_FLIGHT, Link, Parts, make_publisher
+from penstock.trainer.assembly import Link, make_publisher
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.data.feeder import ServerTasks, TaskFeeder
@@ -30,7 +30,7 @@ from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.evaluation.sets import EvaluationSet
 from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps
 from penstock.trainer.exchange.servers import Servers
-from penstock.trainer.exchange.stream import Contract, Exchange, RunFacts
+from penstock.trainer.exchange.stream import Exchange, RunFacts
 from penstock.trainer.gather.batch import Gatherer
 from penstock.trainer.learner import Learner
 from penstock.trainer.loop import TrainingLoop
@@ -39,18 +39,19 @@ from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.state.ledger import Ledger
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher
-from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
+from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
+from penstock.wire.messages import (
+    GroupDelivery,
+    Outcome,
+    Segment,
+    Trajectory,
+    TrajectoryGroup,
+    Welcome,
+)
+from penstock.wire.messages import StalenessContract as Contract
 from tests.support.scripted_trainer_server import Progress, Session
-
-Welcome = codec.twin(trainer_service_pb2.Welcome)
-GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)
-WeightReceipt = codec.twin(weights_pb2.WeightReceipt)
-TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
-Trajectory = codec.twin(trajectory_pb2.Trajectory)
-Segment = codec.twin(trajectory_pb2.Segment)
-Outcome = codec.twin(trajectory_pb2.Outcome)
 
 
 class Scalars:
@@ -174,7 +175,7 @@ async def running(
         facts = RunFacts(
             run_id="r",
             contract=Contract(max_lag=max_lag),
-            in_flight=IN_FLIGHT["keep"],
+            in_flight=weights_pb2.IN_FLIGHT_POLICY_KEEP,
             weight_version=step,
             step=step,
         )
@@ -193,7 +194,6 @@ async def running(
             config.data,
             DataIndices(Division(1), next_index, outstanding),
             run_id="r",
-            division=Division(1),
         )
         last = last_steps(folder)
         evaluator = Evaluator(
@@ -220,7 +220,7 @@ async def running(
             probe=chosen,
             collect=lambda step, version, _: lambda: saved.append((step, version, policy.steps)),
             stopping=stopping,
-            step=step,
+            saved_step=step,
             share_prefixes=False,
         )
         loop = TrainingLoop(
@@ -232,8 +232,7 @@ async def running(
             metrics=metrics,
             evaluator=evaluator,
         )
-        parts = Parts(exchanges, publisher, metrics, loop)
-        walk = asyncio.create_task(_walk(parts, stopping))
+        walk = asyncio.create_task(_walk(loop, stopping))
         try:
             yield Run(
                 policy,

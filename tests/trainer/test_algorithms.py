@@ -104,9 +104,9 @@ def test_an_adapter_switched_off_is_the_model_without_it(model: Path) -> None:
     for _ in range(3):
         policy.step(step)
     (batch,) = step.updates[0].batches
-    bare = policy_of(model).logprobs(batch)
-    torch.testing.assert_close(policy._reference_logprobs(batch), bare, atol=1e-5, rtol=0)
-    assert not torch.allclose(policy.logprobs(batch), bare, atol=1e-3)
+    bare = policy_of(model)._outputs([batch])[0]
+    torch.testing.assert_close(policy._reference_outputs([batch])[0], bare, atol=1e-5, rtol=0)
+    assert not torch.allclose(policy._outputs([batch])[0], bare, atol=1e-3)
 
 
 def test_kl_holds_the_policy_near_its_reference(model: Path) -> None:
@@ -114,10 +114,10 @@ def test_kl_holds_the_policy_near_its_reference(model: Path) -> None:
         policy = policy_of(model, **algorithm)
         step = step_of(1.0, -1.0, **algorithm)
         (batch,) = step.updates[0].batches
-        before = policy.logprobs(batch)
+        before = policy._outputs([batch])[0]
         for _ in range(6):
             policy.step(step)
-        return float((policy.logprobs(batch) - before).abs().mean())
+        return float((policy._outputs([batch])[0] - before).abs().mean())
 
     loss = {"loss": {"kind": "reinforce"}}
     kl = {"kl": {"kind": "loss", "coefficient": 20.0, "estimator": "k2"}}
@@ -155,7 +155,7 @@ def test_the_proximal_policy_is_that_of_the_steps_beginning(model: Path) -> None
     policy = policy_of(model, updates=2, **correction)
     step = step_of(1.0, -1.0, updates=2, **correction)
     assert [update.counts.tokens for update in step.updates] == [5, 5]
-    before = [policy.logprobs(update.batches[0]) for update in step.updates]
+    before = [policy._outputs([update.batches[0]])[0] for update in step.updates]
     seen = seen_by(policy)
     result = policy.step(step)
     assert seen[0].proximal_logprobs_N is None
@@ -180,7 +180,7 @@ def test_the_proximal_policy_drops_nothing_out(model: Path) -> None:
     # Initially an adapter adds nothing, so dropout has no effect yet.
     policy.step(step)
     (batch,) = step.updates[0].batches
-    before = policy.logprobs(batch)
+    before = policy._outputs([batch])[0]
     seen = seen_by(policy)
     policy.step(step)
     assert not torch.allclose(seen[0].logprobs_N, before, atol=1e-4)

@@ -464,9 +464,9 @@ async def test_a_server_whose_memory_is_full_for_a_while_ends_no_run(
 
         tasks: Any = server.serving.tasks
         full = Full(0, (), server.serving.buffer.kept, server.serving.own)
-        budget, tasks._budget = tasks._budget, full
+        budget, tasks.budget = tasks.budget, full
         await trainer.says("SubmitTasks: MEMORY_BUDGET: full; submitting again")
-        tasks._budget = budget
+        tasks.budget = budget
         code, _, err = await trainer.end()
         assert code == 0, err
     assert len(records(tmp_path)) == 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from hypothesis.extra import numpy as st_numpy
 
 from penstock.v1 import weights_pb2
 from penstock.wire import codec, sparse
-from penstock.wire.sparse import Coding, SparseInvalid, apply, encode, encode_all
+from penstock.wire.sparse import SparseInvalid, apply, encode, encode_all
 
 SAME = weights_pb2.TENSOR_ENCODING_SAME
 SPARSE = weights_pb2.TENSOR_ENCODING_SPARSE
@@ -24,6 +23,8 @@ GAPS = weights_pb2.INDEX_CODING_GAPS
 BITMAP = weights_pb2.INDEX_CODING_BITMAP
 PLAIN = weights_pb2.COMPRESSION_UNSPECIFIED
 ZSTD = weights_pb2.COMPRESSION_ZSTD
+
+FIELDS = ("changed_element_count", "index_coding", "index_length_bytes", "compression")
 
 DTYPES = st.sampled_from([np.dtype(np.uint16), np.dtype(np.uint32)])
 BLOCK_OCTETS = 128 << 10
@@ -95,6 +96,14 @@ def test_every_coding_decodes_whichever_the_encoder_would_choose(pair, index_cod
     np.testing.assert_array_equal(target, new)
 
 
+def coding_of(*values):
+    return weights_pb2.SparseCoding(**dict(zip(FIELDS, values, strict=True)))
+
+
+def replace(coding, **fields):
+    return coding_of(*(fields.get(name, getattr(coding, name)) for name in FIELDS))
+
+
 def payload_of(base, new, index_coding=GAPS, compression=PLAIN):
     """A coding and its payload, written element by element from the text of weights.proto."""
     bits = base.dtype.itemsize * 8
@@ -120,7 +129,7 @@ def payload_of(base, new, index_coding=GAPS, compression=PLAIN):
     index = bytes(index)
     if compression == ZSTD:
         index, values = zstandard.compress(index), zstandard.compress(values)
-    return Coding(len(positions), index_coding, len(index), compression), index + values
+    return coding_of(len(positions), index_coding, len(index), compression), index + values
 
 
 @given(pairs())
@@ -218,7 +227,7 @@ def test_a_coding_is_read_from_either_class_of_message():
     new = base.copy()
     new[7] = 9
     encoded = encode(base, new)
-    fields = {name: getattr(encoded.coding, name) for name in Coding.__dataclass_fields__}
+    fields = {name: getattr(encoded.coding, name) for name in FIELDS}
     for message_class in (weights_pb2.SparseCoding, codec.twin(weights_pb2.SparseCoding)):
         message = message_class.FromString(message_class(**fields).SerializeToString())
         target = base.copy()
@@ -244,7 +253,7 @@ def refuses(coding, payload, match, length=1001):
 
 
 def with_index(index, values=b"\2\2\2\0\0\0", count=3, index_coding=GAPS):
-    return Coding(count, index_coding, len(index), PLAIN), index + values
+    return coding_of(count, index_coding, len(index), PLAIN), index + values
 
 
 def zstd_frame(claimed_size, *blocks):
@@ -366,7 +375,7 @@ def test_a_whole_tensor_is_applied_within_the_memory_the_documentation_names():
     index, values = zstandard.compress(bytes(length)), zstandard.compress(bytes(2 * length))
     tracemalloc.start()
     try:
-        apply(target, Coding(length, GAPS, len(index), ZSTD), index + values)
+        apply(target, coding_of(length, GAPS, len(index), ZSTD), index + values)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -376,7 +385,7 @@ def test_a_whole_tensor_is_applied_within_the_memory_the_documentation_names():
 
 
 CODINGS = st.builds(
-    Coding,
+    coding_of,
     st.integers(-1, 70),
     st.integers(-1, 3),
     st.integers(-1, 70),

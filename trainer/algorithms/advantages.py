@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
@@ -37,16 +37,12 @@ VARIANCE_EPSILON = 1e-8
 LEAST_SPREAD = 1e-9
 
 
-class AdvantageFunction(Protocol):
-    """Interface of the function that `[algorithm.advantage]` chooses."""
-
-    def __call__(self, batch: RewardBatch) -> NDArray[np.floating]:
-        """Returns the advantage of each trained token, shape [N]."""
-        ...
+AdvantageFunction = Callable[[RewardBatch], "NDArray[np.floating]"]
+"""Returns the advantage of each trained token, shape [N]."""
 
 
 def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
-    """Returns the configured function. Raises ConfigInvalid."""
+    """Raises ConfigInvalid if a custom function is not found."""
     match config:
         case Grpo():
             return grpo
@@ -66,9 +62,8 @@ def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
 
 
 def grpo(batch: RewardBatch) -> NDArray[np.float64]:
-    """The return minus its group's mean, divided by the group's sample standard deviation
-    (DeepSeekMath, arXiv 2402.03300, section 4.1.2). In a group of n trajectories, branches
-    included, none exceeds the root of n - 1."""
+    """The return minus its group's mean, divided by the group's sample standard deviation (DeepSeekMath,
+    arXiv 2402.03300, section 4.1.2). In a group of n trajectories, none exceeds the root of n - 1."""
     return batch.spread(_by_group(batch, _normalized))
 
 
@@ -100,7 +95,7 @@ def reinforce_plus_plus_baseline(batch: RewardBatch) -> NDArray[np.float64]:
     found_N = batch.spread(_by_group(batch, _centred))
     # A group with nothing to compare is excluded. Otherwise whitening would subtract the mean of
     # all other groups from it.
-    compared_N = batch.spread(_by_group(batch, _all_of_it)) > 0
+    compared_N = batch.spread(_by_group(batch, lambda returns, _: np.ones_like(returns))) > 0
     found_N[compared_N] = _whitened(found_N[compared_N])
     return found_N
 
@@ -115,8 +110,7 @@ _OfGroup = Callable[["NDArray[np.float64]", "NDArray[np.bool_]"], "NDArray[np.fl
 
 
 def _by_group(batch: RewardBatch, advantages: _OfGroup) -> NDArray[np.float64]:
-    """Applies the function to each group separately. Groups with fewer than two attempts that count
-    get zero."""
+    """Applies the function to each group. Groups with fewer than two attempts that count get zero."""
     found_S = np.zeros(len(batch.rewards_S))
     for group in np.unique(batch.groups_S):
         own = np.flatnonzero(batch.groups_S == group)
@@ -127,10 +121,6 @@ def _by_group(batch: RewardBatch, advantages: _OfGroup) -> NDArray[np.float64]:
         with np.errstate(over="ignore"):
             found_S[own] = advantages(returns, counted)
     return found_S
-
-
-def _all_of_it(returns: NDArray[np.float64], _: NDArray[np.bool_]) -> NDArray[np.float64]:
-    return np.ones_like(returns)
 
 
 def _are_equal(values: NDArray[np.float64]) -> bool:

@@ -1,14 +1,15 @@
 """From token losses to the loss of an update. Suffixes as in `batches`.
 
-Denominators count the whole update, not the micro-batch. The gradients of micro-batches therefore
-add up to the gradient of the update, however it is cut.
+Denominators count the whole update, so that the gradients of micro-batches add up to its gradient, however
+it is cut.
 """
 # ruff: noqa: N803 - a name ends with its dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from torch import Tensor
 
@@ -20,17 +21,11 @@ from penstock.trainer.config.algorithm import (
     TokenMean,
 )
 
-
-class Aggregation(Protocol):
-    """Interface of the function that `[algorithm.aggregation]` chooses."""
-
-    def __call__(self, loss_N: Tensor, sequences: Sequences, counts: StepCounts) -> Tensor:
-        """Returns the micro-batch's contribution to the loss of its update, a scalar."""
-        ...
+Aggregation = Callable[[Tensor, Sequences, StepCounts], Tensor]
+"""Returns a micro-batch's contribution to the loss of its update, a scalar."""
 
 
 def aggregation(config: AggregationConfig) -> Aggregation:
-    """Returns the configured function."""
     match config:
         case TokenMean():
             return token_mean

@@ -1,7 +1,7 @@
 """Inputs of the functions in this package. Suffixes: N trained tokens, S sequences.
 
-Tokens are ordered by sequence in `RewardBatch`. They are in any order in `TokenBatch`, which
-belongs to one micro-batch. A sequence is never cut: a micro-batch has all of its tokens or none.
+Tokens are ordered by sequence in `RewardBatch`, and in any order in `TokenBatch`, which belongs to one
+micro-batch. A micro-batch has all tokens of a sequence or none.
 """
 # ruff: noqa: N802, N803, N815 - a name ends with its dimensions.
 
@@ -64,12 +64,11 @@ class Sequences:
     """Assigns each of N tokens to one of `count` sequences."""
 
     index_N: Tensor
-    """Index of the sequence, int64, from zero."""
+    """From zero, int64."""
     count: int
 
     @cached_property
     def lengths_S(self) -> Tensor:
-        """Number of tokens of each sequence, float32."""
         return self.sum(torch.ones_like(self.index_N, dtype=torch.float32))
 
     def sum(self, values_N: Tensor) -> Tensor:
@@ -77,8 +76,7 @@ class Sequences:
         return values_N.new_zeros(self.count).index_add(0, self.index_N, values_N)
 
     def mean(self, values_N: Tensor) -> Tensor:
-        """Returns the mean over the tokens of each sequence, shape [S]; zero for a sequence without
-        tokens."""
+        """Returns the mean over the tokens of each sequence, shape [S]; zero without tokens."""
         return self.sum(values_N) / self.lengths_S.clamp(min=1.0)
 
     def spread(self, values_S: Tensor) -> Tensor:

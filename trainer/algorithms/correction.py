@@ -1,8 +1,7 @@
 """Off-policy correction: weights of tokens that another policy sampled. Suffixes as in `batches`.
 
-Two policies are compared: the proximal policy, whose weights are those at the beginning of the
-step, and the behaviour policy. Their ratio reflects both the token's lag and numerical differences
-between engine and trainer.
+The ratio of the proximal policy, whose weights are those at the beginning of the step, to the behaviour
+policy reflects both the token's lag and numerical differences between engine and trainer.
 """
 # ruff: noqa: N803, N806, N815 - a name ends with its dimensions.
 
@@ -40,8 +39,7 @@ class Weights:
 def correct(
     config: CorrectionConfig, proximal_N: Tensor, behaviour_N: Tensor, sequences: Sequences
 ) -> Weights | None:
-    """Returns the weights of tokens from their log-probabilities under both policies; None if
-    uncorrected."""
+    """Takes log-probabilities under both policies; returns None if uncorrected."""
     match config:
         case Uncorrected():
             return None
@@ -63,9 +61,7 @@ def clip_weights(
     if config.level == "token":
         ratio_N = torch.exp(log_ratio(proximal_N, behaviour_N))
     else:
-        sum_S = sequences.sum(proximal_N - behaviour_N)
-        bounded_S = sum_S.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        ratio_N = sequences.spread(torch.exp(bounded_S))
+        ratio_N = _sequence_ratio(sequences, sequences.sum(proximal_N - behaviour_N))
     clipped_N = ratio_N > config.threshold
     weights_N = ratio_N.clamp(max=config.threshold)
     return Weights(weights_N, torch.zeros_like(clipped_N), clipped_N)
@@ -79,9 +75,7 @@ def mask_by_ratio(
     ratio_N = torch.exp(log_ratio(proximal_N, behaviour_N))
     measured_N = ratio_N
     if config.level == "sequence":
-        mean_S = sequences.mean(proximal_N - behaviour_N)
-        bounded_S = mean_S.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        measured_N = sequences.spread(torch.exp(bounded_S))
+        measured_N = _sequence_ratio(sequences, sequences.mean(proximal_N - behaviour_N))
     low, high = config.threshold
     masked_N = (measured_N < low) | (measured_N > high)
     kept_N = ratio_N if config.weighted else torch.ones_like(ratio_N)
@@ -91,11 +85,17 @@ def mask_by_ratio(
 def mask_by_kl(
     config: KlMask, proximal_N: Tensor, behaviour_N: Tensor, sequences: Sequences
 ) -> Weights:
-    """Masks tokens for which the KL of the behaviour policy to the proximal policy is too large. At
-    sequence level, the mean of the sequence decides."""
+    """Masks tokens for which the KL of the behaviour policy to the proximal policy, or at sequence level
+    its mean over the sequence, is too large."""
     kl_N = estimate_kl(behaviour_N, proximal_N, config.estimator)
     if config.level == "sequence":
         kl_N = sequences.spread(sequences.mean(kl_N))
     masked_N = kl_N > config.threshold
     weights_N = torch.ones_like(kl_N).masked_fill(masked_N, 0.0)
     return Weights(weights_N, masked_N, torch.zeros_like(masked_N))
+
+
+def _sequence_ratio(sequences: Sequences, log_ratio_S: Tensor) -> Tensor:
+    """Returns each sequence's bounded ratio at all its tokens, shape [N]."""
+    bounded_S = log_ratio_S.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return sequences.spread(torch.exp(bounded_S))

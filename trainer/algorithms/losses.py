@@ -1,7 +1,6 @@
 """Losses per token. Suffixes as in `batches`.
 
-A loss treats each token separately. The aggregation weights tokens, and the correction accounts for
-stale ones.
+The aggregation weights tokens, and the correction accounts for stale ones.
 """
 # ruff: noqa: N803, N806, N815 - a name ends with its dimensions.
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -43,14 +42,11 @@ class TokenLoss:
     """Tokens that get no gradient because their ratio is above the bound."""
 
 
-class LossFunction(Protocol):
-    """Interface of the function that `[algorithm.loss]` chooses."""
-
-    def __call__(self, batch: TokenBatch) -> TokenLoss: ...
+LossFunction = Callable[[TokenBatch], TokenLoss]
 
 
 def loss_function(config: LossConfig) -> LossFunction:
-    """Returns the configured function. Raises ConfigInvalid."""
+    """Raises ConfigInvalid if a custom function is not found."""
     match config:
         case PpoClip():
             return partial(

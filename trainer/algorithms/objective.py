@@ -4,13 +4,13 @@
 
 Every backend calls `evaluate`, however it computed the log-probabilities. Suffixes as in `batches`.
 """
-# ruff: noqa: N806, N815 - a name ends with its dimensions.
+# ruff: noqa: N803, N806, N815 - a name ends with its dimensions.
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from torch import Tensor
@@ -46,12 +46,10 @@ class PolicyOutput:
     logprobs_N: Tensor
     """Log-probabilities under the current policy; have a gradient."""
     entropies_N: Tensor
-    """Entropies of the distributions the tokens were drawn from; have a gradient if they are in the
-    loss."""
+    """Have a gradient if they are in the loss."""
     behaviour_logprobs_N: Tensor
     proximal_logprobs_N: Tensor | None
-    """Log-probabilities under the weights at the beginning of the step. None if those are the
-    current weights."""
+    """None if the weights at the beginning of the step are the current ones."""
     reference_logprobs_N: Tensor | None
     """None if `Objective.needs_reference` is False."""
     advantages_N: Tensor
@@ -60,7 +58,7 @@ class PolicyOutput:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Sums over tokens. Adding figures gives the figures of all their tokens."""
+    """Sums over tokens, or maxima (`*_max`). Adding figures gives the figures of all their tokens."""
 
     tokens: int = 0
     loss: float = 0.0
@@ -80,22 +78,11 @@ class Figures:
     clipped: int | None = None
 
     def __add__(self, other: Figures) -> Figures:
-        return Figures(
-            self.tokens + other.tokens,
-            self.loss + other.loss,
-            add_known(self.below, other.below),
-            add_known(self.above, other.above),
-            self.entropy + other.entropy,
-            self.difference + other.difference,
-            _largest(self.difference_max, other.difference_max),
-            add_known(self.kl, other.kl),
-            add_known(self.weight, other.weight),
-            other.weight_max
-            if self.weight_max is None
-            else _largest(self.weight_max, other.weight_max),
-            add_known(self.masked, other.masked),
-            add_known(self.clipped, other.clipped),
-        )
+        sums: dict[str, int] = {}
+        for name in (field.name for field in fields(Figures)):
+            combine = _largest if name.endswith("_max") else add_known
+            sums[name] = cast("int", combine(getattr(self, name), getattr(other, name)))
+        return Figures(**sums)
 
 
 class Objective:
@@ -106,14 +93,11 @@ class Objective:
         self._advantage = advantage_function(config.advantage)
         self._loss = loss_function(config.loss)
         self._aggregate = aggregation(config.aggregation)
-        self.ratio_is_to_proximal = ratio_is_to_proximal(config.correction)
-        """Whether the loss's ratio is to the proximal policy."""
-        self.needs_proximal = self.ratio_is_to_proximal or not isinstance(
-            config.correction, Uncorrected
-        )
+        self._ratio_is_to_proximal = ratio_is_to_proximal(config.correction)
+        corrects = not isinstance(config.correction, Uncorrected)
+        self.needs_proximal = self._ratio_is_to_proximal or corrects
         """Whether log-probabilities under the weights at the beginning of the step are needed."""
         self.needs_reference = not isinstance(config.kl, NoKl)
-        """Whether log-probabilities of the reference are needed."""
         self.critic = config.advantage.critic if isinstance(config.advantage, Gae) else None
         """Configuration of the critic; None without one."""
         self.advantages_wait = isinstance(config.kl, KlInReward) or self.critic is not None
@@ -126,8 +110,7 @@ class Objective:
             or self.has_entropy_bonus
             or isinstance(config.loss, CustomFunction)
         )
-        """Whether tokens without an advantage have, or may have, a gradient nevertheless, including
-        the critic's."""
+        """Whether tokens without an advantage may have a gradient nevertheless, including the critic's."""
 
     def advantages(self, batch: RewardBatch) -> NDArray[np.float32]:
         """Returns the advantage of each trained token of a step, shape [N]."""
@@ -142,10 +125,9 @@ class Objective:
         return targets_N.astype(np.float32)
 
     def explained_variance(self, batch: RewardBatch) -> float:
-        """Returns the share of the variance of its targets that the critic explained."""
         return explained_variance(batch.values_N, self.value_targets(batch).astype(np.float64))
 
-    def penalties(self, behaviour_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:  # noqa: N803
+    def penalties(self, behaviour_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
         """Returns the KL penalty on the reward of each token, shape [N]; zero without one."""
         kl = self._config.kl
         if not isinstance(kl, KlInReward):
@@ -154,13 +136,12 @@ class Objective:
         return kl.coefficient * estimate_N
 
     def evaluate(self, output: PolicyOutput, counts: StepCounts) -> tuple[Tensor, Figures]:
-        """Returns a micro-batch's contribution to the loss of its update, a scalar with a gradient,
-        and its figures."""
+        """Returns a micro-batch's contribution to the loss of its update, a scalar, and its figures."""
         proximal_N = output.proximal_logprobs_N
         if proximal_N is None:
             proximal_N = output.logprobs_N.detach()
         behaviour_N, sequences = output.behaviour_logprobs_N, output.sequences
-        old_N = proximal_N if self.ratio_is_to_proximal else behaviour_N
+        old_N = proximal_N if self._ratio_is_to_proximal else behaviour_N
         result = self._loss(TokenBatch(output.logprobs_N, old_N, output.advantages_N, sequences))
         loss_N, kl_N = result.loss_N, None
         weights = correct(self._config.correction, proximal_N, behaviour_N, sequences)
@@ -174,10 +155,7 @@ class Objective:
         return loss, _figures(loss, output, result, weights, kl_N)
 
     def _add_kl(
-        self,
-        loss_N: Tensor,  # noqa: N803
-        output: PolicyOutput,
-        reference_N: Tensor,  # noqa: N803
+        self, loss_N: Tensor, output: PolicyOutput, reference_N: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the loss, with the KL term if there is one, and the KL at each token."""
         kl = self._config.kl
@@ -196,7 +174,7 @@ def _figures(
     output: PolicyOutput,
     result: TokenLoss,
     weights: Weights | None,
-    kl_N: Tensor | None,  # noqa: N803
+    kl_N: Tensor | None,
 ) -> Figures:
     difference_N = (output.logprobs_N.detach() - output.behaviour_logprobs_N).abs()
     return Figures(
@@ -215,11 +193,11 @@ def _figures(
     )
 
 
-def _largest(one: float, other: float | None) -> float:
-    """Returns the larger of two, the second of which may be unknown. NaN if either is NaN."""
-    if other is None or math.isnan(one):
-        return one
-    return other if math.isnan(other) else max(one, other)
+def _largest(one: float | None, other: float | None) -> float | None:
+    """Returns the larger of two, either of which may be unknown. NaN if either is NaN."""
+    if one is None or other is None:
+        return other if one is None else one
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 def add_known(one: N | None, other: N | None) -> N | None:

@@ -1,7 +1,6 @@
 """Uses of a critic's values: advantages, and the critic's own targets. Suffixes as in `batches`.
 
-The trained tokens of a sequence are its time steps. Text that the environment wrote between them is
-part of the state. The outcome's reward arrives with the last trained token.
+The trained tokens of a sequence are its time steps. The outcome's reward arrives with the last one.
 """
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
@@ -20,10 +19,8 @@ if TYPE_CHECKING:
 
 
 def estimate_gae(batch: RewardBatch, *, discount: float, trace: float) -> NDArray[np.float64]:
-    """Generalized advantage estimate of each token (arXiv 1506.02438, equation 16).
-
-    `discount` is the paper's gamma, `trace` its lambda.
-    """
+    """Generalized advantage estimate of each token (arXiv 1506.02438, equation 16). `discount` is the
+    paper's gamma, `trace` its lambda."""
     rewards_N = -batch.penalties_N
     ends_S = np.cumsum(batch.lengths_S)
     some_S = batch.lengths_S > 0
@@ -59,7 +56,6 @@ def value_loss(
 
 
 def explained_variance(values_N: NDArray[np.float64], targets_N: NDArray[np.float64]) -> float:
-    """Returns the share of the targets' variance that the values explained; zero if the targets
-    have none."""
+    """Returns the share of the targets' variance that the values explained; zero without variance."""
     spread = float(targets_N.var()) if len(targets_N) else 0.0
     return 1.0 - float((targets_N - values_N).var()) / spread if spread > 0.0 else 0.0

@@ -19,11 +19,8 @@ def attention_cost(length: int) -> float:
 
 
 def spread_evenly(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Assigns items to ranks, and returns the indices of each rank in order. Items are assigned
-    from the costliest down, each to the rank with the least load.
-
-    No two ranks differ by more than the costliest item.
-    """
+    """Assigns items to ranks, from the costliest down, each to the rank with the least load, and returns
+    the indices of each rank in order. No two ranks differ by more than the costliest item."""
     own: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0.0, rank) for rank in range(ranks)]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -34,14 +31,13 @@ def spread_evenly(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def level(pieces: Sequence[Sequence[T]], count: int) -> list[list[T]]:
-    """Returns the same items in `count` pieces. The longest piece is halved as long as possible;
-    empty pieces fill the rest."""
+    """Returns the same items in `count` pieces: the longest is halved as long as possible, and empty ones
+    fill the rest."""
     levelled = [list(piece) for piece in pieces]
     while len(levelled) < count:
         longest = max(range(len(levelled)), key=lambda index: len(levelled[index]), default=None)
         if longest is None or len(levelled[longest]) < 2:
             return levelled + [[] for _ in range(count - len(levelled))]
-        halved = levelled[longest]
-        middle = len(halved) // 2
+        halved, middle = levelled[longest], len(levelled[longest]) // 2
         levelled[longest : longest + 1] = [halved[:middle], halved[middle:]]
     return levelled

@@ -4,17 +4,17 @@
 
 Between the first two arrows `planning` computes advantages, which may need all groups of a step.
 
-Siblings begin with the same prompt, and often with the same words. Therefore a row is a prefix
-tree. Each distinct prefix is one position, which attends only to its ancestors, so that shared
-tokens are computed once. The results equal those of computing each sequence separately. On short
-answers to a shared prompt this takes a third to a fifth of the work.
+Siblings begin with the same prompt, and often with the same words. Therefore a row is a prefix tree. Each
+distinct prefix is one position, which attends only to its ancestors, so that shared tokens are computed
+once, with the results of computing each sequence separately. On short answers to a shared prompt this
+takes a third to a fifth of the work.
 """
 # ruff: noqa: N806, N815 - a name ends with its dimensions.
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -64,13 +64,10 @@ class PlacedSample:
 
 @dataclass(frozen=True, slots=True)
 class TrainingGroup:
-    """One delivered group, with the counts that figures need."""
-
     samples: tuple[Sample, ...]
     """Every trajectory that did not fail."""
     rewards: tuple[float, ...]
-    """Rewards of the samples as agents gave them. A sample's own reward may be lower, because of
-    its length."""
+    """Rewards of the samples as agents gave them, before any length penalty."""
     failures: int
     """Number of trajectories that failed."""
     policy_tokens: int
@@ -83,7 +80,7 @@ class TrainingGroup:
 
     @property
     def attempt_rewards(self) -> list[float]:
-        """Rewards that form a baseline: those of attempts, without branches."""
+        """Rewards that form a baseline: those without branches."""
         pairs = zip(self.rewards, self.samples, strict=True)
         return [reward for reward, sample in pairs if sample.counts_in_baseline]
 
@@ -96,9 +93,9 @@ class MicroBatch:
     positions_BT: Tensor
     """Distance from the beginning of the sequence, int64."""
     parents_BT: Tensor | None
-    """Column of each token's predecessor in its sequence, -1 for the first token, int64. None means
-    that it is always the previous column. The T x T mask is built from it only when needed
-    (`attention_mask`), for one micro-batch at a time."""
+    """Column of each token's predecessor in its sequence, -1 for the first token, int64. None means that
+    it is always the previous column. The T x T mask is built from it only when needed
+    (`attention_mask`)."""
     sources_M: Tensor
     """Flat position b * T + t of the output that predicts, int64."""
     targets_M: Tensor
@@ -136,8 +133,7 @@ class MicroBatch:
 def read_group(
     group: trajectory_pb2.TrajectoryGroup, *, trainer_version: int, max_lag: int
 ) -> TrainingGroup:
-    """Reads a delivered group. `trainer_version` is the version the trainer held when it took the
-    group."""
+    """Reads a delivered group. `trainer_version` is the version the trainer held when it took the group."""
     lags: list[NDArray[np.int64]] = []
     samples: list[Sample] = []
     policy_tokens = masked_tokens = 0
@@ -169,8 +165,8 @@ def _read_trajectory(
     trainer_version: int,
     max_lag: int,
 ) -> tuple[Sample, NDArray[np.int64]]:
-    """Reads a trajectory and the lag of each of its policy tokens. Tokens shared with its parent
-    are context, because they are trained there."""
+    """Reads a trajectory and the lag of each of its policy tokens. Tokens shared with its parent are
+    context, because they are trained there."""
     tokens: list[NDArray[np.int32]] = [shared]
     trained: list[NDArray[np.bool_]] = [np.zeros(len(shared), np.bool_)]
     behaviour: list[NDArray[np.float32]] = [np.zeros(len(shared), np.float32)]
@@ -188,8 +184,7 @@ def _read_trajectory(
                 )
             lag = staleness.lag(trainer_version, segment.weight_version)
             young = lag <= max_lag
-            # Greedy tokens carry temperature zero, but their log-probability is the one at
-            # temperature one.
+            # Greedy tokens carry temperature zero, but their log-probability is the one at temperature one.
             temperature = segment.temperature or 1.0
             lags.append(np.full(count, lag, np.int64))
         tokens.append(ids)
@@ -248,15 +243,14 @@ class _Row:
     chain: bool = True
     """Whether every node's parent is the previous node, which needs no mask."""
 
-    def new_tokens(self, token_ids: Iterable[int]) -> int:
+    def new_tokens(self, token_ids: Sequence[int]) -> int:
         """Returns the number of positions that adding this sequence would cost."""
-        ids, node, shared = list(token_ids), -1, 0
-        for token in ids:
-            child = self.children.get((node, token))
-            if child is None:
-                break
-            node, shared = child, shared + 1
-        return len(ids) - shared
+        node: int | None = -1
+        for shared, token in enumerate(token_ids):
+            node = self.children.get((node, token))
+            if node is None:
+                return len(token_ids) - shared
+        return 0
 
     def add(self, placed: PlacedSample, length: int) -> None:
         """Adds the first `length` tokens of a sequence, which include at least one trained token."""
@@ -304,10 +298,9 @@ def build_micro_batches(
 ) -> list[MicroBatch]:
     """Cuts samples, group by group, into micro-batches of at most `token_budget` padded tokens.
 
-    A sequence longer than the budget gets a separate micro-batch; one without trained tokens gets
-    none. Rows of similar length share a micro-batch, which keeps padding small. With several ranks,
-    each gets about the same amount of computation in the same number of micro-batches. The result
-    interleaves them by rank. If a rank has too few rows, its last micro-batches are empty.
+    A sequence longer than the budget gets a separate micro-batch; one without trained tokens gets none.
+    Each rank gets about the same amount of computation in the same number of micro-batches, which the
+    result interleaves by rank. If a rank has too few rows, its last micro-batches are empty.
     """
     rows = [row for group in groups for row in _build_rows(group, token_budget, share_prefixes)]
     fair = -(-sum(len(row.tokens) for row in rows) // ranks)
@@ -363,12 +356,14 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
         return EMPTY
     width = max(len(row.tokens) for row in rows)
     token_ids_BT = np.zeros((len(rows), width), np.int64)
-    is_tree = not all(row.chain for row in rows)
     positions_BT = np.zeros((len(rows), width), np.int64)
-    if not is_tree:
+    parents_BT: Tensor | None = None
+    if all(row.chain for row in rows):
         # Padding continues the count. If positions restarted, transformers would treat the rest as
         # another sequence in the same row and build a T x T mask.
         positions_BT[:] = np.arange(width)
+    else:
+        parents_BT = torch.full((len(rows), width), -1, dtype=torch.int64)
     sources: list[int] = []
     targets: list[int] = []
     temperatures: list[float] = []
@@ -380,6 +375,8 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
         length, offset = len(row.tokens), len(sources)
         token_ids_BT[b, :length] = row.tokens
         positions_BT[b, :length] = row.depths
+        if parents_BT is not None:
+            parents_BT[b, :length] = torch.tensor(row.parents)
         for node, token, temperature in row.predictions:
             sources.append(b * width + node)
             targets.append(token)
@@ -388,15 +385,10 @@ def _assemble(rows: Sequence[_Row]) -> MicroBatch:
         predictions += [offset + t.prediction for t in row.trained]
         sequences += [sequence_count + t.sequence for t in row.trained]
         sequence_count += row.sequences
-    parents = None
-    if is_tree:
-        parents = torch.full((len(rows), width), -1, dtype=torch.int64)
-        for b, row in enumerate(rows):
-            parents[b, : len(row.parents)] = torch.tensor(row.parents)
     return MicroBatch(
         token_ids_BT=torch.as_tensor(token_ids_BT),
         positions_BT=torch.as_tensor(positions_BT),
-        parents_BT=parents,
+        parents_BT=parents_BT,
         sources_M=torch.tensor(sources, dtype=torch.int64),
         targets_M=torch.tensor(targets, dtype=torch.int64),
         temperatures_M=torch.tensor(temperatures, dtype=torch.float32),

@@ -25,7 +25,6 @@ TENSOR_FIELDS = tuple(field.name for field in fields(MicroBatch) if field.name !
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Encode the whole plan."""
     tensors = {"unmoved": torch.tensor([plan.groups_without_gradient, plan.updates_skipped])}
     for name in REWARD_FIELDS:
         tensors[f"rewards/{name}"] = torch.as_tensor(getattr(plan.rewards, name))
@@ -63,4 +62,4 @@ def _micro_batch(tensors: Mapping[str, Tensor], place: str) -> MicroBatch:
 
 
 def _whole_numbers(tensor: Tensor) -> list[int]:
-    return cast("list[int]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
+    return [int(number) for number in tensor]

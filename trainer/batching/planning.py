@@ -2,14 +2,13 @@
 
     groups -> RewardBatch -> advantages -> per update: PlacedSamples -> MicroBatches, StepCounts
 
-Advantages are computed over the whole step before it is cut into updates. If rewards are penalized
-with the KL to a reference, or a critic estimates values, the advantages must wait for the output of
-these models. The plan then contains every sequence, with advantage zero. `complete` fills the
-advantages in and removes the sequences that turn out to have no gradient.
+Advantages are computed over the whole step before it is cut into updates. If rewards are penalized with
+the KL to a reference, or a critic estimates values, the advantages must wait for the output of these
+models. The plan then contains every sequence, with advantage zero. `complete` fills the advantages in and
+removes the sequences that turn out to have no gradient.
 
-On several ranks, an update's micro-batches are dealt out in turn, the same number to each rank.
-Rank r of n has `batches[r::n]`, which is what `StepPlan.share` returns. Counts and rewards are
-those of the whole step on every rank.
+On several ranks, an update's micro-batches are dealt out in turn, the same number to each rank. Counts and
+rewards are those of the whole step on every rank.
 
 A sequence to which no term of the objective gives a gradient costs no forward pass. It still counts toward
 the boundaries of updates and toward their denominators. Otherwise one sequence's weight would depend on
@@ -55,8 +54,6 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The computation of one step."""
-
     updates: tuple[Update, ...]
     """The updates that have a gradient, in order."""
     rewards: RewardBatch
@@ -92,21 +89,23 @@ def plan_step(
     placed = _place(groups, rewards, advantages_N)
     everything = objective.trains_everything or objective.advantages_wait
     updates: list[Update] = []
+    without = 0
     for number in range(update_count):
         start, end = (len(placed) * n // update_count for n in (number, number + 1))
         own = placed[start:end]
         needed = [[s for s in group if everything or s.advantages_K.any()] for group in own]
+        without += sum(not any(len(s.advantages_K) for s in group) for group in needed)
         batches = build_micro_batches(
             needed, token_budget=token_budget, share_prefixes=share_prefixes, ranks=ranks
         )
         if batches:
-            updates.append(Update(tuple(batches), _count(own)))
-    without = sum(not _has_gradient(group, everything) for group in placed)
+            lengths = [len(placed.advantages_K) for group in own for placed in group]
+            counts = StepCounts(sum(lengths), sum(length > 0 for length in lengths))
+            updates.append(Update(tuple(batches), counts))
     return StepPlan(tuple(updates), rewards, without, update_count - len(updates))
 
 
 def reward_batch(groups: Sequence[TrainingGroup]) -> RewardBatch:
-    """Collect the rewards of every sample of the groups, in order."""
     samples = [sample for group in groups for sample in group.samples]
     lengths_S = np.array([int(sample.trained.sum()) for sample in samples], np.int64)
     return RewardBatch(
@@ -126,11 +125,10 @@ def complete(
     values: Sequence[Tensor] = (),
     sum_over_ranks: SumOverRanks = lambda own: own,
 ) -> StepPlan:
-    """Fill in the advantages that waited for the reference's log-probabilities or the critic's values.
+    """Fill in the advantages that waited, and remove the sequences that turn out to have no gradient.
 
-    `references` and `values` have one tensor of shape [N] per micro-batch, in the plan's order.
-    Sequences that turn out to have no gradient are removed. If the plan is a rank's share,
-    `sum_over_ranks` adds each rank's part up for all ranks.
+    `references` and `values` have one tensor of shape [N] per micro-batch, in the plan's order. If the
+    plan is a rank's share, `sum_over_ranks` adds each rank's part up for all ranks.
     """
     batches = [batch for update in plan.updates for batch in update.batches]
     rewards = plan.rewards
@@ -145,16 +143,10 @@ def complete(
         values_N = by_place(plan, values).double().cpu().numpy()
         rewards = replace(rewards, values_N=sum_over_ranks(values_N))
     advantages_N = torch.from_numpy(objective.advantages(rewards))  # pyright: ignore[reportUnknownMemberType]
-    updates = [
-        replace(
-            update,
-            batches=tuple(
-                replace(batch, advantages_N=advantages_N[batch.tokens_N])
-                for batch in update.batches
-            ),
-        )
-        for update in plan.updates
-    ]
+    updates: list[Update] = []
+    for update in plan.updates:
+        filled = [replace(b, advantages_N=advantages_N[b.tokens_N]) for b in update.batches]
+        updates.append(replace(update, batches=tuple(filled)))
     plan = replace(plan, updates=tuple(updates), rewards=rewards)
     if objective.trains_everything:
         return plan
@@ -162,10 +154,10 @@ def complete(
 
 
 def by_place(plan: StepPlan, values: Sequence[Tensor]) -> Tensor:
-    """Arrange values of the micro-batches' tokens in the order of the step's tokens.
+    """Arrange values of the micro-batches' tokens in the order of the step's tokens, which `complete`
+    keeps.
 
-    They can then be found again in the result of `complete`. Tokens of other ranks are zero. The
-    plan must have at least one micro-batch.
+    Tokens of other ranks are zero. The plan must have at least one micro-batch.
     """
     found_N = values[0].new_zeros(len(plan.rewards.sequences_N))
     batches = (batch for update in plan.updates for batch in update.batches)
@@ -213,19 +205,9 @@ def _place(
     placed: list[list[PlacedSample]] = []
     first = index = 0
     for group in groups:
-        own: list[PlacedSample] = []
+        placed.append([])
         for sample in group.samples:
             end = ends[index]
-            own.append(PlacedSample(sample, advantages_N[first:end], first))
+            placed[-1].append(PlacedSample(sample, advantages_N[first:end], first))
             first, index = end, index + 1
-        placed.append(own)
     return placed
-
-
-def _has_gradient(group: Sequence[PlacedSample], everything: bool) -> bool:
-    return any(len(s.advantages_K) and (everything or s.advantages_K.any()) for s in group)
-
-
-def _count(groups: Sequence[Sequence[PlacedSample]]) -> StepCounts:
-    lengths = [len(placed.advantages_K) for group in groups for placed in group]
-    return StepCounts(sum(lengths), sum(length > 0 for length in lengths))

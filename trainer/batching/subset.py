@@ -1,9 +1,7 @@
-"""Removes sequences from a micro-batch. For the suffixes of tensor names see `batching`."""
+"""Removes sequences from a micro-batch. Suffixes as in `batching`."""
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
 from __future__ import annotations
-
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,10 +25,7 @@ def keep_sequences(batch: MicroBatch, kept_S: Tensor) -> MicroBatch:
     width = batch.token_ids_BT.shape[1]
     rows_M, columns_M = batch.sources_M[kept_M] // width, batch.sources_M[kept_M] % width
     needed_BT = _seen_from(batch, rows_M, columns_M)
-    rows = cast(
-        "list[int]",
-        needed_BT.any(1).nonzero().flatten().tolist(),  # pyright: ignore[reportUnknownMemberType]
-    )
+    rows = [int(row) for row in needed_BT.any(1).nonzero()]
     own = [needed_BT[row].nonzero().flatten() for row in rows]
     shape = len(rows), max(map(len, own))
     token_ids_BT, positions_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))

@@ -1,7 +1,6 @@
 """`penstock eval`: measures what a server samples. Prints a table and a line of JSON for each set.
 
-Exit status: 0 measured; 1 no sample of a set could be scored, or the server was lost; 2 invalid
-command line.
+Exit status: 0 measured; 1 no sample of a set could be scored, or the server was lost; 2 invalid usage.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.address_type import Address
-from penstock.cli.security_options import security_options
-from penstock.cli.style_options import style_options
+from penstock.cli.options import Address, security_options, style_options
 from penstock.client.environments.settings import environment_options
 
 if TYPE_CHECKING:
@@ -31,18 +28,16 @@ if TYPE_CHECKING:
     from penstock.trainer.commands.evaluate_alone import Functions
     from penstock.trainer.commands.evaluate_sets import MeasuredSet
     from penstock.trainer.config.trainer import TrainerConfig
-    from penstock.trainer.evaluation.record import EvaluationRecord, Figures
+    from penstock.trainer.evaluation.record import EvaluationRecord
     from penstock.wire.security import Security
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 class Finite(click.FloatRange):
-    """A finite number in a range. Click's range accepts `nan`, because no comparison excludes
-    it."""
+    """A finite number in a range. Click's range accepts `nan`, because no comparison excludes it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Converts as click's range does, and rejects non-finite numbers."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
@@ -339,37 +334,32 @@ def _table(record: EvaluationRecord) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from penstock.trainer.evaluation.writer import versions
+    from penstock.trainer.evaluation.writer import number, versions
 
     # Without markup, because a name may look like markup, such as [hard].
     title = f"{record.name}, version {versions(record)}"
     table = Table(title=Text(title), title_justify="left")
-    names = ["", "prompts", "reward", "±", *(f"pass@{k}" for k in record.figures.pass_at)]
+    counts = list(record.figures.pass_at)
+    names = ["", "prompts", "reward", "±", *(f"pass@{k}" for k in counts)]
     for name in [*names, "tokens", "truncated", "failed"]:
         table.add_column(name, justify="left" if not name else "right")
     rows = {"all": record.figures}
     if len(record.by_source) > 1:
         rows = {**record.by_source, **rows}
     for name, figures in rows.items():
-        table.add_row(Text(name), *_cells(figures, list(record.figures.pass_at)))
+        table.add_row(
+            Text(name),
+            str(figures.prompts),
+            number(figures.reward_mean),
+            number(figures.reward_stderr),
+            *(number(figures.pass_at.get(k)) for k in counts),
+            number(figures.tokens_mean, ".1f"),
+            number(figures.truncated_share, ".0%"),
+            str(figures.failures),
+        )
     if record.mixed_groups:
         table.caption = (
             f"{record.mixed_share:.0%} of the prompts mix versions "
             f"{record.oldest_weight_version} to {record.newest_weight_version}"
         )
     return table
-
-
-def _cells(figures: Figures, counts: list[str]) -> list[str]:
-    def number(value: float | None, form: str = ".3f") -> str:
-        return "-" if value is None else format(value, form)
-
-    return [
-        str(figures.prompts),
-        number(figures.reward_mean),
-        number(figures.reward_stderr),
-        *(number(figures.pass_at.get(k)) for k in counts),
-        number(figures.tokens_mean, ".1f"),
-        number(figures.truncated_share, ".0%"),
-        str(figures.failures),
-    ]

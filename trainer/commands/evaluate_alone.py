@@ -1,20 +1,16 @@
-"""Evaluation without a trainer: takes and scores turns in this process, on whatever a server
-samples.
+"""Evaluation without a trainer: takes and scores turns in this process, on whatever a server samples.
 
     prompt -> unleased trajectories -> generate, reward -> measured -> the record
 
-Up to `concurrency` prompts are open at a time, each with all its samples. No task is submitted and
-no exchange is opened. A trainer of the same server is therefore not fenced off, and its run loses
-no groups and never sees these. Only the engine is shared. If the trainer switches meanwhile,
-answers mix versions, and the record counts how many.
+Up to `concurrency` prompts are open at a time, each with all its samples. No task is submitted and no
+exchange is opened, so a trainer of the same server is not fenced off, and its run loses no groups and
+never sees these. Only the engine is shared. If the trainer switches meanwhile, answers mix versions, and
+the record counts how many.
 
-What each failure does:
-
-    a function raises, or    the attempt is repeated, up to `attempts` in all; after that it is a failure,
-      a call is refused        which enters no figure and is counted by reason
-    the server is lost       turns wait for it and continue. After `Patience.reconnect_seconds` the
-                               evaluation ends with ServerUnavailable and without a record
-    interrupted              the server aborts the turns in flight; there is no record
+If a function raises or a call is refused, the attempt is repeated, up to `attempts` in all. After that it
+is a failure, which is counted by reason and enters no figure. If the server is lost, turns wait for it and
+continue. After `Patience.reconnect_seconds` the evaluation ends with ServerUnavailable and without a
+record. An interrupted one has no record either, and the server aborts its turns in flight.
 """
 
 from __future__ import annotations
@@ -42,14 +38,6 @@ from penstock.trainer.data.sources.problem import Problem, Source
 from penstock.trainer.evaluation.record import EvaluationRecord, MeasuredPrompt, make_record
 
 log = logging.getLogger("penstock.eval")
-
-MODE = "alone"
-ROLES: dict[str, Role] = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +67,18 @@ class Extent:
     passes_from: float = 1.0
 
 
+@dataclass(eq=False, repr=False)
 class Measuring:
     """Measures one set of prompts."""
 
-    def __init__(
-        self,
-        calls: Calls,
-        source: Source,
-        functions: Functions,
-        extent: Extent,
-        on_prompt: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`on_prompt` is called after each measured prompt."""
-        self._calls = calls
-        self._source = source
-        self._functions = functions
-        self._extent = extent
-        self._on_prompt = on_prompt
+    calls: Calls
+    source: Source
+    functions: Functions
+    extent: Extent
+    on_prompt: Callable[[], None] = lambda: None
+    """Called after each measured prompt."""
+
+    def __post_init__(self) -> None:
         self._id = f"eval-{uuid.uuid4().hex[:12]}"
         self._measured: list[MeasuredPrompt] = []
         self._shown: set[str] = set()
@@ -104,8 +87,8 @@ class Measuring:
     async def run(self) -> EvaluationRecord:
         """Raises PenstockError if the server refuses everything, ServerUnavailable if it is lost,
         and ConfigInvalid if the data cannot be read."""
-        extent, begun = self._extent, time.time()
-        version = (await self._calls.get_server_info()).active_weight_version
+        extent, begun = self.extent, time.time()
+        version = (await self.calls.get_server_info()).active_weight_version
         indices = iter(range(extent.prompts))
         try:
             async with asyncio.TaskGroup() as group:
@@ -118,12 +101,12 @@ class Measuring:
             name=extent.name,
             step=version,
             weight_version=version,
-            mode=MODE,
+            mode="alone",
             samples_per_prompt=extent.samples_per_prompt,
             passes_from=extent.passes_from,
             prompts_asked=extent.prompts,
         )
-        active = (await self._calls.get_server_info()).active_weight_version
+        active = (await self.calls.get_server_info()).active_weight_version
         oldest = record.oldest_weight_version
         record.lag = max(0, active - (version if oldest is None else oldest))
         record.time_start, record.time = begun, time.time()
@@ -133,15 +116,15 @@ class Measuring:
     async def _work(self, indices: Iterator[int]) -> None:
         """Consumes data indices shared with other workers; produces measured prompts."""
         for index in indices:
-            problem = self._source.problem(index)
-            task = make_task(problem, f"{self._id}-{index}", index, self._extent)
-            samples = range(self._extent.samples_per_prompt)
-            if self._functions.per_group:
+            problem = self.source.problem(index)
+            task = make_task(problem, f"{self._id}-{index}", index, self.extent)
+            samples = range(self.extent.samples_per_prompt)
+            if self.functions.per_group:
                 ended = await self._judge_together(task)
             else:
                 ended = await asyncio.gather(*(self._judge(task, sample) for sample in samples))
             self._measured.append(_measure(problem.counted_under, ended))
-            self._on_prompt()
+            self.on_prompt()
 
     async def _judge(self, task: Task, sample: int) -> tuple[Trajectory, Outcome | Failed]:
         """Makes one sample, and repeats it until it succeeds or the attempts are used up."""
@@ -151,7 +134,7 @@ class Measuring:
             outcome = await self._attempt(task, trajectory)
             await self._close(trajectory, outcome)
             attempt += 1
-            if isinstance(outcome, Outcome) or attempt == self._extent.attempts:
+            if isinstance(outcome, Outcome) or attempt == self.extent.attempts:
                 return trajectory, outcome
 
     async def _judge_together(self, task: Task) -> list[tuple[Trajectory, Outcome | Failed]]:
@@ -160,24 +143,24 @@ class Measuring:
         while True:
             opened = [
                 self._open(task, sample, attempt)
-                for sample in range(self._extent.samples_per_prompt)
+                for sample in range(self.extent.samples_per_prompt)
             ]
             ended = await asyncio.gather(*(self._generate(task, one) for one in opened))
             failed = {one: end for one, end in zip(opened, ended, strict=True) if end is not None}
             there = [one for one in opened if one not in failed]
             scores = await self._score_together(task, there) if there else []
-            outcomes = dict(zip(there, scores, strict=True))
-            both = [(one, failed[one] if one in failed else outcomes[one]) for one in opened]
+            outcomes = {**failed, **dict(zip(there, scores, strict=True))}
+            both = [(one, outcomes[one]) for one in opened]
             await asyncio.gather(*(self._close(one, outcome) for one, outcome in both))
             attempt += 1
             fine = not any(isinstance(outcome, Failed) for _, outcome in both)
-            if fine or attempt == self._extent.attempts:
+            if fine or attempt == self.extent.attempts:
                 return both
 
     def _open(self, task: Task, sample: int, attempt: int) -> Trajectory:
         """Opens a trajectory that behaves like a leased one. The server knows no task for it."""
         return Trajectory(
-            self._calls,
+            self.calls,
             f"{task.task_id}-{sample}-{attempt}",
             task=task,
             place=Place(sample_index=sample),
@@ -186,14 +169,14 @@ class Measuring:
 
     async def _attempt(self, task: Task, trajectory: Trajectory) -> Outcome | Failed:
         try:
-            score = await call(self._functions.generate, task, trajectory)
+            score = await call(self.functions.generate, task, trajectory)
             if isinstance(score, Failed):
                 return score
             if trajectory.closed and trajectory.outcome is not None:
                 # Closed by the function itself.
                 return trajectory.outcome
-            if self._functions.reward is not None:
-                score = await call(self._functions.reward, task, trajectory)
+            if self.functions.reward is not None:
+                score = await call(self.functions.reward, task, trajectory)
             return as_outcome(score)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             return self._failed(error)
@@ -201,7 +184,7 @@ class Measuring:
     async def _generate(self, task: Task, trajectory: Trajectory) -> Failed | None:
         """Returns None if the trajectory can be scored."""
         try:
-            score = await call(self._functions.generate, task, trajectory)
+            score = await call(self.functions.generate, task, trajectory)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             return self._failed(error)
         return score if isinstance(score, Failed) else None
@@ -209,9 +192,9 @@ class Measuring:
     async def _score_together(
         self, task: Task, trajectories: list[Trajectory]
     ) -> list[Outcome | Failed]:
-        assert self._functions.reward is not None
+        assert self.functions.reward is not None
         try:
-            scores = await call(self._functions.reward, task, trajectories)
+            scores = await call(self.functions.reward, task, trajectories)
             return as_outcomes(scores, len(trajectories))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             return [self._failed(error)] * len(trajectories)
@@ -241,15 +224,14 @@ class Measuring:
         """Closes the trajectory, so that the server discards it."""
         if trajectory.closed or not trajectory.turns:
             return
-        # The trajectory was lost with the server, or its outcome is invalid. No one else depends on
-        # it.
+        # The trajectory was lost with the server, or its outcome is invalid. No one else depends on it.
         with contextlib.suppress(PenstockError, TypeError, ValueError):
             await trajectory.close(outcome)
 
 
 def make_task(problem: Problem, task_id: str, index: int, extent: Extent) -> Task:
     """Builds the task for a problem, with the same fields as a task that a trainer submits."""
-    messages = [Message(ROLES[role], text) for role, text in problem.messages]
+    messages = [Message(cast("Role", role), text) for role, text in problem.messages]
     if extent.system_prompt:
         messages.insert(0, Message("system", extent.system_prompt))
     return Task(

@@ -72,8 +72,10 @@ class MeasuredSet:
 
 def open_set(data: str | None, task: str | None, given: Given, attempts: int) -> MeasuredSet:
     """Opens the set that `--data` names, or else `--task`. Raises ConfigInvalid."""
-    section = "--data" if data is not None else "--task"
-    source = open_source(_describe(data, task), SEED, section)
+    if data is None:
+        source = open_source(_task(task or ""), SEED, "--task")
+    else:
+        source = open_source(_data(data), SEED, "--data")
     samples = _first(given.samples, SAMPLES)
     extent = Extent(
         name=task or source.name,
@@ -102,8 +104,7 @@ def reward_of(task: str) -> str:
 def open_sets(
     config: TrainerConfig, path: Path, only: Sequence[str], given: Given, attempts: int
 ) -> list[MeasuredSet]:
-    """Opens the evaluations of a trainer's file, or only those named by `only`. Raises
-    ConfigInvalid."""
+    """Opens the evaluations of a trainer's file, or only those named by `only`. Raises ConfigInvalid."""
     known = {one.name: one for one in config.evaluation}
     if not known:
         raise ConfigInvalid(f"{path} has no [[evaluation]]")
@@ -141,38 +142,30 @@ def _sampling(config: SamplingConfig, given: Given) -> SamplingParams:
     )
 
 
-def _describe(data: str | None, task: str | None) -> MixableConfig:
-    """Describes the source as configuration. Raises ConfigInvalid."""
-    try:
-        if data is None:
-            return _task(task or "")
-        if (found := _data(data)) is not None:
-            return found
-    except ValidationError as error:
-        if data is None:
-            raise ConfigInvalid(f"--task {task}: {error.errors()[0]['msg']}") from error
-    raise ConfigInvalid(
-        f"--data {data}: expected a *.jsonl or *.parquet file, a folder of *.parquet files, or "
-        "PKG.MODULE:FUNCTION"
-    )
-
-
 def _task(task: str) -> MixableConfig:
-    """Returns the source of a `--task`. Raises ValidationError for an unknown name."""
+    """Returns the source of a `--task`. Raises ConfigInvalid."""
     if task == SUMS:
         return MixableConfig(python=PythonConfig(function=SUMS_DATA))
-    return MixableConfig(reasoning_gym=ReasoningGymConfig(name=task, seed=TASK_SEED))
+    try:
+        return MixableConfig(reasoning_gym=ReasoningGymConfig(name=task, seed=TASK_SEED))
+    except ValidationError as error:
+        raise ConfigInvalid(f"--task {task}: {error.errors()[0]['msg']}") from error
 
 
-def _data(data: str) -> MixableConfig | None:
-    """Returns the source of a `--data` value, or None if it matches no form. Raises ValidationError
-    for an invalid function name."""
+def _data(data: str) -> MixableConfig:
+    """Returns the source of a `--data` value. Raises ConfigInvalid if it has no known form."""
     path = Path(data)
     if path.is_dir() or path.suffix == ".parquet":
         return MixableConfig(parquet=ParquetConfig(path=path))
     if path.suffix in (".jsonl", ".json"):
         return MixableConfig(jsonl=JsonlConfig(path=path))
-    return MixableConfig(python=PythonConfig(function=data)) if ":" in data else None
+    try:
+        return MixableConfig(python=PythonConfig(function=data))
+    except ValidationError:
+        raise ConfigInvalid(
+            f"--data {data}: expected a *.jsonl or *.parquet file, a folder of *.parquet files, or "
+            "PKG.MODULE:FUNCTION"
+        ) from None
 
 
 def _count(source: Source, prompts: int) -> int:

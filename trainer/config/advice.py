@@ -11,8 +11,7 @@ from penstock.trainer.config.trainer import TrainerConfig
 
 
 def advise(config: TrainerConfig) -> list[str]:
-    """Returns a warning for each such choice, naming the fields. docs/algorithms.md has the
-    reasons."""
+    """Returns a warning for each such choice, naming the fields. docs/algorithms.md has the reasons."""
     algorithm, max_lag = config.algorithm, config.staleness.max_lag
     said: list[str] = []
     if max_lag > 0 and not algorithm.corrects_for_age:
@@ -62,7 +61,6 @@ def _bounds_another_ratio(loss: LossConfig) -> bool:
 
 
 def _described(config: MixableConfig) -> list[str]:
-    """Describes the reasoning-gym data sets it uses, each by everything that determines its
-    problems."""
+    """Describes the reasoning-gym data sets it uses, each by everything that determines its problems."""
     every = (part.reasoning_gym for part in (config, *config.mixture))
     return [one.model_dump_json(exclude={"size"}) for one in every if one is not None]

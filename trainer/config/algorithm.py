@@ -12,8 +12,8 @@ from typing import Annotated, Literal, assert_never, cast
 from pydantic import Field, field_validator, model_validator
 
 from penstock.common.section import Section
+from penstock.trainer.config.data import Scalar
 
-Option = bool | int | float | str
 Level = Literal["token", "sequence"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -32,9 +32,8 @@ class CustomFunction(Section):
     kind: Literal["custom"]
     """A function you provide."""
     function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
-    """Where to find the function, as pkg.module:function. Modules of the working directory are
-    found too."""
-    options: dict[str, Option] = Field(default_factory=dict[str, Option])
+    """Where to find the function, as pkg.module:function; the working directory is searched too."""
+    options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
     """Keyword arguments of each call."""
 
 
@@ -80,11 +79,9 @@ class CriticConfig(Section):
     """A second model of the policy's size, which learns to predict the return."""
 
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Learning rate of the critic, constant over the run. Its other optimizer settings are the
-    policy's."""
+    """Constant learning rate of the critic. Its other optimizer settings are the policy's."""
     clip: Annotated[float, Field(gt=0)] | Literal["none"] = 0.2
-    """Largest change of a value in one update that still gets the full gradient. "none" disables
-    the bound."""
+    """Largest change of a value in one update that still gets the full gradient. "none" disables it."""
 
 
 class Gae(Section):
@@ -95,8 +92,7 @@ class Gae(Section):
     discount: float = Field(default=1.0, gt=0, le=1)
     """Weight of the next token's value in the current one; gamma in the paper."""
     trace: float = Field(default=0.95, ge=0, le=1)
-    """How far back surprises are credited; lambda in the paper. One relies on rewards alone, zero
-    on the critic."""
+    """How far back surprises are credited; the paper's lambda. One uses rewards alone, zero the critic."""
     whiten: bool = True
     """Whether to whiten advantages over the step."""
     critic: CriticConfig = CriticConfig()
@@ -249,8 +245,7 @@ class Uncorrected(Section):
     level: Literal["off"] = "off"
     """Applies no weights."""
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
-    """Denominator of the loss's ratio: the policy that sampled the token, or the policy at the
-    beginning of the step."""
+    """Denominator of the loss's ratio: the policy that sampled, or the one at the step's beginning."""
 
 
 class ClippedWeight(Section):
@@ -356,8 +351,7 @@ class AlgorithmConfig(Section):
 
     @property
     def reads_behaviour(self) -> bool:
-        """Whether the log-probabilities that tokens were sampled with affect training, and not only
-        a figure."""
+        """Whether the log-probabilities of sampling affect training, and not only a figure."""
         correction = self.correction
         if not isinstance(correction, Uncorrected) or isinstance(self.kl, KlInReward):
             return True
@@ -395,14 +389,11 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _a_ratio_to_choose(self) -> AlgorithmConfig:
-        correction = self.correction
-        if (
-            isinstance(self.loss, Reinforce)
-            and isinstance(correction, Uncorrected)
-            and correction.ratio_to == "proximal"
-        ):
-            raise ValueError(
-                'correction.ratio_to = "proximal" has no effect with loss.kind = "reinforce", '
-                "which has no ratio"
-            )
-        return self
+        match self.loss, self.correction:
+            case Reinforce(), Uncorrected(ratio_to="proximal"):
+                raise ValueError(
+                    'correction.ratio_to = "proximal" has no effect with loss.kind = "reinforce", '
+                    "which has no ratio"
+                )
+            case _:
+                return self

@@ -1,5 +1,4 @@
-"""The section `[data]`: where prompts come from, and how they are sampled. docs/data.md has an
-example of each source."""
+"""The section `[data]`: where prompts come from, and how they are sampled. docs/data.md has examples."""
 
 from __future__ import annotations
 
@@ -10,20 +9,19 @@ from pydantic import Field, field_validator, model_validator
 from penstock.common.section import Section
 
 Scalar = bool | int | float | str
+Options = dict[str, Scalar | list[Scalar]]
 
 
 class SamplingConfig(Section):
     """How the policy is sampled."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """Temperature. Zero is greedy, which leaves nothing to learn from and is only for
-    evaluations."""
+    """Temperature. Zero is greedy, which leaves nothing to learn from and is only for evaluations."""
     max_tokens: int = Field(default=256, ge=1)
     """Upper bound on policy tokens in one turn."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling. One keeps every token. In training, a lower value requires an algorithm
-    that does not read the log-probabilities that tokens were sampled with; see
-    docs/algorithms.md."""
+    """Nucleus sampling. One keeps every token. In training, a lower value requires an algorithm that does
+    not read the log-probabilities that tokens were sampled with; see docs/algorithms.md."""
     top_k: int = Field(default=0, ge=0)
     """Number of most likely tokens to sample from. Zero means no limit. In training, a limit has
     the same requirement as a `top_p` below one."""
@@ -40,9 +38,7 @@ class ReasoningGymConfig(Section):
     """Number of problems before they repeat."""
     seed: int = Field(default=0, ge=0)
     """Seed of the problems. Sets with different seeds are drawn independently."""
-    config: dict[str, Scalar | list[Scalar]] = Field(
-        default_factory=dict[str, Scalar | list[Scalar]]
-    )
+    config: Options = Field(default_factory=Options)
     """Settings of the data set itself, such as min_digits."""
 
 
@@ -68,13 +64,11 @@ class ParquetConfig(RowsConfig):
     """One or more Parquet tables."""
 
     path: Path
-    """A file, or a folder. The *.parquet files of a folder are read one after another, in the order
-    of their names."""
+    """A file, or a folder, whose *.parquet files are read in the order of their names."""
 
 
 class HuggingFaceConfig(RowsConfig):
-    """A data set on the Hugging Face hub, or a folder that `datasets` reads. Needs the extra
-    `datasets`."""
+    """A data set on the Hugging Face hub or in a folder. Needs the extra `datasets`."""
 
     path: str = Field(min_length=1)
     """Name on the hub, or a folder, including one that `save_to_disk` wrote."""
@@ -93,9 +87,7 @@ class PythonConfig(RowsConfig):
     """Where to find the function, as pkg.module:function. Modules of the working directory are
     found too. It returns a sequence or any other iterable. `shuffle` applies to sequences only; an
     iterable keeps its order."""
-    options: dict[str, Scalar | list[Scalar]] = Field(
-        default_factory=dict[str, Scalar | list[Scalar]]
-    )
+    options: Options = Field(default_factory=Options)
     """Keyword arguments of the call."""
 
 
@@ -103,17 +95,13 @@ class LevelConfig(Section):
     """One difficulty level of an environment."""
 
     name: str = ""
-    """Name under which its episodes are counted, after the environment's name. Empty uses its index
-    among the levels."""
-    options: dict[str, Scalar | list[Scalar]] = Field(
-        default_factory=dict[str, Scalar | list[Scalar]]
-    )
+    """Name under which its episodes count, after the environment's. Empty uses the level's index."""
+    options: Options = Field(default_factory=Options)
     """Options with which the environment is created, such as max_number of GuessTheNumber."""
 
 
 class EnvironmentConfig(Section):
-    """Episodes of an environment that workers provide (`penstock rollout --environment`), by
-    seed."""
+    """Episodes of an environment that workers provide (`penstock rollout --environment`), by seed."""
 
     name: str = Field(min_length=1)
     """Name by which workers know it, such as "textarena:GuessTheNumber-v0"."""
@@ -124,8 +112,7 @@ class EnvironmentConfig(Section):
     levels: tuple[LevelConfig, ...] = ()
     """Difficulty levels, which take turns. Empty uses the environment's defaults."""
     prompts_per_level: int = Field(default=0, ge=0)
-    """Number of prompts after which the next level joins the previous ones. Zero uses all levels
-    from the start."""
+    """Number of prompts after which the next level joins the others. Zero uses all from the start."""
 
 
 SOURCES = ("reasoning_gym", "jsonl", "parquet", "huggingface", "python", "environment")
@@ -147,9 +134,13 @@ class SourceConfig(Section):
     environment: EnvironmentConfig | None = None
     """Episodes of an environment."""
 
-    def given(self) -> list[str]:
-        """Returns the names of the sources that are set."""
-        return [name for name in SOURCES if getattr(self, name) is not None]
+    @model_validator(mode="after")
+    def _one_source(self) -> SourceConfig:
+        names = [name for name in (*SOURCES, "mixture") if name in type(self).model_fields]
+        given = [name for name in names if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of {', '.join(names)} is needed, got {given}")
+        return self
 
 
 class PartConfig(SourceConfig):
@@ -160,12 +151,6 @@ class PartConfig(SourceConfig):
     weight: float = Field(default=1.0, gt=0)
     """Weight of this source; its share is the weight divided by the sum of all weights."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> PartConfig:
-        if len(self.given()) != 1:
-            raise ValueError(f"exactly one of {', '.join(SOURCES)} is needed, got {self.given()}")
-        return self
-
 
 class MixableConfig(SourceConfig):
     """Exactly one source, or a mixture of several."""
@@ -173,20 +158,12 @@ class MixableConfig(SourceConfig):
     mixture: tuple[PartConfig, ...] = ()
     """Several sources, each with its weight."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> MixableConfig:
-        given = [*self.given(), *(["mixture"] if self.mixture else [])]
-        if len(given) != 1:
-            raise ValueError(f"exactly one of {', '.join(SOURCES)}, mixture is needed, got {given}")
-        return self
-
 
 class DataConfig(MixableConfig):
     """Where prompts come from, and how they are sampled."""
 
     group_size: int = Field(default=8, ge=1)
-    """Trajectories sampled for one prompt. One is allowed only if the algorithm does not compare
-    them with each other."""
+    """Trajectories sampled for one prompt. One is allowed only if the algorithm does not compare them."""
     system_prompt: str = ""
     """Text of a system message before each prompt. Empty for none."""
     sampling: SamplingConfig = SamplingConfig()

@@ -1,5 +1,4 @@
-"""The tables `[[evaluation]]`: what is measured during training, when, and on which weights. See
-docs/evaluation.md."""
+"""The tables `[[evaluation]]`: what is measured during training, when, and how. See docs/evaluation.md."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class PinnedConfig(Section):
 
 
 class OnTheFlyConfig(Section):
-    """Nothing waits. Answers come from whichever version is sampled. The number of groups that mix
-    versions is reported."""
+    """Nothing waits. Answers come from whichever version is sampled; mixed groups are counted."""
 
     kind: Literal["on_the_fly"]
     """Selects this mode."""
@@ -48,8 +46,7 @@ class SamplingOverrides(Section):
 
 
 class EvaluationConfig(MixableConfig):
-    """One set of prompts that is measured repeatedly. It has exactly one source, or a mixture of
-    several."""
+    """One set of prompts that is measured repeatedly. It has exactly one source, or a mixture."""
 
     name: str = Field(pattern=r"^[\w.-]{1,40}$")
     """Name of the set in metrics. Each set needs a unique name."""
@@ -62,13 +59,11 @@ class EvaluationConfig(MixableConfig):
     mode: Mode = PinnedConfig()
     """Whether the switch to the next version waits."""
     prompts: int = Field(default=256, ge=1)
-    """Number of prompts in one evaluation, taken from the start of the source. A shorter source is
-    used whole."""
+    """Number of prompts in one evaluation, from the start of the source; all of a shorter one."""
     samples_per_prompt: int = Field(default=1, ge=1, le=4096)
     """Trajectories sampled for one prompt. With two or more, pass@k is reported."""
     concurrency: int = Field(default=16, ge=1)
-    """Prompts open at the servers at a time. It bounds how much capacity an evaluation takes from
-    training."""
+    """Prompts open at the servers at a time. It bounds the capacity taken from training."""
     sampling: SamplingOverrides = SamplingOverrides()
     """Sampling parameters that differ from training."""
     system_prompt: str | None = None
@@ -92,8 +87,7 @@ class EvaluationConfig(MixableConfig):
         return self.mode.kind == "pinned"
 
     def sampling_over(self, data: DataConfig) -> SamplingConfig:
-        """Returns the sampling parameters: the overrides of this set applied to those of
-        `[data]`."""
+        """Returns the sampling parameters: the overrides of this set applied to those of `[data]`."""
         given = self.sampling.model_dump(exclude_none=True)
         return SamplingConfig.model_validate({**data.sampling.model_dump(), **given})
 

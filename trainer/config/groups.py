@@ -8,8 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penstock.common.section import Section
-
-Scalar = bool | int | float | str
+from penstock.trainer.config.data import Options
 
 
 class FilterConfig(Section):
@@ -18,13 +17,10 @@ class FilterConfig(Section):
     function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
     """Where to find the function, as pkg.module:function. Modules of the working directory are
     found too. It takes a group and returns a reason to drop it, or None."""
-    options: dict[str, Scalar | list[Scalar]] = Field(
-        default_factory=dict[str, Scalar | list[Scalar]]
-    )
+    options: Options = Field(default_factory=Options)
     """Keyword arguments of each call. With style "slime" they are the attributes of `args`."""
     style: Literal["penstock", "slime"] = "penstock"
-    """Signature of the function: `filter(group)`, or slime's dynamic sampling filter `filter(args,
-    samples)`."""
+    """Signature: `filter(group)`, or slime's dynamic sampling filter `filter(args, samples)`."""
 
 
 class OverlongConfig(Section):
@@ -33,8 +29,7 @@ class OverlongConfig(Section):
     max_tokens: int = Field(ge=1)
     """Policy tokens of a trajectory, over all its turns, from which the full penalty applies."""
     buffer_tokens: int = Field(ge=1)
-    """Number of tokens before `max_tokens` at which the penalty begins. It grows linearly from
-    there."""
+    """Number of tokens before `max_tokens` at which the penalty begins. It grows linearly from there."""
     penalty: float = Field(default=1.0, gt=0)
     """Full penalty, subtracted from the reward."""
 
@@ -73,22 +68,17 @@ class GroupsConfig(Section):
     """Largest number of groups dropped for one step. It includes groups that agents declare
     unusable, which are dropped without any setting here."""
     then: Literal["train", "stop"] = "train"
-    """What happens after that: the step trains groups as they arrive, with a warning, or the run
-    stops."""
+    """What happens after that: the step trains groups as they arrive, with a warning, or the run stops."""
     overlong: OverlongConfig | None = None
     """Lowers the reward of long answers."""
     mask_truncated: bool = False
     """Whether the last turn of a trajectory carries no gradient if the token budget cut it off."""
 
     @model_validator(mode="after")
-    def _some_mean_is_left(self) -> GroupsConfig:
+    def _every_setting_can_act(self) -> GroupsConfig:
         low, high = self.min_mean_reward, self.max_mean_reward
         if low is not None and high is not None and low > high:
             raise ValueError(f"min_mean_reward = {low} is above max_mean_reward = {high}")
-        return self
-
-    @model_validator(mode="after")
-    def _something_is_replaced(self) -> GroupsConfig:
         # The default may be present explicitly: a rendered configuration contains it.
         default = type(self).model_fields["max_replacements"].default
         if self.failed_siblings != "replace" and self.max_replacements != default:

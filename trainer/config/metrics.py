@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from penstock.common.section import Section
+from penstock.trainer.config.data import Scalar
 
 
 class WandbConfig(Section):
@@ -44,9 +45,7 @@ class CustomTrackerConfig(Section):
     """A tracker supplied by you, as a class or function."""
     function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
     """Class or function that creates the tracker, as pkg.module:function; see `tracker.Tracker`."""
-    options: dict[str, bool | int | float | str] = Field(
-        default_factory=dict[str, bool | int | float | str]
-    )
+    options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
     """Keyword arguments of that call."""
 
 

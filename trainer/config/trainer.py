@@ -22,6 +22,8 @@ from penstock.trainer.config.server import ServerConfig
 from penstock.trainer.config.weights import ALWAYS_WHOLE, WeightsConfig
 from penstock.trainer.core.errors import ConfigInvalid
 
+LayerNames = Literal["all-linear"] | tuple[str, ...]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 # Characters of a run's id plus an evaluation's name; task ids begin with both.
 LONGEST_NAMES = 200
 
@@ -50,7 +52,7 @@ class LoraConfig(Section):
     """Numerator of the adapter's scale."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the adapter's inputs that training drops."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    target_modules: LayerNames = "all-linear"
     """Names of the linear layers that get an adapter, such as "q_proj". "all-linear" selects every
     linear layer except the output layer."""
     rank_stabilized: bool = False
@@ -58,9 +60,7 @@ class LoraConfig(Section):
 
     @field_validator("target_modules")
     @classmethod
-    def _inner_layers(
-        cls, names: Literal["all-linear"] | tuple[str, ...]
-    ) -> Literal["all-linear"] | tuple[str, ...]:
+    def _inner_layers(cls, names: LayerNames) -> LayerNames:
         if isinstance(names, str):
             return names
         if not all(names) or not names:
@@ -98,12 +98,10 @@ class ModelConfig(Section):
     """The policy model and how it is trained."""
 
     path: str = Field(min_length=1)
-    """Folder or hub name of a Hugging Face causal language model. The server must serve the same
-    model."""
+    """Folder or hub name of a Hugging Face causal language model. The server must serve the same model."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of the forward pass. "bfloat16" is autocast over float32 master weights. "auto"
-    picks bfloat16 if the device has instructions for it, and otherwise float32, which is then
-    faster."""
+    """Data type of the forward pass. "bfloat16" is autocast over float32 master weights. "auto" picks
+    bfloat16 if the device has instructions for it, and otherwise float32, which is then faster."""
     gradient_checkpointing: bool = False
     """Whether to recompute activations in the backward pass. Saves memory; about a third slower."""
     cpu_offload: bool = False
@@ -124,14 +122,13 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _some_is_of_transformers_alone(self) -> ModelConfig:
-        if self.backend.kind != "megatron":
-            return self
-        if self.lora is not None:
+        megatron = self.backend.kind == "megatron"
+        if megatron and self.lora is not None:
             raise ValueError(
                 'lora cannot be combined with backend = "megatron": adapters require PEFT, which '
                 "needs a model computed by transformers"
             )
-        if self.cpu_offload:
+        if megatron and self.cpu_offload:
             raise ValueError(
                 'cpu_offload cannot be combined with backend = "megatron": divide a model that is '
                 "too large for one device over more devices"
@@ -147,29 +144,23 @@ class TrainConfig(Section):
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates in one step. Each uses an equal share of its groups."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Tokens, including padding, in one forward and backward pass. Bounds memory and does not
-    change results."""
+    """Tokens, including padding, in one forward and backward pass. Bounds memory; changes no results."""
     reduce_each_micro_batch: bool = False
-    """Whether several ranks reduce their gradients after each micro-batch instead of once per
-    update. Each rank then holds a share of the gradients instead of all of them, at the cost of
-    more communication."""
+    """Whether several ranks reduce their gradients after each micro-batch instead of once per update. Each
+    rank then holds a share of the gradients instead of all of them, at the cost of more communication."""
     share_prefixes: bool = True
     """Whether tokens that siblings share are computed once. Never applied if the model's layers
     attend within a window or chunk of fewer than 4096 tokens."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly. As in `schedule`, skipped updates do not
-    count."""
+    """Steps over which the learning rate rises linearly. Skipped updates do not count."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate after warm-up: constant, or a cosine that reaches zero after the updates of all
     steps. Skipped updates do not count, so a run with skipped updates ends above zero."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices. Vectors have none."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
-        0.9,
-        0.95,
-    )
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's averaging factors."""
     epsilon: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
@@ -264,7 +255,7 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _evaluations_have_names(self) -> TrainerConfig:
+    def _evaluations_have_names_and_are_due(self) -> TrainerConfig:
         names = [one.name for one in self.evaluation]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two evaluations are named {twice!r}; give each a unique name")
@@ -273,10 +264,6 @@ class TrainerConfig(Section):
                 f"run.id and the name of an evaluation have {longest + len(self.run.id)} "
                 f"characters together; task ids have room for {LONGEST_NAMES}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluations_are_due(self) -> TrainerConfig:
         for one in self.evaluation:
             if one.every_versions > self.run.steps and not (one.at_start or one.at_end):
                 raise ValueError(
@@ -286,18 +273,14 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _enough_attempts_are_begun(self) -> TrainerConfig:
+    def _answers_are_enough(self) -> TrainerConfig:
         attempts, size = self.groups.attempts, self.data.group_size
         if attempts is not None and attempts < size:
             raise ValueError(
                 f"groups.attempts must be at least data.group_size = {size}, got {attempts}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_answer_is_enough(self) -> TrainerConfig:
         kind = self.algorithm.advantage.kind
-        if self.data.group_size > 1:
+        if size > 1:
             return self
         if kind in GROUP_RELATIVE:
             raise ValueError(
@@ -318,7 +301,7 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _updates_are_corrected_for(self) -> TrainerConfig:
+    def _algorithm_has_its_probabilities(self) -> TrainerConfig:
         if isinstance(self.algorithm.loss, Reinforce) and self.train.updates_per_step > 1:
             raise ValueError(
                 f"train.updates_per_step = {self.train.updates_per_step} cannot be combined with "
@@ -326,10 +309,6 @@ class TrainerConfig(Section):
                 "policy differs from the one the step began with, and without a ratio nothing "
                 'corrects for that. Use "ppo_clip" or "cispo", or updates_per_step = 1'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _behaviour_is_not_truncated(self) -> TrainerConfig:
         sampling = self.data.sampling
         truncated = [f"top_p = {sampling.top_p}"] if sampling.top_p < 1 else []
         truncated += [f"top_k = {sampling.top_k}"] if sampling.top_k > 0 else []
@@ -345,23 +324,15 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _an_adapter_travels_whole(self) -> TrainerConfig:
-        if self.model.lora is None:
-            return self
-        if self.weights.transport in ALWAYS_WHOLE:
-            transport = self.weights.transport
+    def _model_allows_the_rest(self) -> TrainerConfig:
+        lora, transport = self.model.lora is not None, self.weights.transport
+        if lora and transport in ALWAYS_WHOLE:
             raise ValueError(
                 f'model.lora cannot be combined with weights.transport = "{transport}"'
             )
-        if self.weights.delta == "on":
+        if lora and self.weights.delta == "on":
             raise ValueError('model.lora cannot be combined with weights.delta = "on"')
-        return self
-
-    @model_validator(mode="after")
-    def _some_is_of_fsdp_alone(self) -> TrainerConfig:
-        if self.model.backend.kind != "megatron":
-            return self
-        if self.train.reduce_each_micro_batch:
+        if self.model.backend.kind == "megatron" and self.train.reduce_each_micro_batch:
             raise ValueError(
                 'train.reduce_each_micro_batch cannot be combined with model.backend = "megatron": '
                 "each copy of the model holds its whole gradients"
@@ -370,8 +341,7 @@ class TrainerConfig(Section):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
-    """Reads a TOML file and applies overrides such as `train.learning_rate=1e-5`. The last override
-    wins.
+    """Reads a TOML file and applies overrides such as `train.learning_rate=1e-5`. The last override wins.
 
     Raises ConfigInvalid, naming each field and the value it got.
     """
@@ -384,30 +354,23 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
 
 
 def render_config(config: TrainerConfig) -> str:
-    """Renders the whole configuration, defaults included, as TOML that `load_config` reads back. It
-    is meant for people: options of user-supplied functions and of trackers may hold secrets, which
-    are left out."""
+    """Renders the whole configuration, defaults included, as TOML that `load_config` reads back. For
+    people: options of user-supplied functions and of trackers may hold secrets, which are left out."""
     return tomli_w.dumps(as_shown(config.model_dump(mode="json", exclude_none=True)))
 
 
 def as_shown(table: Mapping[str, object]) -> dict[str, object]:
-    """Returns a configuration as shown to people and trackers: without anything that may be a
-    secret."""
-    shown: dict[str, object] = {}
-    for name, value in table.items():
-        if name in ("options", "trackers"):
-            shown[name] = without_secrets(value)
-        elif isinstance(value, Mapping):
-            shown[name] = as_shown(cast("Mapping[str, object]", value))
-        elif isinstance(value, list):
-            items = cast("list[object]", value)
-            shown[name] = [
-                as_shown(cast("Mapping[str, object]", item)) if isinstance(item, Mapping) else item
-                for item in items
-            ]
-        else:
-            shown[name] = value
-    return shown
+    """Returns a configuration as shown to people and trackers: without anything that may be a secret."""
+    hidden = ("options", "trackers")
+    return {n: without_secrets(v) if n in hidden else _as_shown(v) for n, v in table.items()}
+
+
+def _as_shown(value: object) -> object:
+    if isinstance(value, Mapping):
+        return as_shown(cast("Mapping[str, object]", value))
+    if isinstance(value, list):
+        return [_as_shown(item) for item in cast("list[object]", value)]
+    return value
 
 
 def _explain(path: Path, error: ValidationError) -> str:

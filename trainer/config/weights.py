@@ -18,9 +18,8 @@ class ProbeConfig(Section):
     beginning of the first trajectory trained on."""
 
     tokens: int = Field(default=0, ge=0)
-    """Length of the sequence, at least two; zero disables the probe. Each upload takes longer by
-    the trainer's scoring, which also needs memory for the weights in float32. Each switch takes
-    longer by the engine's scoring."""
+    """Length of the sequence, at least two; zero disables the probe. The trainer's scoring prolongs each
+    upload, and needs memory for the weights in float32. The engine's scoring prolongs each switch."""
     tolerance: float = Field(default=0.1, gt=0)
     """Largest allowed mean difference, in nats. It has to cover the rounding of the engine's
     arithmetic, because the trainer scores in float32 with the uploaded, rounded weights. With vLLM
@@ -77,14 +76,10 @@ class WeightsConfig(Section):
     """How turns in flight are treated at a switch."""
 
     @model_validator(mode="after")
-    def _some_are_always_whole(self) -> WeightsConfig:
+    def _transport_allows_the_rest(self) -> WeightsConfig:
         patches = self.transport == "collective" and self.collective.backend == "sparse_nccl"
         if self.transport in ALWAYS_WHOLE and self.delta == "on" and not patches:
             raise ValueError(f'delta = "on" cannot be combined with transport = "{self.transport}"')
-        return self
-
-    @model_validator(mode="after")
-    def _some_is_of_one_transport(self) -> WeightsConfig:
         # Defaults are accepted: a rendered configuration contains all of them.
         for name, transport in (("keep", "checkpoint"), ("collective", "collective")):
             default = type(self).model_fields[name].default

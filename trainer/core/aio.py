@@ -1,13 +1,9 @@
-"""Waiting for several things at once, for one thing or an event, and for the compute thread.
-
-Torch runs in a thread other than the event loop's, so that the exchange continues during a long step. It
-is always the same thread, because OpenMP starts a separate team for each thread that calls it.
-"""
+"""Waiting for several things at once, for one thing or an event, and for the compute thread."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
@@ -15,18 +11,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def together(waits: Iterable[Awaitable[T]]) -> list[T]:
+async def together(waits: Iterable[Coroutine[object, object, T]]) -> list[T]:
     """Return all results, in order. The first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_wait(one)) for one in waits]
+            tasks = [group.create_task(one) for one in waits]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-async def _wait(one: Awaitable[T]) -> T:
-    return await one
 
 
 async def unless(event: asyncio.Event, wait: Awaitable[T]) -> T | None:
@@ -48,16 +40,15 @@ async def unless(event: asyncio.Event, wait: Awaitable[T]) -> T | None:
 
 
 class ComputeThread:
-    """Runs functions one after another in a single thread."""
+    """Runs functions one after another in a single thread, so that the exchange continues during a long
+    step.
+
+    It is always the same thread, because OpenMP starts a separate team for each thread that calls it.
+    """
 
     def __init__(self, threads: int = 0) -> None:
         """`threads` is the size of torch's team. Zero leaves the choice to torch."""
-        self._executor = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="compute",
-            initializer=_set_threads,
-            initargs=(threads,),
-        )
+        self._executor = ThreadPoolExecutor(1, "compute", _set_threads, (threads,))
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the function's result. The function runs to its end even if the caller is cancelled."""

@@ -3,21 +3,21 @@
     declaration, a field of a dataclass -> line, the figures of one step by name -> point, the figures of
     several steps, each combined by its rule -> the display, TensorBoard, trackers
 
-Part of a step, such as the figures of its batch, is a separate dataclass nested in a field. Names
-are nevertheless flat and unique. A line holds every figure, and `metrics.jsonl` consists of lines.
-A breakdown is a figure for each of several keys, such as the reward of each data source.
+Part of a step, such as the figures of its batch, is a separate dataclass nested in a field. Names are
+nevertheless flat and unique. `metrics.jsonl` consists of lines. A breakdown is a figure for each of
+several keys, such as the reward of each data source.
 
-The rules are closed under composition: a point is itself a line. The point of several points equals
-the point of all their lines, however the steps were grouped. This holds for figures that either
-every step has or none has. It requires that a mean is weighted by a figure whose own rule is the
-sum. A figure without any weight, such as the entropy of steps that trained nothing, is in no point.
+A point is itself a line: the point of several points equals the point of all their lines, however the
+steps were grouped. This holds for figures that either every step has or none has, and requires that a mean
+is weighted by a figure whose own rule is the sum. A figure without any weight, such as the entropy of
+steps that trained nothing, is in no point.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, cast
 
 T = TypeVar("T")
@@ -49,7 +49,6 @@ SUM, MIN, MAX, LAST = Rule("sum"), Rule("min"), Rule("max"), Rule("last")
 
 
 def weighted(by: str) -> Rule:
-    """Returns the rule of a mean weighted by another figure."""
     return Rule("weighted", by)
 
 
@@ -61,8 +60,6 @@ MOMENT = "unix s"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """The declaration of one figure."""
-
     name: str
     rule: Rule
     unit: str
@@ -76,15 +73,15 @@ def figure(default: T, rule: Rule, unit: str, description: str) -> T:
     return field(default=default, metadata={FIGURE: (rule, unit, description)})
 
 
-def breakdown(rule: Rule, unit: str, description: str) -> Mapping[str, object]:
-    """Returns the metadata of a field that holds one value for each of its keys."""
-    return {FIGURE: (rule, unit, description, True)}
+def breakdown(rule: Rule, unit: str, description: str) -> dict[str, Any]:
+    """Declares a dataclass field that holds one value for each of its keys."""
+    return field(default_factory=dict[str, Any], metadata={FIGURE: (rule, unit, description, True)})
 
 
 def declared(record: type) -> tuple[Figure, ...]:
     """Returns the figures of a dataclass and its nested parts, in order of declaration."""
     found: list[Figure] = []
-    for part in _fields(record):
+    for part in fields(record):
         if FIGURE in part.metadata:
             found.append(Figure(part.name, *part.metadata[FIGURE]))
         elif is_dataclass(part.default_factory):
@@ -95,7 +92,7 @@ def declared(record: type) -> tuple[Figure, ...]:
 def line_of(record: object) -> dict[str, Value]:
     """Returns every figure of an instance and its nested parts."""
     line: dict[str, Value] = {}
-    for part in _fields(type(record)):
+    for part in fields(cast("Any", record)):
         value: Any = getattr(record, part.name)
         if FIGURE in part.metadata:
             line[part.name] = value
@@ -112,7 +109,7 @@ def aggregate(figures: Iterable[Figure], lines: Sequence[Line]) -> dict[str, Val
         if each.is_breakdown:
             point[each.name] = _aggregate_keys(each, lines)
         else:
-            values = [(_number(line.get(each.name)), _weight(line, each.rule)) for line in lines]
+            values = [(line.get(each.name), _weight(line, each.rule)) for line in lines]
             point[each.name] = _combine(each.rule, values)
     return point
 
@@ -141,20 +138,11 @@ def as_json(line: Line) -> dict[str, object]:
     }
 
 
-def _fields(record: type) -> Iterator[Field[Any]]:
-    yield from fields(record)
-
-
 def _finite(value: Number | None) -> Number | None:
     return value if value is None or math.isfinite(value) else None
 
 
-def _number(value: Value) -> Number | None:
-    return None if isinstance(value, Mapping) else value
-
-
 def _weight(line: Line, rule: Rule, key: str = "") -> float:
-    """Returns the weight of this line in a mean."""
     if rule.kind != "weighted":
         return 1.0
     by = line.get(rule.by)
@@ -175,9 +163,13 @@ def _aggregate_keys(each: Figure, lines: Sequence[Line]) -> dict[str, Number]:
     return {key: value for key, value in combined.items() if value is not None}
 
 
-def _combine(rule: Rule, values: Sequence[tuple[Number | None, float]]) -> Number | None:
+def _combine(rule: Rule, values: Sequence[tuple[Value, float]]) -> Number | None:
     """Combines the values of several steps, each given with its weight."""
-    known = [(value, weight) for value, weight in values if value is not None and weight]
+    known = [
+        (value, weight)
+        for value, weight in values
+        if value is not None and not isinstance(value, Mapping) and weight
+    ]
     if not known:
         return None
     plain = [value for value, _ in known]

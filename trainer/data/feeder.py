@@ -1,17 +1,15 @@
 """Submits tasks from the data source so that every server has enough of them waiting.
 
-`indices` tracks which index of the data is in which state, and which server it belongs to. If
-a server may have lost tasks, only the outstanding ones are submitted again. A server that lost a
-group and made another one delivers both under the same task. That task is still trained once:
-`take` returns False for the second group.
+If a server may have lost tasks, only the outstanding ones are submitted again. A server that lost a group
+and made another one delivers both under the same task, which is still trained once: `take` returns False
+for the second group.
 
-Each reply to `SubmitTasks` reports how many tasks wait at the server. Between submissions, the
-count goes down by one for every group that the server delivers or reports as dropped. Servers are
-filled independently, so an unreachable server does not keep tasks from the others.
+Each reply to `SubmitTasks` reports how many tasks wait at the server. Until the next one, every group that
+the server delivers or reports as dropped counts one less. Servers are filled independently, so an
+unreachable one does not keep tasks from the others.
 
-A full server is left alone for a while, whether it is full of tasks or of anything else. The way to
-make room may be for this trainer to take groups and train them. `keep_filled` submits again after
-the delay that the server asked for.
+A full server, whether of tasks or of anything else, is left alone for the delay that it asked for, because
+room may open only when this trainer takes groups and trains them.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ import grpc
 from penstock.trainer.config.data import DataConfig
 from penstock.trainer.core.errors import ServerFull
 from penstock.trainer.data.indices import DataIndices
-from penstock.trainer.data.shards import Division
-from penstock.trainer.data.sources.problem import Source
+from penstock.trainer.data.sources.problem import Problem, Source
 from penstock.trainer.data.submission import MOST_TASKS_PER_CALL, submit_tasks
 from penstock.trainer.data.tasks import AGAIN, TIMES, build_task, renamed, times_asked_again
 from penstock.v1 import task_service_pb2
@@ -42,6 +39,10 @@ UNKNOWN_SOURCE = "unknown"
 
 # Refusal reason for a group in which every attempt failed. Refusing the group settles its task.
 ALL_FAILED = "ALL_FAILED"
+
+
+Call = tuple[Sequence[int], str]
+"""Indices that fit one call, and their id suffix."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,62 +58,35 @@ class ServerTasks:
     """Epoch of the live session with that server; zero without one."""
     filling: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while filling: two concurrent fills would submit the same indices."""
-    lacking: deque[tuple[Sequence[int], str]] = field(
-        default_factory=deque[tuple[Sequence[int], str]]
-    )
-    """Tasks that the server may have lost and has not been given again: indices and their id suffix."""
+    lacking: deque[Call] = field(default_factory=deque[Call])
+    """Tasks that the server may have lost and has not been given again."""
     full: asyncio.Event = field(default_factory=asyncio.Event)
     """Set if the server was full at the last fill."""
     full_seconds: float = 0.0
     """The delay that the full server asked for."""
 
 
+@dataclass(eq=False, repr=False)
 class TaskFeeder:
     """Keeps enough tasks waiting at every server."""
 
-    def __init__(
-        self,
-        servers: Sequence[ServerTasks],
-        source: Source,
-        config: DataConfig,
-        indices: DataIndices,
-        *,
-        run_id: str,
-        division: Division,
-        attempts: int | None = None,
-    ) -> None:
-        """`attempts` is the number of attempts to start for each group (`groups.attempts`)."""
-        self._servers = servers
-        self._source = source
-        self._config = config
-        self._indices = indices
-        self._division = division
-        self._attempts = attempts
-        self._run_id = run_id
-        # Id suffixes of the indices whose prompt is asked again.
-        self._again: dict[int, str] = {}
-        self._to_ask_again: dict[int, str] = {}
-        self._data_sources: dict[int, str] = {}
-        """Data sources of the unsettled indices that this process submitted."""
-
-    @property
-    def next_index(self) -> int:
-        """The first index after all submitted ones."""
-        return self._indices.next_index
-
-    @property
-    def outstanding(self) -> tuple[int, ...]:
-        """Indices submitted and neither trained nor refused, including those in hand."""
-        return self._indices.outstanding
-
-    @property
-    def unasked(self) -> tuple[int, ...]:
-        """Indices before `next_index` that were never submitted."""
-        return self._indices.unasked
+    servers: Sequence[ServerTasks]
+    source: Source
+    config: DataConfig
+    indices: DataIndices
+    """Which index of the data is in which state, and to which server it belongs."""
+    run_id: str
+    attempts: int | None = None
+    """Attempts to start for each group (`groups.attempts`)."""
+    _again: dict[int, str] = field(default_factory=dict[int, str])
+    """Id suffixes of the indices whose prompt is asked again."""
+    _to_ask_again: dict[int, str] = field(default_factory=dict[int, str])
+    _data_sources: dict[int, str] = field(default_factory=dict[int, str])
+    """Data sources of the unsettled indices that this process submitted."""
 
     def arrived(self, server: int) -> None:
         """Count one task less at the server: it delivered a group, or reported one as dropped."""
-        self._servers[server].pending -= 1
+        self.servers[server].pending -= 1
 
     def take(self, task_id: str) -> bool:
         """Mark a group of this task as in hand.
@@ -121,18 +95,18 @@ class TaskFeeder:
         Always returns True for a task of another run.
         """
         index = self._index(task_id)
-        return True if index is None else self._indices.take(index)
+        return True if index is None else self.indices.take(index)
 
     def awaits(self, task_id: str) -> bool:
         """Return whether a group of this task can still arrive: it is this run's, and unsettled."""
         index = self._index(task_id)
-        return index is not None and self._indices.is_outstanding(index)
+        return index is not None and self.indices.is_outstanding(index)
 
     def settled(self, task_id: str) -> None:
         """Mark the task as done: its group was trained or refused, and no other one is needed."""
         index = self._index(task_id)
         if index is not None:
-            self._indices.settle(index)
+            self.indices.settle(index)
             self._again.pop(index, None)
             self._to_ask_again.pop(index, None)
             self._data_sources.pop(index, None)
@@ -143,10 +117,10 @@ class TaskFeeder:
         The next `fill` submits it under a new task id. Does nothing if the task is already settled.
         """
         index = self._index(task_id)
-        if index is None or not self._indices.is_outstanding(index):
+        if index is None or not self.indices.is_outstanding(index):
             return
         suffix = task_id.rpartition("/")[2].partition(AGAIN)[2].partition(TIMES)[0]
-        self._indices.give_back(index)
+        self.indices.give_back(index)
         suffix = f"{suffix}{TIMES}{times_asked_again(task_id) + 1}"
         self._again[index] = self._to_ask_again[index] = suffix
 
@@ -165,7 +139,7 @@ class TaskFeeder:
         if index is None:
             return UNKNOWN_SOURCE
         found = self._data_sources.get(index)
-        return self._source.problem(index).counted_under if found is None else found
+        return self.source.problem(index).counted_under if found is None else found
 
     def task(self, task_id: str) -> task_service_pb2.Task | None:
         """Rebuild the task as agents saw it; None if it belongs to another run.
@@ -175,29 +149,29 @@ class TaskFeeder:
         index = self._index(task_id)
         if index is None:
             return None
-        task = build_task(
-            self._source.problem(index),
-            run_id=self._run_id,
-            index=index,
-            config=self._config,
-            attempts=self._attempts,
-        )
+        task = self._build(self.source.problem(index), index)
         task.task_id = task_id
         return task
+
+    def _build(self, problem: Problem, index: int, again: str = "") -> task_service_pb2.Task:
+        config, attempts = self.config, self.attempts
+        return build_task(
+            problem, run_id=self.run_id, index=index, config=config, attempts=attempts, again=again
+        )
 
     def _index(self, task_id: str) -> int | None:
         """Return the task's index and record that it was submitted; None for another run's task."""
         run_id, _, place = task_id.rpartition("/")
         number = place.partition(AGAIN)[0]
-        if run_id != self._run_id or not number.isdecimal():
+        if run_id != self.run_id or not number.isdecimal():
             return None
         index = int(number)
-        before = self._indices.known(index)
+        before = self.indices.known(index)
         if before:
             # A killed trainer submitted these. It may have used other servers, one of which may be
             # gone for good. A server that has the tasks already ignores the repetition.
-            server = self._division.server_of(index)
-            self._servers[server].lacking.extend(_calls(before))
+            server = self.indices.division.server_of(index)
+            self.servers[server].lacking.extend(_calls(before))
         return index
 
     async def submit_again(self, server: int) -> None:
@@ -205,10 +179,10 @@ class TaskFeeder:
 
         Tasks that the server still knows are unaffected. Raises ServerLost and SessionRefused.
         """
-        tasks = self._servers[server]
+        tasks = self.servers[server]
         async with tasks.filling:
             tasks.lacking.clear()
-            tasks.lacking.extend(_calls(self._indices.waiting(server)))
+            tasks.lacking.extend(_calls(self.indices.waiting(server)))
         await self.fill(server)
 
     async def submit_anew(self, server: int, task_ids: Iterable[str], again: int) -> None:
@@ -216,15 +190,15 @@ class TaskFeeder:
 
         Tasks of other servers are skipped. Raises ServerLost and SessionRefused.
         """
-        tasks = self._servers[server]
+        tasks = self.servers[server]
         async with tasks.filling:
             known = (self._index(task_id) for task_id in task_ids)
             lost = [
                 index
                 for index in known
                 if index is not None
-                and self._indices.is_outstanding(index)
-                and self._division.server_of(index) == server
+                and self.indices.is_outstanding(index)
+                and self.indices.division.server_of(index) == server
             ]
             tasks.lacking.extend(_calls(lost, str(again)))
         await self.fill(server)
@@ -234,7 +208,7 @@ class TaskFeeder:
 
         Raises ServerLost and SessionRefused.
         """
-        tasks = self._servers[server]
+        tasks = self.servers[server]
         async with tasks.filling:
             try:
                 await self._give_back(server)
@@ -254,23 +228,23 @@ class TaskFeeder:
 
         Runs until it is cancelled. Raises what `fill` raises.
         """
-        tasks = self._servers[server]
+        tasks = self.servers[server]
         while True:
             await tasks.full.wait()
             await asyncio.sleep(tasks.full_seconds)
             await ask(lambda: self.fill(server))
 
     async def _give_back(self, server: int) -> None:
-        lacking = self._servers[server].lacking
+        lacking = self.servers[server].lacking
         while lacking:
             indices, again = lacking[0]
-            still = [index for index in indices if self._indices.is_outstanding(index)]
+            still = [index for index in indices if self.indices.is_outstanding(index)]
             if still:
                 await self._submit(server, still, again)
             lacking.popleft()
 
     async def _fill(self, server: int) -> None:
-        tasks = self._servers[server]
+        tasks = self.servers[server]
         while asked := self._asked_again(server):
             await self._submit(server, [index for index, _ in asked])
             for index, suffix in asked:
@@ -279,16 +253,16 @@ class TaskFeeder:
                     del self._to_ask_again[index]
         while tasks.pending < tasks.target:
             count = min(tasks.target - tasks.pending, MOST_TASKS_PER_CALL)
-            indices = self._indices.upcoming(server, count)
+            indices = self.indices.upcoming(server, count)
             await self._submit(server, indices)
-            self._indices.submitted(indices)
+            self.indices.submitted(indices)
 
     def _asked_again(self, server: int) -> list[tuple[int, str]]:
         """Return the server's indices to ask again with their suffixes, at most one call's worth."""
         own = (
             (index, suffix)
             for index, suffix in self._to_ask_again.items()
-            if self._division.server_of(index) == server
+            if self.indices.division.server_of(index) == server
         )
         return list(islice(own, MOST_TASKS_PER_CALL))
 
@@ -296,25 +270,16 @@ class TaskFeeder:
         """Raises ServerFull, ServerLost and SessionRefused."""
         tasks: list[task_service_pb2.Task] = []
         for index in indices:
-            problem = self._source.problem(index)
+            problem = self.source.problem(index)
             self._data_sources[index] = problem.counted_under
-            tasks.append(
-                build_task(
-                    problem,
-                    run_id=self._run_id,
-                    index=index,
-                    config=self._config,
-                    attempts=self._attempts,
-                    again=renamed(self._again.get(index, ""), again),
-                )
-            )
+            suffix = renamed(self._again.get(index, ""), again)
+            tasks.append(self._build(problem, index, suffix))
             # Computing a problem may take long; let streams and uploads proceed in between.
             await asyncio.sleep(0)
-        at = self._servers[server]
-        at.pending = await submit_tasks(at.channel, tasks, self._run_id, at.trainer_epoch)
+        at = self.servers[server]
+        at.pending = await submit_tasks(at.channel, tasks, self.run_id, at.trainer_epoch)
 
 
-def _calls(indices: Sequence[int], again: str = "") -> Iterable[tuple[Sequence[int], str]]:
-    """Split indices into portions that each fit one call."""
+def _calls(indices: Sequence[int], again: str = "") -> Iterable[Call]:
     for begin in range(0, len(indices), MOST_TASKS_PER_CALL):
         yield indices[begin : begin + MOST_TASKS_PER_CALL], again

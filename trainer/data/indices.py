@@ -1,19 +1,16 @@
 """A run's position in its data: which indices were submitted, and their state. No I/O.
 
-States of a data index:
-
     never submitted -> outstanding -> taken (a group of its task is in hand) -> settled (trained or refused)
                            ^              |
                            +--------------+   the trainer died: its checkpoint has it outstanding;
                                               or the group was dropped, and its prompt is asked again
 
-Each server is given its own indices in order, as fast as it uses them up. A server whose groups are
-dropped more often is ahead of the others. `next_index` is the first index after all submitted ones.
-`unasked` are earlier indices that were not submitted, because their server has not reached them.
-With one server it is empty.
+Each server is given its own indices in order, as fast as it uses them up, so one whose groups are dropped
+more often is ahead of the others. `next_index` is the first index after all submitted ones. `unasked` are
+earlier indices that their server has not reached; with one server there are none.
 
-A killed trainer may have submitted more than its saved state shows. If a group arrives for an
-unknown index, its server was given all its indices up to that one.
+A killed trainer may have submitted more than its saved state shows. If a group arrives for an unknown
+index, its server was given all its indices up to that one.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ class DataIndices:
         unasked: Iterable[int] = (),
     ) -> None:
         """`outstanding` and `unasked` are indices before `next_index`."""
-        self._division = division
+        self.division = division
         self.next_index = next_index
         self._outstanding = dict.fromkeys(outstanding)
         # Ascending, because later additions are ascending too.
@@ -53,17 +50,15 @@ class DataIndices:
         return tuple(self._unasked)
 
     def waiting(self, server: int) -> list[int]:
-        """Returns the indices of a server that are outstanding and not in hand, in the order of the
-        data."""
+        """Returns the indices of a server that are outstanding and not in hand, in the data's order."""
         return [
             index
             for index in sorted(self._outstanding)
-            if index not in self._taken and self._division.server_of(index) == server
+            if index not in self._taken and self.division.server_of(index) == server
         ]
 
     def upcoming(self, server: int, number: int) -> list[int]:
-        """Returns the next indices to submit to a server. They count as submitted only after
-        `submitted`."""
+        """Returns the next indices to submit to a server. Only `submitted` counts them as submitted."""
         return list(islice(self._of(server), number))
 
     def submitted(self, indices: Iterable[int]) -> None:
@@ -75,7 +70,7 @@ class DataIndices:
     def known(self, index: int) -> list[int]:
         """Records that a server knows this index, and therefore all its earlier ones. Returns the newly
         discovered earlier ones. They were submitted if the indices were divided then as they are now."""
-        server = self._division.server_of(index)
+        server = self.division.server_of(index)
         self._unasked |= dict.fromkeys(range(self.next_index, index + 1))
         self.next_index = max(self.next_index, index + 1)
         if index not in self._unasked:
@@ -83,7 +78,7 @@ class DataIndices:
         found = [
             i
             for i in takewhile(lambda i: i <= index, self._unasked)
-            if i == index or self._division.server_of(i) == server
+            if i == index or self.division.server_of(i) == server
         ]
         for i in found:
             del self._unasked[i]
@@ -111,5 +106,5 @@ class DataIndices:
         self._taken.discard(index)
 
     def _of(self, server: int) -> Iterator[int]:
-        yield from (i for i in self._unasked if self._division.server_of(i) == server)
-        yield from (i for i in count(self.next_index) if self._division.server_of(i) == server)
+        yield from (i for i in self._unasked if self.division.server_of(i) == server)
+        yield from (i for i in count(self.next_index) if self.division.server_of(i) == server)

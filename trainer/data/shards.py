@@ -1,18 +1,14 @@
 """Divides a step's groups, and the indices of the data, over the servers of a run.
 
-A task, its group, all its attempts and their turns belong to one server. They depend on each other,
-and servers never talk to each other. To each server the trainer is a separate run, whose step is
-that server's part:
+A task, its group, all its attempts and their turns belong to one server, because they depend on each other
+and servers never talk to each other. To each server the trainer is a separate run, whose step is that
+server's part. `Hello` names the part as the number of groups in a step, the trainer demands that many per
+step, and the server's gate bounds lag by it.
 
-    parts   of a step add up to groups_per_step, and differ by at most one. A server receives its part
-              as the number of groups in a step (Hello's contract), and is asked for that many per step.
-              Its gate bounds the lag of what it admits by it
-    indices of the data: index modulo groups_per_step is a slot of a step, and each server has as many
-              slots as groups. Any groups_per_step consecutive indices therefore give each server
-              exactly its part. Hashing the task id would only balance on average
-
-No state is kept: a resuming trainer computes the same division, and a prompt that is asked again
-stays with its server.
+An index modulo groups_per_step is a slot of a step, and each server has as many slots as groups. Any
+groups_per_step consecutive indices therefore give each server exactly its part. Hashing the task id would
+only balance on average. No state is kept: a resuming trainer computes the same division, and a prompt that
+is asked again stays with its server.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ class Division:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Number of groups in a step, for each server."""
+        """Number of groups in a step, for each server; they differ by at most one."""
         each, left = divmod(self.groups_per_step, self.server_count)
         return tuple(each + (server < left) for server in range(self.server_count))
 

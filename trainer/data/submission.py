@@ -9,19 +9,17 @@ import grpc
 
 from penstock.trainer.core.errors import ServerFull, ServerLost, SessionRefused
 from penstock.v1 import task_service_pb2
-from penstock.wire import codec
+from penstock.wire import methods
 from penstock.wire.failure import read_failure
+from penstock.wire.messages import SubmitTasksRequest
 from penstock.wire.reasons import Reason
 
-SUBMIT_TASKS = "/penstock.v1.TaskService/SubmitTasks"
 SUBMIT_TIMEOUT_SECONDS = 60.0
 # Delay before submitting again to a full server that named no delay.
 FULL_SECONDS = 1.0
 # Keeps a request far below the message size limit, and the server's reply quick.
 MOST_TASKS_PER_CALL = 512
 MOST_BYTES_PER_CALL = 8 << 20
-
-SubmitTasksRequest = codec.twin(task_service_pb2.SubmitTasksRequest)
 
 
 async def submit_tasks(
@@ -46,9 +44,7 @@ async def submit_tasks(
     return pending
 
 
-def _parts(
-    tasks: Sequence[task_service_pb2.Task],
-) -> Iterator[Sequence[task_service_pb2.Task]]:
+def _parts(tasks: Sequence[task_service_pb2.Task]) -> Iterator[Sequence[task_service_pb2.Task]]:
     """Split tasks into portions that each fit one call. Without tasks, yield one empty portion."""
     begin = size = 0
     for end, task in enumerate(tasks):
@@ -81,13 +77,7 @@ async def _call_submit(
     run_id: str,
     trainer_epoch: Callable[[], int],
 ) -> int:
-    call: grpc.aio.UnaryUnaryMultiCallable[
-        task_service_pb2.SubmitTasksRequest, task_service_pb2.SubmitTasksResponse
-    ] = channel.unary_unary(
-        SUBMIT_TASKS,
-        request_serializer=codec.encode,
-        response_deserializer=codec.decoder(task_service_pb2.SubmitTasksResponse),
-    )
+    call = methods.unary(channel, task_service_pb2.SubmitTasksResponse)
     epoch = trainer_epoch()
     request = SubmitTasksRequest(tasks=tasks, run_id=run_id, trainer_epoch=epoch)
     try:

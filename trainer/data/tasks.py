@@ -9,24 +9,13 @@ from google.protobuf import json_format
 
 from penstock.trainer.config.data import DataConfig, SamplingConfig
 from penstock.trainer.data.sources.problem import Problem
-from penstock.v1 import conversation_pb2, rollout_service_pb2, task_service_pb2, trajectory_pb2
-from penstock.wire import codec
+from penstock.v1 import conversation_pb2, task_service_pb2, trajectory_pb2
+from penstock.wire.messages import ChatMessage, SamplingParams, Task
 
 # Separates an index from the suffix that tells apart several task ids of that index.
 AGAIN = "~"
 # Separates the suffix from the number of times the prompt was asked again after an unusable group.
 TIMES = "+"
-
-ROLES = {
-    "system": conversation_pb2.ROLE_SYSTEM,
-    "user": conversation_pb2.ROLE_USER,
-    "assistant": conversation_pb2.ROLE_ASSISTANT,
-    "tool": conversation_pb2.ROLE_TOOL,
-}
-
-Task = codec.twin(task_service_pb2.Task)
-ChatMessage = codec.twin(conversation_pb2.ChatMessage)
-SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
 
 
 def build_task(
@@ -38,10 +27,10 @@ def build_task(
     attempts: int | None = None,
     again: str = "",
 ) -> task_service_pb2.Task:
-    """Build the task of one index. The same run and index always give the same task.
+    """Build the task of one index, the same for the same run and index.
 
-    `attempts` is the number of attempts to start if that is more than the group's size. `again`
-    makes a distinct task id, so that a server that knows the first id accepts the task.
+    `attempts` is the number of attempts to start if that is more than the group's size. `again` makes a
+    distinct task id, which a server accepts although it knows the first.
     """
     task = describe_problem(problem, config.system_prompt, config.sampling)
     task.task_id = f"{run_id}/{index}{AGAIN}{again}" if again else f"{run_id}/{index}"
@@ -58,24 +47,16 @@ def describe_problem(
 
     Its id, purpose, group size and index are not set.
     """
-    task = Task(data_source=problem.data_source, sampling_params=_sampling(sampling))
+    parameters = SamplingParams(**sampling.model_dump())
+    task = Task(data_source=problem.data_source, sampling_params=parameters)
     messages = problem.messages
     if system_prompt:
         messages = (("system", system_prompt), *messages)
     for role, text in messages:
-        task.conversation.messages.append(ChatMessage(role=ROLES[role], content=text))
+        value = conversation_pb2.Role.Value(f"ROLE_{role.upper()}")
+        task.conversation.messages.append(ChatMessage(role=value, content=text))
     json_format.ParseDict(problem.for_agents, task.metadata)
     return task
-
-
-def _sampling(config: SamplingConfig) -> rollout_service_pb2.SamplingParams:
-    return SamplingParams(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_tokens=config.max_tokens,
-        stop=config.stop,
-    )
 
 
 def renamed(before: str, again: str) -> str:

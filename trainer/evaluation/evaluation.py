@@ -3,41 +3,16 @@
     version active -> due? -> prompts submitted, `concurrency` at a time -> groups, on separate demand
                                 -> measured, acknowledged -> once all have arrived: the record
 
-An evaluation begins when the server samples the version it is due for. **Pinned**: the loop does not
-switch until the evaluation has ended. The trainer computes its next step, uploads and stages it, and then
-waits. **On the fly**: nothing waits. Groups may then come from several versions, which the record reports.
+docs/evaluation.md describes the two modes, and what each failure does.
 
-Prompts are spread over the run's servers by their index in the set, so that even a small set is
-shared evenly. Evaluation groups never mix with training. They have separate demand, pass the
-staleness gate, get a receipt as soon as they are read, and appear in no ledger. An unfinished
-evaluation therefore leaves nothing to resume, and starts again from scratch.
+Prompts are spread over the run's servers by their index in the set, so that even a small set is shared
+evenly. Evaluation groups never mix with training. They have separate demand, pass the staleness gate, get
+a receipt as soon as they are read, and appear in no ledger. An unfinished evaluation therefore leaves
+nothing to resume. It starts again under new ids, and groups of the previous trainer are refused.
 
-What each failure does:
-
-    an attempt fails            the server retries it up to its limit. After that it is a failure: counted
-                                  by reason, but in no figure
-    a group exceeds a message   the server drops it and reports it: its samples fail with GROUP_TOO_LARGE
-    every attempt fails         a record without figures, and a warning; training continues
-    a server is lost            its prompts are submitted again under the same ids once it is back;
-                                  duplicates are measured once. A pinned set refuses tokens that another
-                                  version sampled meanwhile, and asks again
-    and its version, too        the trainer may be unable to restore it, having made the next version. The
-                                  server then waits for the switch, which waits for pinned evaluations,
-                                  so these end with what they have
-    nothing arrives             after `patience_seconds` with the server up, the evaluation ends with what
-                                  it has; later groups are refused
-    a server is full            submission is retried; after `patience_seconds` the evaluation ends with
-                                  what it has
-    the run is asked to stop    the evaluation is abandoned without a record, and the switch stops waiting
-    the trainer dies            the same. The trainer that resumes reads existing records from
-                                  `metrics.jsonl`. Whatever was due since and has no record begins on the
-                                  weights it resumes with, under new ids; groups of the previous trainer
-                                  are refused. Records of steps it repeats stay, because the steps come
-                                  out the same. From the first step that differs, records are removed
-                                  and due again
-    the previous one still runs the set is skipped this time, which the next record counts. The final
-                                  weights are still measured, after it ends
-    catching up with a server   nothing begins until the server samples what the trainer holds
+A server that lost its version may not get it again, because the trainer has made the next one. It then
+waits for the switch, which waits for pinned evaluations, so these end with what they have. While the
+trainer catches up with a server, nothing begins until the server samples what the trainer holds.
 """
 
 from __future__ import annotations
@@ -47,13 +22,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from penstock.trainer.config.evaluation import PinnedConfig
 from penstock.trainer.core.aio import together, unless
 from penstock.trainer.core.errors import ServerFull
-from penstock.trainer.evaluation.prompts import Asked, Prompts, Verdict
+from penstock.trainer.evaluation.prompts import OTHER_VERSION, Asked, Prompts, Verdict
 from penstock.trainer.evaluation.record import (
     EvaluationRecord,
     MeasuredPrompt,
@@ -63,61 +38,43 @@ from penstock.trainer.evaluation.record import (
 from penstock.trainer.evaluation.sets import EvaluationSet, Measurement
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange.retrying import keep_trying
+from penstock.trainer.exchange.servers import Servers
 from penstock.trainer.exchange.stored_groups import Delivered
 from penstock.v1 import task_service_pb2
 
 log = logging.getLogger(__name__)
 
 OVER = "EVALUATION_OVER"
-OTHER_VERSION = "OTHER_VERSION"
 
 Submit = Callable[[int, Sequence[task_service_pb2.Task]], Awaitable[int]]
 """Submits tasks to a server. Raises ServerFull and ServerLost."""
 
 
-class Exchanges(Protocol):
-    """The part of the trainer's streams that an evaluation uses."""
-
-    @property
-    def evaluations(self) -> Sequence[EvaluationStream]: ...
-    @property
-    def trainer_epoch(self) -> int: ...
-    @property
-    def held_version(self) -> int: ...
-
-
+@dataclass(eq=False, repr=False)
 class Evaluator:
     """Runs every evaluation set of one run."""
 
-    def __init__(
-        self,
-        sets: Sequence[EvaluationSet],
-        exchanges: Exchanges,
-        *,
-        run_id: str,
-        submit: Submit,
-        write: Callable[[EvaluationRecord], None],
-        stopping: asyncio.Event,
-    ) -> None:
-        self._sets = sets
-        self._exchanges = exchanges
-        self._streams = exchanges.evaluations
-        self._run_id = run_id
-        self._submit_tasks = submit
-        self._write = write
-        self._stopping = stopping
+    sets: Sequence[EvaluationSet]
+    exchanges: Servers
+    run_id: str
+    submit: Submit
+    write: Callable[[EvaluationRecord], None]
+    stopping: asyncio.Event
+
+    def __post_init__(self) -> None:
+        self._streams = self.exchanges.evaluations
         self._group: asyncio.TaskGroup | None = None
 
     def open(self, group: asyncio.TaskGroup) -> None:
         """Runs evaluations that begin from now on in this task group."""
         self._group = group
         for stream in self._streams:
-            stream.deliver_to(partial(self._take, stream))
+            stream.deliver = partial(self._take, stream)
 
     def version_active(self, step: int, weight_version: int) -> None:
         """Begins every evaluation that is due, now that the server samples these weights."""
-        for one in self._sets:
-            if self._stopping.is_set() or not one.schedule.due(step):
+        for one in self.sets:
+            if self.stopping.is_set() or not one.schedule.due(step):
                 continue
             if one.current is not None:
                 one.schedule.skip(step)
@@ -132,10 +89,9 @@ class Evaluator:
             self._begin(one, step, weight_version)
 
     async def may_switch(self) -> float:
-        """Waits until no pinned evaluation runs or the run is asked to stop. Returns the seconds
-        waited."""
+        """Returns the seconds waited until no pinned evaluation runs or the run is asked to stop."""
         begun = time.time()
-        holding = [one for one in self._sets if one.config.pinned and one.current is not None]
+        holding = [one for one in self.sets if one.config.pinned and one.current is not None]
         for one in holding:
             assert one.current is not None
             one.current.hold_start = begun
@@ -144,14 +100,14 @@ class Evaluator:
 
     def version_gone(self) -> None:
         """Ends pinned evaluations. A server lost the version it sampled and will not get it again."""
-        for one in self._sets:
+        for one in self.sets:
             if one.config.pinned and one.current is not None:
                 one.current.gone.set()
 
     def forget(self, step: int) -> None:
         """Makes evaluations from this step on due again. The step came out differently than under
         the previous trainer, so its records and later ones were removed."""
-        for one in self._sets:
+        for one in self.sets:
             if one.schedule.forget(step):
                 log.warning(
                     "evaluation %s: step %d came out differently than before; its measurements and "
@@ -161,26 +117,24 @@ class Evaluator:
                 )
 
     async def finish(self, step: int, weight_version: int) -> None:
-        """Measures the final weights. Returns when every evaluation has ended or the run is asked
-        to stop."""
-        await self._ended(self._sets)
-        for one in self._sets:
-            if not self._stopping.is_set() and one.schedule.due_at_end(step):
+        """Measures the final weights. Returns once every evaluation ended or the run is asked to stop."""
+        await self._ended(self.sets)
+        for one in self.sets:
+            if not self.stopping.is_set() and one.schedule.due_at_end(step):
                 self._begin(one, step, weight_version)
-        await self._ended(self._sets)
+        await self._ended(self.sets)
 
     def seconds_after(self, step: int) -> float | None:
-        """Estimates how long measuring the weights of the last step, `step`, will take. Sets run in
-        parallel, so it is the longest of their previous durations. None if one of them has not been
-        measured yet."""
-        found = [one.seconds for one in self._sets if one.schedule.ends_with(step)]
+        """Estimates how long measuring the weights of the last step, `step`, will take: the longest of the
+        previous durations, because sets run in parallel. None if one of them has not been measured yet."""
+        found = [one.seconds for one in self.sets if one.schedule.ends_with(step)]
         known = [seconds for seconds in found if seconds is not None]
         return max(known, default=0.0) if len(known) == len(found) else None
 
     async def submit_again(self, server: int) -> None:
         """Resubmits open prompts to a server that may have lost them. If it is full, retries in the
         background. Raises ServerLost."""
-        for one in self._sets:
+        for one in self.sets:
             if one.current is None or one.current.gone.is_set():
                 continue
             assert self._group is not None, "open comes first"
@@ -192,7 +146,7 @@ class Evaluator:
                     self._streams[server].ready,
                     lambda one=one, current=one.current: self._submit_asked(one, current, server),
                 )
-                self._group.create_task(unless(self._stopping, later))
+                self._group.create_task(unless(self.stopping, later))
 
     async def _submit_asked(self, one: EvaluationSet, current: Measurement, server: int) -> None:
         """Submits all prompts of an evaluation that are still open, unless it has ended."""
@@ -202,13 +156,13 @@ class Evaluator:
     async def _ended(self, sets: Sequence[EvaluationSet]) -> None:
         running = [one.task for one in sets if one.task is not None]
         if running:
-            await unless(self._stopping, asyncio.wait(running))
+            await unless(self.stopping, asyncio.wait(running))
 
     def _begin(self, one: EvaluationSet, step: int, weight_version: int) -> None:
         assert self._group is not None, "open comes first"
         config, mode = one.config, one.config.mode
         # The epoch is unique to this start of the trainer, so no two starts share an id.
-        prefix = f"{self._run_id}/~{config.name}/{step}-{self._exchanges.trainer_epoch}"
+        prefix = f"{self.run_id}/~{config.name}/{step}-{self.exchanges.trainer_epoch}"
         pinned = mode if isinstance(mode, PinnedConfig) else None
         prompts = Prompts(
             prefix,
@@ -235,7 +189,7 @@ class Evaluator:
         """Consumes groups; waits for those of the prompts it submitted; produces a record."""
         try:
             asked = unless(current.gone, self._ask_all(one, current))
-            ended = await unless(self._stopping, asked)
+            ended = await unless(self.stopping, asked)
             if ended is None and current.gone.is_set():
                 _warn(one, current, "a server lost that version, and the next one is ready")
             elif ended is None:
@@ -247,7 +201,7 @@ class Evaluator:
                 return
             record = self._record(one, current)
             one.seconds = record.seconds
-            self._write(record)
+            self.write(record)
         finally:
             one.current = one.task = None
 
@@ -275,11 +229,11 @@ class Evaluator:
                 async with asyncio.timeout_at(since + one.config.patience_seconds):
                     await current.changed.wait()
             except TimeoutError:
-                there = all(stream.is_ready for stream in self._streams)
+                there = all(stream.ready.is_set() for stream in self._streams)
                 if there and all(stream.since <= since for stream in self._streams):
                     return False
                 for stream in self._streams:
-                    await stream.ready()
+                    await stream.ready.wait()
                 continue
             current.changed.clear()
             return True
@@ -307,7 +261,7 @@ class Evaluator:
     async def _submit(
         self, one: EvaluationSet, current: Measurement, server: int, asked: Iterable[Asked]
     ) -> None:
-        """Submits those of the given prompts that belong to this server."""
+        """Submits those of the prompts that belong to this server."""
         tasks: list[task_service_pb2.Task] = []
         # A copy, because groups may arrive meanwhile.
         for prompt in list(asked):
@@ -319,19 +273,18 @@ class Evaluator:
                 await asyncio.sleep(0)
         # The evaluation may have ended meanwhile.
         if tasks and one.current is current and not current.gone.is_set():
-            await self._submit_tasks(server, tasks)
+            await self.submit(server, tasks)
 
     def _server_of(self, prompt: Asked) -> int:
         return prompt.index % len(self._streams)
 
     def _demand(self) -> None:
-        """Raises each server's credit to its number of open prompts. Credit left over from an
-        earlier evaluation counts."""
-        running = [one.current for one in self._sets if one.current is not None]
+        """Raises each server's credit, which may be left from before, to its number of open prompts."""
         asked = Counter(
             self._server_of(prompt)
-            for current in running
-            for prompt in current.prompts.asked.values()
+            for one in self.sets
+            if one.current is not None
+            for prompt in one.current.prompts.asked.values()
         )
         for server, stream in enumerate(self._streams):
             missing = asked[server] - stream.owed
@@ -341,7 +294,7 @@ class Evaluator:
     def _take(self, stream: EvaluationStream, delivery: Delivered) -> None:
         """Measures a group that belongs to an open prompt, and refuses any other."""
         group, verdict = delivery.group, Verdict.UNKNOWN
-        for one in self._sets:
+        for one in self.sets:
             current = one.current
             if current is None or group.task_id not in current.data_sources:
                 continue
@@ -351,7 +304,7 @@ class Evaluator:
             break
         if verdict is Verdict.MEASURED:
             # The step the trainer is at, because zero would mean a refusal.
-            stream.measured(delivery, self._exchanges.held_version + 1)
+            stream.measured(delivery, self.exchanges.held_version + 1)
         elif verdict is Verdict.AGAIN:
             message = f"another version than the one measured sampled {group.group_id}"
             stream.refuse(delivery, OTHER_VERSION, message)
@@ -361,9 +314,9 @@ class Evaluator:
         self._demand()
 
     def dropped(self, task_id: str, reason: str) -> bool:
-        """Records a task that the server gave up as failed, if it belongs to an evaluation. Returns
-        whether it does."""
-        for one in self._sets:
+        """Records as failed a task that the server gave up, for example because its group exceeds a
+        message. Returns whether it belongs to an evaluation."""
+        for one in self.sets:
             current = one.current
             if current is None or task_id not in current.data_sources:
                 continue
@@ -388,7 +341,7 @@ class Evaluator:
         )
         oldest = record.oldest_weight_version
         measured = current.weight_version if oldest is None else oldest
-        record.lag = max(0, self._exchanges.held_version - measured)
+        record.lag = max(0, self.exchanges.held_version - measured)
         record.asked_again, record.skipped = prompts.asked_again, current.skipped
         record.time_start, record.time = current.time_start, time.time()
         record.seconds = record.time - record.time_start

@@ -1,21 +1,17 @@
 """The state of an evaluation's prompts, and the schedule of a set. Pure.
 
-States of a prompt:
-
     waiting --next--> asked (its task is at the server) --its group arrives--> measured
        ^                |
        +----------------+   pinned, and the group has tokens of another version: asked again under a new
                             id; after the configured number of times it is measured as failed
 
-At most `concurrency` prompts are asked at a time. A duplicate group, or a group of another
-evaluation, changes nothing.
+A duplicate group, or a group of another evaluation, changes nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from penstock.trainer.evaluation.record import MeasuredPrompt
@@ -45,37 +41,28 @@ class Asked:
     task_id: str
 
 
+@dataclass(eq=False)
 class Prompts:
     """Tracks the prompts of one evaluation."""
 
-    def __init__(
-        self,
-        prefix: str,
-        count: int,
-        *,
-        concurrency: int,
-        pinned_version: int | None = None,
-        max_other_version: int = 0,
-    ) -> None:
-        """A task id consists of the prefix, a slash and a unique suffix. With `pinned_version`,
-        only tokens of that version count."""
-        self.prefix = prefix
-        self.count = count
-        self._concurrency = concurrency
-        self._pinned_version = pinned_version
-        self._max_other_version = max_other_version
-        self._unasked = iter(range(count))
+    prefix: str
+    """A task id consists of the prefix, a slash and a unique suffix."""
+    count: int
+    concurrency: int
+    """Largest number of prompts asked at a time."""
+    pinned_version: int | None = None
+    """Only tokens of this version count, if it is given."""
+    max_other_version: int = 0
+    asked_again: int = 0
+    """How many times a prompt was asked again."""
+    asked: dict[str, Asked] = field(default_factory=dict[str, Asked])
+    """Prompts at the server, by task id."""
+
+    def __post_init__(self) -> None:
+        self._unasked = iter(range(self.count))
         self._again: deque[Asked] = deque()
         self._times: dict[int, int] = {}
-        self._asked: dict[str, Asked] = {}
         self._measured: dict[str, MeasuredPrompt] = {}
-        self.asked_again = 0
-        """How many times a prompt was asked again."""
-
-    @property
-    def asked(self) -> Mapping[str, Asked]:
-        """Prompts at the server, by task id."""
-        return self._asked
 
     @property
     def measured(self) -> list[MeasuredPrompt]:
@@ -90,11 +77,11 @@ class Prompts:
     def next(self) -> list[Asked]:
         """Returns the prompts to ask now, and marks them as asked."""
         fresh: list[Asked] = []
-        while len(self._asked) < self._concurrency:
+        while len(self.asked) < self.concurrency:
             one = self._again.popleft() if self._again else self._first()
             if one is None:
                 break
-            self._asked[one.task_id] = one
+            self.asked[one.task_id] = one
             fresh.append(one)
         return fresh
 
@@ -102,12 +89,12 @@ class Prompts:
         """Records a group that arrived for a task."""
         if task_id in self._measured:
             return Verdict.MEASURED
-        asked = self._asked.pop(task_id, None)
+        asked = self.asked.pop(task_id, None)
         if asked is None:
             return Verdict.UNKNOWN
         if self._is_of_another_version(measured):
             times = self._times.get(asked.index, 0)
-            if times < self._max_other_version:
+            if times < self.max_other_version:
                 self._times[asked.index] = times + 1
                 self.asked_again += 1
                 self._again.append(Asked(asked.index, f"{self.prefix}/{asked.index}+{times + 1}"))
@@ -130,7 +117,7 @@ class Prompts:
         return None if index is None else Asked(index, f"{self.prefix}/{index}")
 
     def _is_of_another_version(self, measured: MeasuredPrompt) -> bool:
-        pinned = self._pinned_version
+        pinned = self.pinned_version
         versions = *measured.versions, *measured.failed_versions
         return pinned is not None and any(version != pinned for version in versions)
 

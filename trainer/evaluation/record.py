@@ -223,10 +223,8 @@ def take_figures(
 
 def _counts(samples: int) -> list[int]:
     """Returns the values of k for pass@k."""
-    if samples < 2:
-        return []
     powers = [1 << exponent for exponent in range(samples.bit_length())]
-    return sorted({*(k for k in powers if k <= samples), samples})
+    return sorted({*powers, samples}) if samples > 1 else []
 
 
 def _pass_at(rewards: Sequence[float], k: int, passes_from: float) -> float:

@@ -6,22 +6,16 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 from rich.console import Console
 
 from penstock.trainer.core.errors import storing
 from penstock.trainer.evaluation.record import EvaluationRecord, Figures
+from penstock.trainer.metrics.tracker import Scalars
 
 FILE = "metrics.jsonl"
 KIND = "evaluation"
-
-
-class Scalars(Protocol):
-    """The part of TensorBoard's writer that is used here."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def flush(self) -> None: ...
 
 
 class EvaluationWriter:
@@ -70,11 +64,11 @@ def as_text(record: EvaluationRecord) -> str:
     figures = record.figures
     parts = [
         f"eval {record.name}  version {versions(record)}",
-        f"reward {_number(figures.reward_mean)} ± {_number(figures.reward_stderr)}",
+        f"reward {number(figures.reward_mean)} ± {number(figures.reward_stderr)}",
         *(f"pass@{k} {share:.3f}" for k, share in figures.pass_at.items()),
         f"prompts {figures.prompts}/{record.prompts_asked}",
-        f"tokens {_number(figures.tokens_mean, 1)}",
-        f"truncated {_share(figures.truncated_share)}",
+        f"tokens {number(figures.tokens_mean, '.1f')}",
+        f"truncated {number(figures.truncated_share, '.0%')}",
         f"failed {figures.failures}",
         f"mixed {record.mixed_share:.0%}",
         f"lag {record.lag}",
@@ -83,7 +77,7 @@ def as_text(record: EvaluationRecord) -> str:
     if record.skipped:
         parts.append(f"skipped {record.skipped}")
     if len(record.by_source) > 1:
-        parts += [f"{name} {_number(f.reward_mean)}" for name, f in record.by_source.items()]
+        parts += [f"{name} {number(f.reward_mean)}" for name, f in record.by_source.items()]
     return "  ".join(parts)
 
 
@@ -135,9 +129,6 @@ def versions(record: EvaluationRecord) -> str:
     return f"{oldest} to {newest}"
 
 
-def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+def number(value: float | None, form: str = ".3f") -> str:
+    """Formats a figure for people."""
+    return "-" if value is None else format(value, form)

@@ -1,10 +1,8 @@
-"""One connection after another to a server's `Exchange` rpc: greets it, reads messages, sends requests.
+"""One stream after another of a server's `Exchange` rpc: greets it, reads messages, sends requests.
 
-A lost stream is followed by the next one once the server greets the trainer again. If a server
-falls silent without closing the stream, keepalive detects the loss.
-
-On the server's host the trainer may read groups from the server's journal (`stored_groups`). If one
-cannot be read, the trainer ends the stream, and the next stream asks for messages instead.
+If a server falls silent without closing the stream, keepalive detects the loss. On the server's host the
+trainer may read groups from the server's journal (`stored_groups`). If one cannot be read, the trainer ends
+the stream, and the next stream asks for messages instead.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import cast
 
 import grpc
@@ -22,6 +21,7 @@ from penstock.trainer.exchange.stored_groups import Delivered, GroupUnreadable, 
 from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
+from penstock.wire.messages import ExchangeRequest as Request
 from penstock.wire.reasons import Reason
 
 EXCHANGE = "/penstock.v1.TrainerService/Exchange"
@@ -37,56 +37,47 @@ FINAL_CODES = (
     grpc.StatusCode.UNIMPLEMENTED,
 )
 
-Request = codec.twin(trainer_service_pb2.ExchangeRequest)
 
-
+@dataclass(eq=False)
 class Connection:
     """The streams to one server. There is at most one at a time."""
 
-    def __init__(
-        self,
-        channel: grpc.aio.Channel,
-        greeting: Callable[[int], trainer_service_pb2.Hello],
-        *,
-        give_up_after_seconds: float,
-        where: str,
-    ) -> None:
-        """`greeting` returns the Hello for a trainer epoch. `where` is part of error messages."""
-        self._channel = channel
-        self._greeting = greeting
-        self._give_up_after = give_up_after_seconds
-        self._where = where
-        self.epoch = 0
-        """Epoch of the last session that the trainer asked for."""
-        self._may_pass = True
-        """Whether the epoch may still be raised past a newer one on the server: see `_explain`."""
-        self._call: grpc.aio.StreamStreamCall[
-            trainer_service_pb2.ExchangeRequest, trainer_service_pb2.ExchangeResponse
-        ]
-        self._outgoing: asyncio.Queue[trainer_service_pb2.ExchangeRequest | None] | None = None
-        self._stored: StoredGroups | None = None
-        """Reads groups that the server announces by their place in its journal; None if it sends
-        messages."""
-        self._reads_stored = True
-        """Whether the next stream may read stored groups."""
-        self.closing = False
-        """Whether the trainer half-closed the stream, or will as soon as there is one."""
+    channel: grpc.aio.Channel
+    greeting: Callable[[int], trainer_service_pb2.Hello]
+    """Returns the Hello for a trainer epoch."""
+    give_up_after_seconds: float
+    where: str
+    """Part of error messages."""
+    epoch: int = 0
+    """Epoch of the last session that the trainer asked for."""
+    closing: bool = False
+    """Whether the trainer half-closed the stream, or will as soon as there is one."""
+    _may_pass: bool = True
+    """Whether the epoch may still be raised past a newer one on the server: see `_explain`."""
+    _call: grpc.aio.StreamStreamCall[
+        trainer_service_pb2.ExchangeRequest, trainer_service_pb2.ExchangeResponse
+    ] = field(init=False)
+    _outgoing: asyncio.Queue[trainer_service_pb2.ExchangeRequest | None] | None = None
+    _stored: StoredGroups | None = None
+    """Reads groups that the server announces by their place in its journal; None if it sends messages."""
+    _reads_stored: bool = True
+    """Whether the next stream may read stored groups."""
 
     async def connect(self, reason: str) -> trainer_service_pb2.Welcome:
         """Opens a stream. `reason` says in an error why the last one ended.
 
         Raises ServerGone and SessionRefused.
         """
-        deadline = time.monotonic() + self._give_up_after
+        deadline = time.monotonic() + self.give_up_after_seconds
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._channel.channel_ready()
+                    await self.channel.channel_ready()
                     return await self._greet()
             except TimeoutError as error:
                 raise ServerGone(
-                    f"no server{self._where} for {self._give_up_after:g} s"
+                    f"no server{self.where} for {self.give_up_after_seconds:g} s"
                     f"{f': {reason}' if reason else ''}"
                 ) from error
             except grpc.aio.AioRpcError as error:
@@ -114,8 +105,8 @@ class Connection:
         return "it ended the stream"
 
     def group_of(self, delivery: trainer_service_pb2.GroupDelivery) -> Delivered:
-        """Returns a delivered group; reads a stored one from the journal. Raises GroupUnreadable,
-        which `read` handles."""
+        """Returns a delivered group; reads a stored one from the journal. Raises GroupUnreadable, which
+        `read` handles."""
         if not delivery.HasField("stored"):
             return Delivered(delivery.delivery_id, delivery.group)
         if self._stored is None:
@@ -157,10 +148,10 @@ class Connection:
         self.epoch = max(self.epoch + 1, time.time_ns())
         self.end()
         self._outgoing = asyncio.Queue()
-        self._outgoing.put_nowait(Request(hello=self._greeting(self.epoch)))
+        self._outgoing.put_nowait(Request(hello=self.greeting(self.epoch)))
         method: grpc.aio.StreamStreamMultiCallable[
             trainer_service_pb2.ExchangeRequest, trainer_service_pb2.ExchangeResponse
-        ] = self._channel.stream_stream(
+        ] = self.channel.stream_stream(
             EXCHANGE,
             request_serializer=codec.encode,
             response_deserializer=codec.decoder(trainer_service_pb2.ExchangeResponse),
@@ -169,7 +160,7 @@ class Connection:
         first = await self._receive()
         if first is None or first.WhichOneof("message") != "welcome":
             self.end()
-            raise SessionRefused(f"the server{self._where} did not answer Hello with Welcome")
+            raise SessionRefused(f"the server{self.where} did not answer Hello with Welcome")
         self._may_pass = False
         folder = first.welcome.group_folder
         self._stored = StoredGroups.find(folder) if self._reads_stored else None
@@ -186,10 +177,10 @@ class Connection:
     def _explain(self, error: grpc.aio.AioRpcError) -> str:
         """Returns why the stream is lost. Raises SessionRefused if reconnecting would not help.
 
-        A process may get STALE_EPOCH for its first Hello although it started after the previous
-        trainer. In that case the previous trainer's clock was ahead. The trainer then exceeds the
-        epoch the server reports, once. A process that was welcomed before never does so, because it
-        was replaced. Of two live trainers, the one started last wins.
+        A process may get STALE_EPOCH for its first Hello although it started after the previous trainer,
+        if that trainer's clock was ahead. It then exceeds the epoch the server reports, once. A process
+        that was welcomed before never does so, because it was replaced. Of two live trainers, the one
+        started last wins.
         """
         failure = read_failure(error)
         text = f"{failure.reason or failure.code.name}: {failure.message}"
@@ -199,7 +190,7 @@ class Connection:
                 self._may_pass, self.epoch = False, current
                 return text
         if failure.reason == Reason.SESSION_REPLACED or failure.code in FINAL_CODES:
-            raise SessionRefused(f"the server{self._where} refuses this trainer: {text}") from error
+            raise SessionRefused(f"the server{self.where} refuses this trainer: {text}") from error
         return text
 
 

@@ -15,30 +15,21 @@ from collections.abc import Mapping
 
 from penstock.trainer.exchange.stored_groups import Delivered
 from penstock.v1 import trainer_service_pb2
-from penstock.wire import codec
+from penstock.wire.messages import GroupReceipt
 
-# Groups of each kind to remember. The server forgets a refused group at once, and a trained group
-# with its checkpoint.
 REMEMBERED_GROUPS = 65_536
-
-GroupReceipt = codec.twin(trainer_service_pb2.GroupReceipt)
+"""Of each kind. The server forgets a refused group at once, and a trained group with its checkpoint."""
 
 
 class KnownGroups:
-    """The groups of one server."""
-
     def __init__(self, trained: Mapping[str, int] | None = None) -> None:
-        """`trained` has the step of each group that the trainer's state contains, zero if refused.
-
-        Trained and refused groups each come oldest first.
-        """
+        """`trained` is as in `RunFacts`; trained and refused groups each come oldest first."""
         self._in_hand: dict[str, int] = {}
         """Newest delivery id of each group that was delivered and not yet receipted."""
         # Separate maps, so that many refused groups never displace a trained one.
         self._trained: OrderedDict[str, int] = OrderedDict()
         """The step that used each group."""
         self._refused: OrderedDict[str, int] = OrderedDict()
-        """Zero for each refused group."""
         for group_id, step in (trained or {}).items():
             self._remember(group_id, step)
 
@@ -83,5 +74,4 @@ class KnownGroups:
             settled.popitem(last=False)
 
     def _step(self, group_id: str) -> int | None:
-        """Return the step the group was settled with; None if it is unknown."""
         return self._trained.get(group_id, self._refused.get(group_id))

@@ -19,21 +19,21 @@ LONGEST_RETRY_SECONDS = 5.0
 
 
 async def keep_trying(
-    ready: Callable[[], Awaitable[None]],
+    ready: asyncio.Event,
     attempt: Callable[[], Awaitable[T]],
     *,
     full_seconds: float = math.inf,
     stopping: asyncio.Event | None = None,
 ) -> T:
-    """Retry `attempt` until it succeeds, awaiting `ready` before each try.
+    """Retry `attempt` until it succeeds, waiting for `ready` before each try.
 
-    A full server is left alone for as long as it asks. Raises ServerFull if the server is full
-    although the run is `stopping`. Also raises it if the server is still full after `full_seconds`
-    of waiting for room. That time starts again whenever the server was unreachable.
+    A full server is left alone for as long as it asks. Raises ServerFull if the server is full although
+    the run is `stopping`, or after `full_seconds` of waiting for room. That time starts again whenever the
+    server was unreachable.
     """
     pause, left = RETRY_SECONDS, full_seconds
     while True:
-        await ready()
+        await ready.wait()
         try:
             return await attempt()
         except ServerFull as error:

@@ -1,8 +1,8 @@
-"""Samples the load of the servers' engines. Only its server can report whether an engine idles.
+"""Samples the load of the servers' engines at a fixed interval, with GetServerInfo.
 
-A sample is taken at a fixed interval during the run, with GetServerInfo. Nothing waits for it, and a
-sample without a timely answer is skipped. A step gets the samples taken during its own time; a short step
-may have none. Each sample is of one server, so means over several servers are means per server.
+Nothing waits for a sample, and one without a timely answer is skipped. A step gets the samples taken during
+its own time; a short step may have none. Each sample is of one server, so means over several servers are
+means per server.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import numpy as np
 
 from penstock.trainer.core.figures import SUM, figure, weighted
 from penstock.v1 import rollout_service_pb2
-from penstock.wire import codec
+from penstock.wire import methods
 
-GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
 TIMEOUT_SECONDS = 5.0
 PER_SAMPLE = weighted("load_samples")
 
@@ -47,25 +47,18 @@ class LoadFigures:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    time: float
-    load: rollout_service_pb2.ServerLoad
-
-
+@dataclass(eq=False)
 class LoadMeter:
-    """Samples the load of servers."""
-
-    def __init__(self, channels: Sequence[grpc.aio.Channel], every_seconds: float) -> None:
-        """`every_seconds` is the interval between samples; zero takes none."""
-        self._channels = channels
-        self._every = every_seconds
-        self._samples: list[_Sample] = []
+    channels: Sequence[grpc.aio.Channel]
+    every_seconds: float
+    """Interval between samples; zero takes none."""
+    _samples: list[tuple[float, rollout_service_pb2.ServerLoad]] = field(default_factory=list[Any])
+    """Each with its unix time."""
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Sample the servers in this context."""
-        channels = self._channels if self._every else ()
+        channels = self.channels if self.every_seconds else ()
         tasks = [asyncio.create_task(self._run(channel)) for channel in channels]
         try:
             yield
@@ -76,8 +69,8 @@ class LoadMeter:
 
     def take(self, start: float, end: float) -> LoadFigures:
         """Return the load from `start` to `end`, in unix seconds; discard samples before `end`."""
-        own = [s.load for s in self._samples if start <= s.time < end]
-        self._samples = [s for s in self._samples if s.time >= end]
+        own = [load for time, load in self._samples if start <= time < end]
+        self._samples = [sample for sample in self._samples if sample[0] >= end]
         if not own:
             return LoadFigures()
         return LoadFigures(
@@ -90,21 +83,15 @@ class LoadMeter:
         )
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
-        call: grpc.aio.UnaryUnaryMultiCallable[
-            rollout_service_pb2.GetServerInfoRequest, rollout_service_pb2.GetServerInfoResponse
-        ] = channel.unary_unary(
-            GET_SERVER_INFO,
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
-        )
-        request = codec.twin(rollout_service_pb2.GetServerInfoRequest)()
+        call = methods.unary(channel, rollout_service_pb2.GetServerInfoResponse)
+        request = rollout_service_pb2.GetServerInfoRequest()
         while True:
-            await asyncio.sleep(self._every)
+            await asyncio.sleep(self.every_seconds)
             try:
                 info = await call(request, timeout=TIMEOUT_SECONDS)
             except grpc.aio.AioRpcError:
                 continue
-            self._samples.append(_Sample(time.time(), info.load))
+            self._samples.append((time.time(), info.load))
 
 
 def _mean(values: list[float] | list[int] | list[bool]) -> float:

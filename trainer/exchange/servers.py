@@ -1,17 +1,14 @@
 """One run's servers, with an `Exchange` for each.
 
-Each server learns only its part of a step (`division`) and its own groups. Demand, greetings,
-losses and waits are per server. All servers share the version that the trainer holds, so a switch
-is requested from each.
+Each server learns only its part of a step (`division`) and its own groups. Demand, greetings, losses and
+waits are per server. All servers share the version that the trainer holds, so a switch is requested from
+each.
 
-    one is lost        the others continue: they deliver what was demanded and sample up to their gates.
-                         The loop waits only when it needs the absent one: for its part of a batch, its
-                         upload or its switch
-    one is given up    the run ends (ServerGone), as it does if a server refuses this trainer
-                         (SessionRefused)
-    one is left        the run was asked to stop while a server was away. The trainer leaves all servers
-                         at once, so that a step is acknowledged to every server or to none. Groups
-                         without a receipt are delivered again
+If one is lost, the others deliver what was demanded and sample up to their gates. The loop waits only when
+it needs the absent one: for its part of a batch, its upload or its switch. If one is given up (ServerGone)
+or refuses this trainer (SessionRefused), the run ends. If one is left, because the run was asked to stop
+while it was away, the trainer leaves all servers at once, so that a step is acknowledged to every server
+or to none.
 """
 
 from __future__ import annotations
@@ -29,8 +26,9 @@ import grpc
 from penstock.trainer.core.aio import together
 from penstock.trainer.data.shards import Division
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
-from penstock.trainer.exchange.stream import Contract, Exchange, Listeners, RunFacts
+from penstock.trainer.exchange.stream import Exchange, Listeners, RunFacts
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
+from penstock.wire.messages import StalenessContract
 
 T = TypeVar("T")
 
@@ -39,8 +37,8 @@ Restore = Callable[[int, trainer_service_pb2.Welcome], Awaitable[None]]
 Heed = Callable[[int, trainer_service_pb2.Notice], None]
 """Handles a notice from a server."""
 
-# As many as a server keeps for an absent trainer.
 MAX_NOTICES = 1_000
+"""As many as a server keeps for an absent trainer."""
 
 
 class Servers:
@@ -55,12 +53,11 @@ class Servers:
         give_up_after_seconds: float,
         stopping: asyncio.Event,
     ) -> None:
-        """`channels` has each server's address and a channel to it. Of the contract in `run`,
-        each server gets its own part of a step (`division`)."""
+        """`channels` has each server's address and a channel to it."""
         self.division = division
         self.left = asyncio.Event()
-        """Set when the run stops without one of its servers, for good. Nothing more is sent to any
-        of them."""
+        """Set when the run stops without one of its servers, for good. Nothing more is sent to any of
+        them."""
         self._heed: Heed | None = None
         self._unheeded: deque[tuple[int, trainer_service_pb2.Notice]] = deque(maxlen=MAX_NOTICES)
         """Notices that arrived outside of `notices_to`. A server sends each notice once."""
@@ -101,7 +98,6 @@ class Servers:
 
     @property
     def held_version(self) -> int:
-        """Version the trainer holds, the same for every server."""
         return self[0].held_version
 
     @property
@@ -111,13 +107,12 @@ class Servers:
 
     @property
     def evaluations(self) -> tuple[EvaluationStream, ...]:
-        """The evaluation stream of each server."""
         return tuple(exchange.evaluations for exchange in self)
 
     @contextmanager
     def notices_to(self, heed: Heed) -> Generator[None]:
-        """Calls `heed` with each notice within the context, and at its begin with up to 1,000 that
-        arrived before."""
+        """Calls `heed` with each notice within the context, and at its begin with those that arrived
+        before."""
         while self._unheeded:
             heed(*self._unheeded.popleft())
         self._heed = heed
@@ -141,11 +136,9 @@ class Servers:
         )
 
     async def close(self) -> None:
-        """Half-closes all streams. Returns when they have ended, or after the timeout."""
         await together(exchange.close() for exchange in self)
 
     async def ask_all(self, attempt: Callable[[int], Awaitable[T]]) -> list[T | None]:
-        """Calls `Exchange.ask` for every server concurrently."""
         return await together(
             exchange.ask(partial(attempt, server)) for server, exchange in enumerate(self)
         )
@@ -174,7 +167,6 @@ class Servers:
         return taken
 
     def server_of(self, group: trajectory_pb2.TrajectoryGroup) -> int:
-        """Returns the server that delivered a group in hand."""
         return self._from[group.group_id]
 
     def receipt(self, groups: Sequence[trajectory_pb2.TrajectoryGroup], step: int) -> None:
@@ -187,11 +179,9 @@ class Servers:
             exchange.receipt(divided[server], step)
 
     def refuse(self, group: trajectory_pb2.TrajectoryGroup, reason: str, message: str) -> None:
-        """Tells its server that a group is unusable and must not be delivered again."""
         self[self._from.pop(group.group_id)].refuse(group, reason, message)
 
     def checkpoint(self, step: int) -> None:
-        """Reports to every server that receipts up to `step` are final."""
         for exchange in self:
             exchange.checkpoint(step)
 
@@ -222,7 +212,7 @@ class Servers:
 def _with_part(
     contract: trainer_service_pb2.StalenessContract, part: int
 ) -> trainer_service_pb2.StalenessContract:
-    own = Contract()
+    own = StalenessContract()
     own.CopyFrom(contract)
     own.groups_per_step = part
     return own

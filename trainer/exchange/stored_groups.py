@@ -3,9 +3,9 @@
     Welcome with a folder -> the same folder is found here -> demands set `by_place` -> StoredGroup -> read
                           -> another host or file system, or no permission -> groups arrive as messages
 
-A stored group can be unreadable, because a compaction removed its file without waiting, or because
-the content is not what was written. The trainer then says Hello again without `by_place`. The
-server delivers the group as a message, or finds that it has lost the group itself.
+A stored group can be unreadable, because a compaction removed its file without waiting, or because the
+content is not what was written. The trainer then says Hello again without `by_place`. The server delivers
+the group as a message, or finds that it has lost the group itself.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from penstock.common.memory_file import host_id
 from penstock.v1 import journal_pb2, trainer_service_pb2, trajectory_pb2
-from penstock.wire import codec
 from penstock.wire.frames import read_payload_at
+from penstock.wire.messages import JournalRecord
 from penstock.wire.referred import put_together
 
 LOCK = "LOCK"
-JournalRecord = codec.twin(journal_pb2.JournalRecord)
 
 
 class GroupUnreadable(Exception):
@@ -40,12 +39,11 @@ class Delivered:
     group: trajectory_pb2.TrajectoryGroup
 
 
+@dataclass(frozen=True, slots=True)
 class StoredGroups:
-    """A journal folder from which groups can be read."""
+    """A journal folder from which groups can be read. `find` checks that the folder is the server's."""
 
-    def __init__(self, folder: Path) -> None:
-        """Use `find`, which checks that the folder is the server's."""
-        self._folder = folder
+    folder: Path
 
     @classmethod
     def find(cls, told: trainer_service_pb2.GroupFolder) -> StoredGroups | None:
@@ -65,7 +63,7 @@ class StoredGroups:
     def read(self, stored: trainer_service_pb2.StoredGroup) -> trajectory_pb2.TrajectoryGroup:
         """Read a group. Raises GroupUnreadable."""
         with contextlib.ExitStack() as stack:
-            files = _Files(self._folder, stack)
+            files = _Files(self.folder, stack)
             record = files.read(stored)
             if record.HasField("group_finished"):
                 return record.group_finished.group
@@ -78,25 +76,24 @@ class StoredGroups:
                 raise GroupUnreadable(f"{stored.file} at {stored.offset_bytes}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
 class _Files:
-    """The files of the folder that are open while a group is read."""
+    """The files that are open while a group is read."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        """`stack` closes the files."""
-        self._folder = folder
-        self._stack = stack
-        self._descriptors: dict[str, int] = {}
+    folder: Path
+    stack: contextlib.ExitStack
+    """Closes the files."""
+    descriptors: dict[str, int] = field(default_factory=dict[str, int])
 
     def read(
         self, place: trainer_service_pb2.StoredGroup | trainer_service_pb2.StoredTurn
     ) -> journal_pb2.JournalRecord:
         """Read the record at a place. Raises GroupUnreadable."""
         try:
-            if place.file not in self._descriptors:
-                self._descriptors[place.file] = self._open(place.file)
-            payload = read_payload_at(
-                self._descriptors[place.file], place.offset_bytes, place.length_bytes
-            )
+            if place.file not in self.descriptors:
+                self.descriptors[place.file] = self._open(place.file)
+            descriptor = self.descriptors[place.file]
+            payload = read_payload_at(descriptor, place.offset_bytes, place.length_bytes)
         except (OSError, ValueError) as error:
             raise GroupUnreadable(f"{place.file} at {place.offset_bytes}: {error}") from error
         try:
@@ -106,10 +103,10 @@ class _Files:
 
     def _open(self, name: str) -> int:
         if not name or Path(name).name != name:
-            raise GroupUnreadable(f"{name!r} is not a file of {self._folder}")
-        path = self._folder / name
+            raise GroupUnreadable(f"{name!r} is not a file of {self.folder}")
+        path = self.folder / name
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._stack.callback(os.close, descriptor)
+        self.stack.callback(os.close, descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise GroupUnreadable(f"{path} is not a regular file")
         return descriptor

@@ -5,18 +5,13 @@
     GroupReceipt, CheckpointNotice -> nothing
 
 A lost stream loses no groups. The server redelivers every group it has no receipt for. A group that
-arrives twice is recognized (`known_groups`) and takes no place in a batch. Unmet demand is granted
-again on the new stream (`connection`).
+arrives twice is recognized (`known_groups`) and takes no place in a batch. Unmet demand is granted again
+on the new stream.
 
-A run that is asked to stop (`stopping` is set) still uses its server to finish the current step. It
-does not wait for a server that is away:
-
-    server connected                       the stream stays; the loop finishes its step, then `close`
-    server away: not connected yet, lost,  the trainer leaves the server: connecting or restoring is
-      or back and not yet up to date         cancelled, `left` is set, and nothing more is sent
-    server lost after the stop request     the same, as soon as the trainer notices the loss
-
-Groups without a receipt at that point stay with the server, which delivers them again.
+A run that is asked to stop (`stopping` is set) still uses a connected server to finish the current step.
+It leaves a server that is away, or not yet up to date: connecting or restoring is cancelled, `left` is
+set, and nothing more is sent. It does the same if it loses the server later. Groups without a receipt stay
+with the server, which delivers them again.
 """
 
 from __future__ import annotations
@@ -41,20 +36,19 @@ from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange.known_groups import KnownGroups
 from penstock.trainer.exchange.retrying import keep_trying
 from penstock.trainer.exchange.stored_groups import Delivered
-from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
-from penstock.wire import codec
+from penstock.v1 import trainer_service_pb2, trajectory_pb2, weights_pb2
+from penstock.wire.messages import (
+    CheckpointNotice,
+    Demand,
+    GroupReceipt,
+    Hello,
+    Rejection,
+    SwitchWeights,
+)
+from penstock.wire.messages import ExchangeRequest as Request
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-Request = codec.twin(trainer_service_pb2.ExchangeRequest)
-Hello = codec.twin(trainer_service_pb2.Hello)
-Demand = codec.twin(trainer_service_pb2.Demand)
-GroupReceipt = codec.twin(trainer_service_pb2.GroupReceipt)
-SwitchWeights = codec.twin(trainer_service_pb2.SwitchWeights)
-CheckpointNotice = codec.twin(trainer_service_pb2.CheckpointNotice)
-Rejection = codec.twin(rejection_pb2.Rejection)
-Contract = codec.twin(trainer_service_pb2.StalenessContract)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +82,16 @@ class RunFacts:
     """The server drops whatever it holds for another start of this run."""
 
 
-def _nothing() -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Listeners:
     """What a stream calls when something happens."""
 
-    arrived: Callable[[], None] = _nothing
+    arrived: Callable[[], None] = lambda: None
     """For each group that `next_group` will return."""
-    all_seen: Callable[[], None] = _nothing
-    """When every group buffered at the server has been seen and the last one was already known, so
-    that `next_group` returns nothing for it."""
-    left: Callable[[], None] = _nothing
+    all_seen: Callable[[], None] = lambda: None
+    """When every group buffered at the server has been seen and the last one was already known, so that
+    `next_group` returns nothing for it."""
+    left: Callable[[], None] = lambda: None
     """Once, when `Exchange.left` is set."""
     noticed: Callable[[trainer_service_pb2.Notice], None] = lambda notice: None
     """For each notice."""
@@ -119,9 +110,11 @@ class Exchange:
         where: str = "",
         listeners: Listeners | None = None,
     ) -> None:
-        """Once `stopping` is set, the trainer leaves a server that is away. `where` identifies the
-        server in messages when there are several."""
+        """`stopping` is set when the run is asked to stop. `where` identifies the server in messages when
+        there are several."""
         self._run = run
+        self.in_flight = run.in_flight
+        """What a switch does with turns in flight."""
         self._where = f" at {where}" if where else ""
         self._listeners = listeners or Listeners()
         self._connection = Connection(
@@ -130,18 +123,20 @@ class Exchange:
             give_up_after_seconds=give_up_after_seconds,
             where=self._where,
         )
-        self._held = run.weight_version
+        self.held_version = run.weight_version
+        """Version the trainer holds: the one in Hello, then the last one requested or passed by the
+        server."""
         self._step = self._final_step = run.step
         self.stopping = stopping
-        """Set when the run is asked to stop."""
         self.left = asyncio.Event()
         """Set when the run stops without its server, for good. Nothing more is sent, and no answer
         arrives."""
-        self._ready = asyncio.Event()
+        self.ready = asyncio.Event()
+        """Set while the stream is up and the server is up to date."""
         self.restored = asyncio.Event()
-        """Cleared while a server that came back with less state is given the version the trainer
-        holds, because it reads the payload meanwhile. Set once the server reports that it samples
-        that version."""
+        """Cleared while a server that came back with less state is given the version the trainer holds,
+        because it reads the payload meanwhile. Set once the server reports that it samples that
+        version."""
         self.restored.set()
         self._owed = 0
         """Groups demanded and not yet delivered."""
@@ -152,23 +147,13 @@ class Exchange:
         """Deliveries received, including those of known groups."""
         self._deliveries_to_see = 0
         self._switches: dict[int, asyncio.Future[SwitchReceipt]] = {}
-        self.evaluations = EvaluationStream(self._ready, self._connection.send)
+        self.evaluations = EvaluationStream(self.ready, self._connection.send)
         """Handles evaluation groups; the rest of this class concerns training groups only."""
 
     @property
     def trainer_epoch(self) -> int:
         """Epoch of the live session, which uploads carry."""
         return self._connection.epoch
-
-    @property
-    def in_flight(self) -> weights_pb2.InFlightPolicy.ValueType:
-        """What a switch does with turns in flight."""
-        return self._run.in_flight
-
-    @property
-    def held_version(self) -> int:
-        """Version the trainer holds: the one in Hello, then the one of the last `switch`."""
-        return self._held
 
     async def open(self) -> trainer_service_pb2.Welcome | None:
         """Connects for the first time. Returns None if the run is asked to stop first.
@@ -179,36 +164,32 @@ class Exchange:
         if welcome is None:
             self.leave()
         else:
-            self._ready.set()
+            self.ready.set()
         return welcome
 
     async def run(self, restore: Callable[[trainer_service_pb2.Welcome], Awaitable[None]]) -> None:
         """Consumes what the server sends; waits for the stream; produces arrivals and receipts.
 
-        Returns after `close`. When the stream is lost, it reconnects and calls `restore` before any
-        new demand, to bring a server that lost its memory up to date. If the run is asked to stop
-        meanwhile, it leaves the server and returns instead. Raises ServerGone and SessionRefused.
+        Returns after `close`. When the stream is lost, it reconnects and calls `restore` before any new
+        demand, to bring a server that lost its memory up to date. If the run is asked to stop meanwhile,
+        it leaves the server and returns instead. Raises ServerGone and SessionRefused.
         """
         while True:
             reason = await self._connection.read(self._handle)
             if self._connection.closing:
                 return
-            self._ready.clear()
+            self.ready.clear()
             welcome = await unless(self.stopping, self._connect_again(reason, restore))
             if welcome is None:
                 self.leave()
                 return
             self._resume(welcome)
 
-    async def ready(self) -> None:
-        """Waits until the stream is up and the server is up to date."""
-        await self._ready.wait()
-
     async def ask(self, attempt: Callable[[], Awaitable[T]]) -> T | None:
         """Retries until it succeeds, waiting for the server to be ready before each attempt.
 
-        Returns None once the run stops without the server. If the run is to stop, a server without
-        room is left too.
+        Returns None once the run stops without the server. If the run is to stop, a server without room is
+        left too.
         """
         try:
             return await self.answer(keep_trying(self.ready, attempt, stopping=self.stopping))
@@ -218,7 +199,7 @@ class Exchange:
             return None
 
     async def answer(self, wait: Awaitable[T]) -> T | None:
-        """Waits for an answer of the server. Returns None once the run stops without the server."""
+        """Returns None once the run stops without the server."""
         return await unless(self.left, wait)
 
     @property
@@ -243,7 +224,7 @@ class Exchange:
     def demand(self, group_count: int) -> None:
         """Grants the server credit for more groups."""
         self._owed += group_count
-        if self._ready.is_set():
+        if self.ready.is_set():
             self._connection.send(Request(demand=Demand(group_count=group_count)))
 
     async def next_group(self) -> trajectory_pb2.TrajectoryGroup:
@@ -261,9 +242,8 @@ class Exchange:
         """Tells the server that a group is unusable and must not be delivered again."""
         delivery_id = self._groups.settle(group.group_id, 0)
         rejection = Rejection(reason=reason, message=message)
-        self._connection.send(
-            Request(receipt=GroupReceipt(delivery_ids=[delivery_id], rejection=rejection))
-        )
+        receipt = GroupReceipt(delivery_ids=[delivery_id], rejection=rejection)
+        self._connection.send(Request(receipt=receipt))
 
     def checkpoint(self, step: int) -> None:
         """Reports that receipts up to `step` are final."""
@@ -278,18 +258,13 @@ class Exchange:
         """
         future: asyncio.Future[SwitchReceipt] = asyncio.get_running_loop().create_future()
         self._switches[weight_version] = future
-        self._held = weight_version
+        self.held_version = weight_version
         self.repeat_switch()
         return future
 
-    def hold(self, weight_version: int) -> None:
-        """Records that the trainer holds a version the server has already passed, without
-        requesting it."""
-        self._held = weight_version
-
     def repeat_switch(self) -> None:
         """Requests the held version again; for `restore`."""
-        switch = SwitchWeights(weight_version=self._held, in_flight=self.in_flight)
+        switch = SwitchWeights(weight_version=self.held_version, in_flight=self.in_flight)
         self._connection.send(Request(switch_weights=switch))
 
     async def close(self, *, timeout_seconds: float = 10.0) -> None:
@@ -313,7 +288,7 @@ class Exchange:
         return Hello(
             run_id=self._run.run_id,
             trainer_epoch=trainer_epoch,
-            weight_version=self._held,
+            weight_version=self.held_version,
             resume_step=self._step,
             staleness=self._run.contract,
             start_id=self._run.start_id,
@@ -396,13 +371,13 @@ class Exchange:
 
     def _resume(self, welcome: trainer_service_pb2.Welcome) -> None:
         """Repeats the requests that were open when the stream was lost. The server is up to date again."""
-        if welcome.active_weight_version >= self._held:
+        if welcome.active_weight_version >= self.held_version:
             self.restored.set()
-        if welcome.active_weight_version == self._held:
-            future = self._switches.pop(self._held, None)
+        if welcome.active_weight_version == self.held_version:
+            future = self._switches.pop(self.held_version, None)
             if future is not None and not future.done():
-                future.set_result(SwitchReceipt(self._held, 0.0))
-        self._ready.set()
+                future.set_result(SwitchReceipt(self.held_version, 0.0))
+        self.ready.set()
         self._connection.send(Request(checkpoint=CheckpointNotice(step=self._final_step)))
         if self._owed:
             self._connection.send(Request(demand=Demand(group_count=self._owed)))

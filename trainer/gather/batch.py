@@ -7,25 +7,21 @@
                   +-> set aside, for a later batch
                   +-> the task was already trained with another group: refused, another demanded
 
-Once a step has dropped too many groups, later ones are taken as they are, or the run stops. The
-reason of a refusal decides what happens to the prompt. It is written to the ledger before it is
-sent to the server. A resuming trainer therefore does not repeat a prompt that was given up, and
-repeats one that was to be asked again.
+Once a step has dropped too many groups, later ones are taken as they are, or the run stops. The reason of
+a refusal decides what happens to the prompt. It is written to the ledger before it is sent to the server,
+so that a resuming trainer asks again only the prompts that were to be asked again.
 
-Groups arrive in the order in which they finished. Within a batch they are sorted by the order of
-the data, so that sums come out the same regardless of timing.
+Within a batch, groups are sorted by the order of the data, so that sums come out the same regardless of
+timing.
 
-A batch contains a fixed part from each server (`division`), and each server's gate treats that part
-as a step. A replacement for a group is therefore demanded from the server that delivered it.
+A batch contains a fixed part from each server (`division`), and each server's gate treats that part as a
+step. A replacement for a group is therefore demanded from the server that delivered it.
 
-A resuming run finds steps beyond its checkpoint in the ledger, made by the trainer that was killed.
-The server redelivers their groups, mixed with others. While the gatherer follows the ledger, it
-rebuilds the same batches. Groups of other steps are set aside. Groups of the current step were not
-dropped then, so they are not dropped now. Following ends once all groups buffered at the servers
-have arrived and one is missing, because the server lost it.
-
-When a server comes back, all groups it delivered before are set aside at once, before anything else is
-asked of it. If some of them are refused, or belong to other steps, the usual demand makes up for them.
+A resuming run finds steps beyond its checkpoint in the ledger, made by the trainer that was killed. The
+server redelivers their groups, mixed with others. While the gatherer follows the ledger, it rebuilds the
+same batches. Groups of other steps are set aside. Groups of the current step were not dropped then, so
+they are not dropped now. Following ends once all groups buffered at the servers have arrived and one is
+missing, because the server lost it.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.client.plugins.group_filter import Delivered
 from penstock.trainer.batching.batching import TrainingGroup, read_group
@@ -66,14 +62,12 @@ TASK_SETTLED = "TASK_SETTLED"
 TAKE_THEIR_TASK = ("GROUP_DROPPED", "GROUP_TOO_LARGE")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The groups of one step, as delivered and as read, in the order of the data."""
 
-    deliveries: list[trajectory_pb2.TrajectoryGroup] = field(
-        default_factory=list[trajectory_pb2.TrajectoryGroup]
-    )
-    groups: list[TrainingGroup] = field(default_factory=list[TrainingGroup])
+    deliveries: list[trajectory_pb2.TrajectoryGroup]
+    groups: list[TrainingGroup]
 
 
 class Gatherer:
@@ -100,7 +94,6 @@ class Gatherer:
         self._compute = compute
         self._stopping = stopping
         self._forgotten_step = forgotten_step
-        self._wanted_count = config.train.groups_per_step
         self._aside: dict[str, trajectory_pb2.TrajectoryGroup] = {}
         """Groups in hand that no batch has taken yet, in order of arrival."""
         self._following = False
@@ -116,8 +109,8 @@ class Gatherer:
         self._following = bool(self._ledger.ahead)
 
     async def came_back(self, server: int) -> None:
-        """Sets aside the groups that a returned server delivered before. It may have lost them, and
-        their tasks must not run again. Raises StorageFailed."""
+        """Sets aside the groups that a returned server delivered before, ahead of any other call: it may
+        have lost them, and their tasks must not run again. Raises StorageFailed."""
         settled: list[trajectory_pb2.TrajectoryGroup] = []
         # No await until all groups are set aside and counted: a batch may be gathered concurrently.
         for delivery in self._exchanges.take_arrived(server):
@@ -130,8 +123,7 @@ class Gatherer:
             await self._refuse_settled(delivery, instead=False)
 
     async def submit(self) -> None:
-        """Submits tasks to every server, which may have lost them, or have forgotten groups that are
-        needed again."""
+        """Submits tasks to every server, which may have lost them or forgotten groups needed again."""
         await self._exchanges.ask_all(self._submit)
 
     async def _submit(self, server: int) -> None:
@@ -142,7 +134,6 @@ class Gatherer:
             await self._tasks.submit_anew(server, lost, self._forgotten_step)
 
     async def submit_again(self, server: int) -> None:
-        """Submits the outstanding tasks to a server that came back."""
         await self._tasks.submit_again(server)
 
     def demand(self, step: int) -> None:
@@ -165,8 +156,8 @@ class Gatherer:
         return not notice.task_id or self._tasks.awaits(notice.task_id)
 
     async def give_up(self, server: int, notice: trainer_service_pb2.Notice) -> None:
-        """Settles a task that will get no group, as if refused. The server knows about this
-        already. The group is counted with the current step or the next."""
+        """Settles a task that will get no group, as if refused; the server knows. The group is counted with
+        the current step or the next."""
         self._tasks.settled(notice.task_id)
         self._tasks.arrived(server)
         self._given_up[notice.reason] += 1
@@ -185,8 +176,7 @@ class Gatherer:
         self._given_up.clear()
 
     async def gather(self, record: StepRecord) -> Batch | None:
-        """Consumes deliveries; waits for as many groups as form a batch; produces it. Returns None
-        if the run is asked to stop.
+        """Waits for as many groups as form a batch; returns None if the run is asked to stop.
 
         Raises EverythingFailed, EverythingDropped and StorageFailed.
         """
@@ -201,21 +191,19 @@ class Gatherer:
                     _count_dropped(record, entry.reason)
         self._count_given_up(record)
         found: list[tuple[trajectory_pb2.TrajectoryGroup, TrainingGroup]] = []
-        while len(found) < self._wanted_count:
+        while len(found) < self._config.train.groups_per_step:
             if self._stopping.is_set():
                 return None
-            if self._wanted and not self._wanted & self._aside.keys() and self._all_seen():
+            all_seen = all(exchange.all_seen for exchange in self._exchanges)
+            if self._wanted and not self._wanted & self._aside.keys() and all_seen:
                 log.warning("the server lost groups of step %d; taking others", record.step)
                 self._wanted = frozenset()
                 continue
             delivery = self._take_aside(missing) or await self._next(missing)
             if delivery is None:
                 continue
-            group = read_group(
-                delivery,
-                trainer_version=held,
-                max_lag=self._config.staleness.max_lag,
-            )
+            max_lag = self._config.staleness.max_lag
+            group = read_group(delivery, trainer_version=held, max_lag=max_lag)
             record.failures += group.failures
             record.tokens_received += group.policy_tokens
             if not group.samples:
@@ -232,19 +220,16 @@ class Gatherer:
         return Batch([delivery for delivery, _ in found], [group for _, group in found])
 
     def describe(self, batch: Batch) -> BatchFigures:
-        """Computes the figures of a batch."""
         sources = [self._tasks.data_source(delivery.task_id) for delivery in batch.deliveries]
         return describe_batch(batch.deliveries, batch.groups, sources)
 
     async def refill(self) -> bool:
-        """Submits tasks in place of those that became a batch. Returns False if the run is asked to
-        stop and has left its servers meanwhile."""
+        """Submits tasks in place of those in a batch. Returns False if the run has left its servers."""
         await self._exchanges.ask_all(self._tasks.fill)
         return not self._exchanges.left.is_set()
 
     def fillers(self) -> list[Coroutine[None, None, None]]:
-        """Returns, for each server, what submits tasks again whenever it was full. They run until
-        they are cancelled."""
+        """Returns, for each server, what submits tasks again whenever it was full, until cancelled."""
         return [
             self._tasks.keep_filled(server, exchange.ask)
             for server, exchange in enumerate(self._exchanges)
@@ -257,18 +242,12 @@ class Gatherer:
             self._tasks.settled(delivery.task_id)
 
     def _of(self, step: int) -> frozenset[str]:
-        """Returns the groups that the ledger lists for the step; empty if the gatherer does not
-        follow it."""
+        """Returns the groups that the ledger lists for the step; empty when not following it."""
         entry = self._ledger.ahead.get(step) if self._following else None
         return entry.group_ids if entry is not None else frozenset[str]()
 
-    def _all_seen(self) -> bool:
-        """Whether all groups that were buffered at the servers when they said Welcome have arrived."""
-        return all(exchange.all_seen for exchange in self._exchanges)
-
     def _take_aside(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
-        """Returns a group in hand that belongs in this batch, if any. `missing` counts each
-        server's open part."""
+        """Returns a group in hand for this batch, if any. `missing` counts each server's open part."""
         for name, group in self._aside.items():
             if self._is_for_batch(group, missing):
                 return self._aside.pop(name)
@@ -296,17 +275,15 @@ class Gatherer:
         return None
 
     def _put_aside(self, delivery: trajectory_pb2.TrajectoryGroup) -> None:
-        """Keeps a group for a later turn or batch. While looking for specific groups, demands one more."""
+        """Keeps a group for a later batch. While looking for specific groups, demands another one from its
+        server, or from any that may still have buffered groups."""
         self._aside[delivery.group_id] = delivery
         if self._wanted and delivery.group_id not in self._wanted:
-            self._look_on(self._exchanges.server_of(delivery))
-
-    def _look_on(self, server: int) -> None:
-        """Demands another group, from this server or any other that may still have buffered groups."""
-        for exchange in (self._exchanges[server], *self._exchanges):
-            if not exchange.all_seen:
-                exchange.demand(1)
-                return
+            own = self._exchanges[self._exchanges.server_of(delivery)]
+            for exchange in (own, *self._exchanges):
+                if not exchange.all_seen:
+                    exchange.demand(1)
+                    break
 
     def _take(self, delivery: trajectory_pb2.TrajectoryGroup) -> bool:
         """Returns whether the task is still to be trained. The caller refuses the group if not."""
@@ -320,10 +297,7 @@ class Gatherer:
         await self._refuse(delivery, TASK_SETTLED, message, instead=instead)
 
     async def _drop_useless(
-        self,
-        delivery: trajectory_pb2.TrajectoryGroup,
-        group: TrainingGroup,
-        record: StepRecord,
+        self, delivery: trajectory_pb2.TrajectoryGroup, group: TrainingGroup, record: StepRecord
     ) -> bool:
         """Returns whether the group was refused as unusable. Raises EverythingDropped."""
         config = self._config.groups
@@ -345,26 +319,26 @@ class Gatherer:
             record.groups_kept_in_need += 1
             return False
         message = f"dropped: {reason}"
-        if reason == SIBLING_FAILED and self._may_ask_again(delivery):
-            self._tasks.ask_again(delivery.task_id)
+        if self._ask_again(delivery.task_id, failed=reason == SIBLING_FAILED):
             reason = ASKED_AGAIN
-        else:
-            self._tasks.settled(delivery.task_id)
         _count_dropped(record, reason)
         await self._refuse(delivery, reason, message)
         return True
 
-    def _may_ask_again(self, delivery: trajectory_pb2.TrajectoryGroup) -> bool:
-        """Returns whether the prompt of a group with failed trajectories is to be asked again."""
+    def _ask_again(self, task_id: str, *, failed: bool) -> bool:
+        """Asks the prompt of a refused group again if trajectories failed and it may be replaced; otherwise
+        gives it up. Returns whether it asks again."""
         config = self._config.groups
-        again = config.failed_siblings == "replace"
-        return again and times_asked_again(delivery.task_id) < config.max_replacements
+        again = failed and config.failed_siblings == "replace"
+        again = again and times_asked_again(task_id) < config.max_replacements
+        if again:
+            self._tasks.ask_again(task_id)
+        else:
+            self._tasks.settled(task_id)
+        return again
 
     def _weigh(
-        self,
-        delivery: trajectory_pb2.TrajectoryGroup,
-        group: TrainingGroup,
-        record: StepRecord,
+        self, delivery: trajectory_pb2.TrajectoryGroup, group: TrainingGroup, record: StepRecord
     ) -> TrainingGroup:
         """Returns the group with penalties for long answers and the mask of truncated turns applied."""
         config = self._config.groups
@@ -376,19 +350,14 @@ class Gatherer:
         return group
 
     async def _refuse_failed(self, delivery: trajectory_pb2.TrajectoryGroup) -> None:
-        """Refuses a group in which every trajectory failed, and requests another one. It is of the
-        same prompt if failed siblings are replaced."""
+        """Refuses a group in which every trajectory failed, and requests another one."""
         reasons = Counter(t.outcome.failure.reason for t in delivery.trajectories)
         self._failure_reasons.update(reasons)
         self._failed_in_a_row += 1
         named = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
         log.warning("every trajectory of group %s failed: %s", delivery.group_id, named)
-        reason = ALL_FAILED
-        if self._may_ask_again(delivery):
-            self._tasks.ask_again(delivery.task_id)
-            reason = FAILED_ASKED_AGAIN
-        else:
-            self._tasks.settled(delivery.task_id)
+        again = self._ask_again(delivery.task_id, failed=True)
+        reason = FAILED_ASKED_AGAIN if again else ALL_FAILED
         too_many = self._failed_in_a_row >= self._config.failure.max_failed_groups
         message = f"every trajectory failed: {named}"
         await self._refuse(delivery, reason, message, instead=not too_many)
@@ -419,7 +388,8 @@ class Gatherer:
 
 
 def _count_dropped(record: StepRecord, reason: str, count: int = 1) -> None:
-    record.groups_dropped[reason] = record.groups_dropped.get(reason, 0) + count
+    dropped = record.groups_dropped
+    record.groups_dropped = {**dropped, reason: dropped.get(reason, 0) + count}
 
 
 def settle_refused(tasks: TaskFeeder, refused: Iterable[RefusedEntry]) -> None:

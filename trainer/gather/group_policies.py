@@ -3,15 +3,14 @@
     TrainingGroup -> reason_to_drop -> None: kept -> penalize_length -> mask_truncated -> part of the step
                                   +--> a reason: refused, and another group gathered in its place
 
-Each is a function of the group alone. Reasons depend on the rewards as agents gave them, before any
-length penalty. `TrainingGroup.rewards` keeps those values: a penalty changes the rewards that
-samples are trained with, not the reported ones.
+Reasons depend on the rewards as agents gave them, before any length penalty. `TrainingGroup.rewards` keeps
+those: a penalty changes the rewards that samples are trained with, not the reported ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -31,21 +30,17 @@ SIBLING_FAILED = "SIBLING_FAILED"
 NO_SPREAD = "NO_SPREAD"
 MEAN_TOO_LOW = "MEAN_TOO_LOW"
 MEAN_TOO_HIGH = "MEAN_TOO_HIGH"
-# Prefix of the reason that a user's function returns.
-OWN = "FILTER:"
-# Prefix of the reason that an agent gives.
-AGENT = "AGENT:"
-# The prompt of a refused group is asked again, under another task id.
-ASKED_AGAIN = "ASKED_AGAIN"
-# The same, for a group in which everything had failed.
-FAILED_ASKED_AGAIN = "FAILED_ASKED_AGAIN"
+# Prefixes of the reasons that a user's function returns and an agent gives.
+OWN, AGENT = "FILTER:", "AGENT:"
+# The prompt is asked again, under another task id; the second if every trajectory of the group had failed.
+ASKED_AGAIN, FAILED_ASKED_AGAIN = "ASKED_AGAIN", "FAILED_ASKED_AGAIN"
 
 Filter = Callable[[TrainingGroup, Delivered], str | None]
 
 
 def reason_to_drop(group: TrainingGroup, config: GroupsConfig) -> str | None:
-    """Returns why a group with samples should be dropped, without asking the user's filter; None to
-    keep it."""
+    """Returns why a group with samples should be dropped, None to keep it; does not ask the user's
+    filter."""
     if group.failures and config.failed_siblings != "keep":
         return SIBLING_FAILED
     if group.unwanted:
@@ -72,11 +67,14 @@ def load_filter(config: TrainerConfig) -> Filter | None:
     name = named.function
     try:
         if named.style == "slime":
-            function = slime_filter(
-                name, named.options, _slime_arguments(config), model=config.model.path
-            )
+            arguments = _slime_arguments(config)
+            function = slime_filter(name, named.options, arguments, model=config.model.path)
         else:
-            function = _own_filter(name, named.options)
+            own = find_function(name, ("group",), named.options)
+
+            def function(group: TrainingGroup, _: Delivered, /) -> object:
+                return own(group, **named.options)
+
     except FunctionInvalid as error:
         raise ConfigInvalid(f"groups.filter.function {name}: {error}") from error
 
@@ -98,16 +96,8 @@ def load_filter(config: TrainerConfig) -> Filter | None:
     return ask
 
 
-def _own_filter(
-    name: str, options: Mapping[str, object]
-) -> Callable[[TrainingGroup, Delivered], object]:
-    """Loads a filter with Penstock's signature. Raises FunctionInvalid."""
-    function = find_function(name, ("group",), options)
-    return lambda group, _: function(group, **options)
-
-
 def _slime_arguments(config: TrainerConfig) -> dict[str, object]:
-    """Returns the attributes of slime's `args` that a trainer knows: the batch and sampling."""
+    """Returns the attributes of slime's `args` that a trainer knows."""
     sampling = config.data.sampling
     return {
         "n_samples_per_prompt": config.data.group_size,
@@ -130,7 +120,6 @@ def length_penalty(length: int, config: OverlongConfig) -> float:
 def penalize_length(
     group: TrainingGroup, delivery: trajectory_pb2.TrajectoryGroup, config: OverlongConfig
 ) -> TrainingGroup:
-    """Returns the group with its samples' rewards reduced by the length penalty."""
     by_policy = _by_policy(delivery)
     lengths = {name: int(tokens.sum()) for name, tokens in by_policy.items()}
     samples = tuple(
@@ -150,9 +139,9 @@ def _by_policy(delivery: trajectory_pb2.TrajectoryGroup) -> dict[str, NDArray[np
         if name not in found:
             trajectory = trajectories[name]
             shared = trajectory.parent_token_count
-            before = (
-                find(trajectory.parent_trajectory_id)[:shared] if shared else np.zeros(0, np.bool_)
-            )
+            before = np.zeros(0, np.bool_)
+            if shared:
+                before = find(trajectory.parent_trajectory_id)[:shared]
             own = [
                 np.full(_count(segment), segment.author == trajectory_pb2.AUTHOR_POLICY)
                 for segment in trajectory.segments

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,36 +36,25 @@ class BatchFigures:
         "reward",
         "Standard deviation of the attempts' rewards in a step; over several steps, the mean of these.",
     )
-    reward_by_source: dict[str, float] = field(
-        default_factory=dict[str, float],
-        metadata=breakdown(
-            weighted("attempts_by_source"),
-            "reward",
-            "Mean reward of the attempts of each data source; `unknown` for tasks of another run.",
-        ),
+    reward_by_source: Mapping[str, float] = breakdown(
+        weighted("attempts_by_source"),
+        "reward",
+        "Mean reward of the attempts of each data source; `unknown` for tasks of another run.",
     )
-    attempts_by_source: dict[str, int] = field(
-        default_factory=dict[str, int],
-        metadata=breakdown(SUM, "attempts", "Attempts of each data source."),
+    attempts_by_source: Mapping[str, int] = breakdown(
+        SUM, "attempts", "Attempts of each data source."
     )
-    outcome_metrics: dict[str, float] = field(
-        default_factory=dict[str, float],
-        metadata=breakdown(
-            weighted("outcome_metrics_counts"),
-            "",
-            "Mean of the metrics that agents report besides the reward (`Outcome.metrics`), by name, "
-            "over the trajectories that have it; limited to 100 names.",
-        ),
+    outcome_metrics: Mapping[str, float] = breakdown(
+        weighted("outcome_metrics_counts"),
+        "",
+        "Mean of the metrics that agents report besides the reward (`Outcome.metrics`), by name, "
+        "over the trajectories that have it; limited to 100 names.",
     )
-    outcome_metrics_counts: dict[str, int] = field(
-        default_factory=dict[str, int],
-        metadata=breakdown(SUM, "trajectories", "Trajectories that have the metric, by name."),
+    outcome_metrics_counts: Mapping[str, int] = breakdown(
+        SUM, "trajectories", "Trajectories that have the metric, by name."
     )
     overlong_penalty_mean: float = figure(
-        0.0,
-        PER_TRAJECTORY,
-        "reward",
-        "Mean length penalty of a trajectory; `reward_mean` does not include it.",
+        0.0, PER_TRAJECTORY, "reward", "Mean length penalty of a trajectory; not in `reward_mean`."
     )
     lag_mean: float = figure(
         0.0,
@@ -114,9 +103,12 @@ def describe_batch(
     if not len(rewards):
         return BatchFigures(groups=len(groups))
     lags = np.concatenate([group.lags for group in groups])
-    lengths, truncated = _responses(deliveries)
+    sent = (trajectory for delivery in deliveries for trajectory in delivery.trajectories)
+    scored = [one for one in sent if one.outcome.WhichOneof("result") == "reward"]
+    lengths = [_response_tokens(one) for one in scored]
+    truncated = sum(one.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH for one in scored)
     p10, p50, p90 = np.quantile(lengths, (0.1, 0.5, 0.9)).tolist()
-    said = _outcome_metrics(deliveries)
+    said = _outcome_metrics(scored)
     tokens = sum(group.policy_tokens for group in groups)
     masked = sum(group.masked_tokens for group in groups)
     of_source: dict[str, list[float]] = defaultdict(list)
@@ -149,33 +141,15 @@ def describe_batch(
     )
 
 
-def _scored(
-    deliveries: Sequence[trajectory_pb2.TrajectoryGroup],
-) -> Iterator[trajectory_pb2.Trajectory]:
-    """Yields the trajectories that did not fail."""
-    for delivery in deliveries:
-        for trajectory in delivery.trajectories:
-            if trajectory.outcome.WhichOneof("result") == "reward":
-                yield trajectory
+def _response_tokens(trajectory: trajectory_pb2.Trajectory) -> int:
+    own = (s for s in trajectory.segments if s.author == trajectory_pb2.AUTHOR_POLICY)
+    return sum(len(codec.token_ids(segment)) for segment in own)
 
 
-def _responses(deliveries: Sequence[trajectory_pb2.TrajectoryGroup]) -> tuple[list[int], int]:
-    """Returns the length of each response, and how many were cut off."""
-    lengths: list[int] = []
-    truncated = 0
-    for trajectory in _scored(deliveries):
-        own = (s for s in trajectory.segments if s.author == trajectory_pb2.AUTHOR_POLICY)
-        lengths.append(sum(len(codec.token_ids(segment)) for segment in own))
-        truncated += trajectory.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
-    return lengths, truncated
-
-
-def _outcome_metrics(
-    deliveries: Sequence[trajectory_pb2.TrajectoryGroup],
-) -> dict[str, list[float]]:
+def _outcome_metrics(scored: Iterable[trajectory_pb2.Trajectory]) -> dict[str, list[float]]:
     """Returns the values that agents reported for each metric, by name."""
     said: dict[str, list[float]] = defaultdict(list)
-    for trajectory in _scored(deliveries):
+    for trajectory in scored:
         for name, value in trajectory.outcome.metrics.items():
             said[name].append(value)
     return {name: said[name] for name in sorted(said)[:MOST_OUTCOME_METRICS]}

@@ -76,18 +76,11 @@ class Display:
         rows = self._rows[-max(1, self._console.height - ROWS_BESIDE) :]
         if not rows:
             return self._bar()
-        return Group(self._bar(), self._table(rows))
-
-    def _table(self, rows: list[tuple[int, Line]]) -> RenderableType:
-        """Returns the table with as many columns as fit, dropping the last ones."""
-        columns = len(COLUMNS)
-        table = _table(rows, columns)
-        while (
-            columns > FEWEST_COLUMNS and self._console.measure(table).maximum >= self._console.width
-        ):
-            columns -= 1
-            table = _table(rows, columns)
-        return table
+        # As many columns as fit; the last ones are dropped first.
+        tables = (_table(rows, columns) for columns in range(len(COLUMNS), FEWEST_COLUMNS, -1))
+        width = self._console.width
+        fitting = (table for table in tables if self._console.measure(table).maximum < width)
+        return Group(self._bar(), next(fitting, _table(rows, FEWEST_COLUMNS)))
 
     def _bar(self) -> RenderableType:
         bar = Table.grid(padding=(0, 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TextIO, cast
@@ -30,14 +30,13 @@ PREFIX = "train/"
 class MetricsWriter:
     """Writes each record to all destinations.
 
-    `metrics.jsonl` and the traces get every step. The other destinations get points: the aggregate
-    of `every_steps` steps. A point is due at each step whose number is a multiple of `every_steps`.
-    At the end of the run, one more point has the remaining steps. A run that resumes between two
-    points reads the steps since the last one from `metrics.jsonl`. Its next point then has as many
-    steps as any other, including those that the previous run sent in its final point.
+    `metrics.jsonl` and the traces get every step. The other destinations get points: the aggregate of
+    `every_steps` steps, due at each multiple of that number. At the end of the run, one more point has the
+    remaining steps. A run that resumes between two points reads the steps since the last one from
+    `metrics.jsonl`, including those that the previous run sent in its final point.
 
-    Methods that write raise StorageFailed if the disk refuses `metrics.jsonl` or TensorBoard's
-    files. TensorBoard writes in a separate thread, so its failure is raised at the next point.
+    Methods that write raise StorageFailed if the disk refuses `metrics.jsonl` or TensorBoard's files.
+    TensorBoard writes in a separate thread, so its failure is raised at the next point.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class MetricsWriter:
         self._trackers = trackers
         self._load = load
         self._pace = Pace(steps)
-        self._display = Display(console, steps, self._pace, step=step)
+        self.display = Display(console, steps, self._pace, step=step)
         self._tracer = trace.get_tracer("penstock.trainer")
         self._instruments = _Instruments()
 
@@ -92,7 +91,7 @@ class MetricsWriter:
             record.tracker_points_lost = self._trackers.take_lost()
         line = record.line()
         self._append(record.step, as_json(line))
-        self._trace(record, span, record.traceparents)
+        self._trace(record, span)
         self._instruments.record(record)
         self._add(record.step, line)
 
@@ -128,15 +127,11 @@ class MetricsWriter:
         self._unsent, self._last_step = True, step
         if step % self._every == 0:
             self._send()
-        self._display.step(step)
-
-    def doing(self, what: str) -> None:
-        """Show what the run is doing after its last step."""
-        self._display.doing(what)
+        self.display.step(step)
 
     def close(self) -> None:
         """Send the remaining steps, flush, and end the display whatever else fails."""
-        with closing(self._display), storing(self._path.parent), ExitStack() as stack:
+        with closing(self.display), storing(self._path.parent), ExitStack() as stack:
             stack.callback(self._scalars.close)
             stack.callback(self._file.close)
             if self._unsent:
@@ -150,9 +145,9 @@ class MetricsWriter:
             for name, value in scalars(FIGURES, point).items():
                 self._scalars.add_scalar(f"{PREFIX}{name}", value, self._last_step)
             self._scalars.flush()
-        self._display.show(self._last_step, point)
+        self.display.show(self._last_step, point)
 
-    def _trace(self, record: StepRecord, span: Span, traceparents: Sequence[str]) -> None:
+    def _trace(self, record: StepRecord, span: Span) -> None:
         """Link the step's span and the trajectories' spans in both directions.
 
         The step's span links to each trajectory's span. Each trajectory's trace gets a child span
@@ -163,7 +158,7 @@ class MetricsWriter:
             "penstock.step": record.step,
             "penstock.weight_version": record.weight_version,
         }
-        for traceparent in traceparents:
+        for traceparent in record.traceparents:
             context = telemetry.from_traceparent(traceparent)
             caller = trace.get_current_span(context).get_span_context()
             if not caller.is_valid:
@@ -232,30 +227,26 @@ def keep_until(folder: Path, step: int, measured: int | None = None) -> int:
     Evaluations stay up to the step `measured`, if given. They are not repeated for steps that the ledger
     contains, unless a step has a different result. Returns the last step in the file; zero if none.
     """
-    path = folder / FILE
+    path, kept, last = folder / FILE, list[str](), 0
     with storing(path):
-        return _keep_until(path, step, measured) if path.exists() else 0
-
-
-def _keep_until(path: Path, step: int, measured: int | None) -> int:
-    kept: list[str] = []
-    last = 0
-    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            line = json.loads(text)
-            of = int(line["step"])
-        except ValueError:
-            break  # The killed trainer left half a line.
-        # A line with a kind, such as an evaluation, is not a step's record.
-        if "kind" in line and measured is not None and of <= measured:
-            kept.append(text)
-        elif step and of <= step:
-            kept.append(text)
-            last = max(last, of if "kind" not in line else 0)
-    # Replaced atomically: if the process is killed meanwhile, the old file stays.
-    shorter = path.with_name(f".{FILE}")
-    shorter.write_text("".join(kept), encoding="utf-8")
-    shorter.replace(path)
+        if not path.exists():
+            return 0
+        for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                line = json.loads(text)
+                of = int(line["step"])
+            except ValueError:
+                break  # The killed trainer left half a line.
+            # A line with a kind, such as an evaluation, is not a step's record.
+            if "kind" in line and measured is not None and of <= measured:
+                kept.append(text)
+            elif step and of <= step:
+                kept.append(text)
+                last = max(last, of if "kind" not in line else 0)
+        # Replaced atomically: if the process is killed meanwhile, the old file stays.
+        shorter = path.with_name(f".{FILE}")
+        shorter.write_text("".join(kept), encoding="utf-8")
+        shorter.replace(path)
     return last
 
 

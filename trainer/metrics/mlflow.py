@@ -35,37 +35,32 @@ class MlflowTracker:
 
     def __init__(self, config: MlflowConfig) -> None:
         self._config = config
-        self._client: MlflowClient | None = None
+        self._client: MlflowClient
         self._run_id = ""
 
     def open(self, start: RunStart) -> None:
         """Create the MLflow run, or reopen it; log the settings that it does not have yet."""
-        client = MlflowClient(tracking_uri=self._config.tracking_uri or None)
+        client = self._client = MlflowClient(tracking_uri=self._config.tracking_uri or None)
         if start.tracked_id:
             self._run_id = start.tracked_id
             client.update_run(self._run_id, status="RUNNING")
         else:
-            found = client.get_experiment_by_name(self._config.experiment)
-            experiment = (
-                client.create_experiment(self._config.experiment)
-                if found is None
-                else found.experiment_id
-            )
+            name = self._config.experiment
+            found = client.get_experiment_by_name(name)
+            experiment = client.create_experiment(name) if found is None else found.experiment_id
             run = client.create_run(experiment, run_name=self._config.name or start.run_id)
             self._run_id = run.info.run_id
             start.keep(self._run_id)
         # An earlier attempt may have failed before it logged all parameters.
         noted = client.get_run(self._run_id).data.params
-        settings = [(name, value) for name, value in _flat(start.config) if name not in noted]
-        parameters = [Param(name, value) for name, value in settings]
+        parameters = [
+            Param(name, value) for name, value in _flat(start.config) if name not in noted
+        ]
         for begin in range(0, len(parameters), PARAMETERS_PER_CALL):
             some = parameters[begin : begin + PARAMETERS_PER_CALL]
             client.log_batch(self._run_id, params=some)
-        self._client = client
 
     def log(self, step: int, point: Mapping[str, float]) -> None:
-        if self._client is None:
-            return
         now = int(time.time() * 1000)
         metrics = [Metric(_metric_name(name), value, now, step) for name, value in point.items()]
         for begin in range(0, len(metrics), METRICS_PER_CALL):
@@ -74,8 +69,7 @@ class MlflowTracker:
 
     def close(self, complete: bool) -> None:
         """Mark the run as finished or killed."""
-        if self._client is not None:
-            self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
+        self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
 
 
 def _metric_name(name: str) -> str:

@@ -1,15 +1,15 @@
 """Estimates a run's remaining time from the durations of its steps.
 
-A step lasts until the next one begins, so it includes checkpoints, evaluations and anything else between
-two steps. Only steps of this process count, so after a resume the estimate starts again. During its first
-step the server has yet to sample the data. That step counts only until there are enough others.
+A step lasts until the next one begins, so it includes checkpoints, evaluations and anything else in
+between. Only steps of this process count. The first one, in which the server has yet to sample the data,
+counts only until there are enough others.
 
 The remaining time is the number of steps left times the weighted mean of the durations, minus the time
 that the current step has taken so far. Each older step weighs less, by DECAY. The mean is used rather than
 the median, so that an occasional long step, such as one with a checkpoint, counts with its share. The
-bounds would hold for four of five runs if the remaining steps were drawn from those seen. They include the
-error of the mean itself. The evaluation of the last weights, after the last step, is added with its
-previous duration. If that is unknown, the estimate ends before the evaluation, and the text states that.
+bounds, which include the error of the mean itself, would hold for four of five runs if the remaining steps
+were drawn from those seen. The evaluation of the last weights is added with its previous duration. If that
+is unknown, the estimate ends before the evaluation, and the text states that.
 """
 
 from __future__ import annotations
@@ -92,16 +92,15 @@ class Pace:
         mean = sum(w * d for w, d in zip(weights, seen, strict=True)) / total
         # Including the current step.
         left = self._steps - self._step + 1
-        afterwards = self.afterwards
-        whole = afterwards is not None
-        seconds = max(mean - running, 0.0) + (left - 1) * mean + (afterwards or 0.0)
+        afterwards, whole = self.afterwards or 0.0, self.afterwards is not None
+        seconds = max(mean - running, 0.0) + (left - 1) * mean + afterwards
         if len(seen) < FEWEST:
             return Remaining(seconds, whole=whole)
         spread = sum(w * (d - mean) ** 2 for w, d in zip(weights, seen, strict=True)) / total
         independent = total**2 / sum(w * w for w in weights)
         variance = spread * independent / (independent - 1)
         off = DEVIATIONS * math.sqrt(variance * (left + left**2 / independent))
-        return Remaining(seconds, max(seconds - off, afterwards or 0.0), seconds + off, whole)
+        return Remaining(seconds, max(seconds - off, afterwards), seconds + off, whole)
 
 
 def in_words(seconds: float) -> str:

@@ -1,22 +1,15 @@
 """Trackers: services that receive the run's figures, in addition to the files in the run's folder.
 
-A tracker can be slow or unreachable without delaying the run. Each tracker has a separate thread,
-which takes points from a bounded queue:
+A tracker can be slow or unreachable without delaying the run. Each has a separate thread, which takes
+points from a bounded queue, in order. A tracker is made before anything else in the run, opened at the
+first point, and closed after the last one, or left CLOSE_SECONDS after the end of the run.
 
-    made     before anything else in the run. A missing library or account ends the start with
-             ConfigInvalid
-    opening  at the first point; the queue fills meanwhile
-    open     points are logged one after another, in order
-    closed   after the last point, or CLOSE_SECONDS after the end of the run
+A point is lost if the tracker cannot log it, cannot be opened for it, or if the queue is full. With the
+next point the thread tries again, and opens the tracker first if necessary. The first of several failures
+in a row is logged, all lost points are counted (`tracker_points_lost`), and `metrics.jsonl` has all steps.
 
-Failures: a point is lost if the tracker cannot log it, cannot be opened for it, or if the queue is
-full. With the next point the thread tries again, and opens the tracker first if necessary. The
-first of several failures in a row is logged, all lost points are counted (`tracker_points_lost`),
-and the run is unaffected. `metrics.jsonl` has every step in any case.
-
-A resumed run continues the same run in the tracker. `trackers/KIND/id` in the run's folder
-identifies it. Steps repeated after a resume from a checkpoint are logged again. How their earlier
-points are treated depends on the tracker.
+A resumed run continues the same run in the tracker, identified by `trackers/KIND/id` in the run's folder.
+Repeated steps are logged again. How their earlier points are treated depends on the tracker.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ from typing import cast
 
 from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.config.metrics import CustomTrackerConfig, TrackerConfig, WandbConfig
-from penstock.trainer.core.errors import ConfigInvalid, StorageFailed
+from penstock.trainer.core.errors import ConfigInvalid, storing
 from penstock.trainer.metrics.tracker import RunStart, Scalars, Tracker
 
 log = logging.getLogger(__name__)
@@ -42,15 +35,8 @@ QUEUED_POINTS = 1000
 CLOSE_SECONDS = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    step: int
-    figures: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    complete: bool
+Point = tuple[int, Mapping[str, float]]
+"""A step, and the figures of the steps up to it."""
 
 
 class TrackerThread:
@@ -63,8 +49,8 @@ class TrackerThread:
         self._tracker = tracker
         self._start = start
         self._capacity = capacity
-        # With room for the end marker, so that queueing it never waits.
-        self._queue: queue.Queue[_Point | _End] = queue.Queue(capacity + 1)
+        self._queue: queue.Queue[Point | bool] = queue.Queue(capacity + 1)
+        """Points, and then whether the run is complete. There is room for that, so it never waits."""
         # Each counter is written by one thread only.
         self._sent = 0
         self._refused = 0
@@ -84,7 +70,7 @@ class TrackerThread:
                 log.warning("%s: %d points are queued; dropping more", self.name, self._capacity)
             return
         self._sent += 1
-        self._queue.put_nowait(_Point(step, figures))
+        self._queue.put_nowait((step, figures))
 
     def take_lost(self) -> int:
         """Return how many points were lost since the last call."""
@@ -94,7 +80,7 @@ class TrackerThread:
 
     def end(self, *, complete: bool) -> None:
         """Announce that no more points follow. Never waits."""
-        self._queue.put_nowait(_End(complete))
+        self._queue.put_nowait(complete)
 
     def wait(self, seconds: float) -> None:
         """Wait this long for the thread to end; log how many points were lost."""
@@ -108,22 +94,22 @@ class TrackerThread:
 
     def _run(self) -> None:
         opened = False
-        while isinstance(item := self._queue.get(), _Point):
+        while not isinstance(item := self._queue.get(), bool):
             # The process is about to end: start nothing new.
             if self._left.is_set():
                 return
-            opened = self._tell(item, opened)
+            opened = self._tell(*item, opened)
         if opened and not self._left.is_set():
-            self._attempt(lambda: self._tracker.close(item.complete))
+            self._attempt(lambda: self._tracker.close(item))
 
-    def _tell(self, point: _Point, opened: bool) -> bool:
+    def _tell(self, step: int, figures: Mapping[str, float], opened: bool) -> bool:
         """Log a point, opening the tracker if necessary; return whether it is open now."""
         if not opened and not self._attempt(lambda: self._tracker.open(self._start)):
             self._failed += 1
             return False
-        if self._attempt(lambda: self._tracker.log(point.step, point.figures)):
+        if self._attempt(lambda: self._tracker.log(step, figures)):
             if self._failing:
-                log.warning("%s: points are delivered again from step %d", self.name, point.step)
+                log.warning("%s: points are delivered again from step %d", self.name, step)
             self._logged += 1
             self._failing = False
         else:
@@ -159,12 +145,10 @@ class Trackers:
         """Start a thread for each tracker, with a folder in `out`. Raises StorageFailed."""
         for name, tracker in self.made.items():
             start = RunStart(run_id, out / "trackers" / name, config)
-            try:
+            with storing(start.folder):
                 start.folder.mkdir(parents=True, exist_ok=True)
                 if not resumes:
                     (start.folder / "id").unlink(missing_ok=True)
-            except OSError as error:
-                raise StorageFailed(f"{start.folder}: {error.strerror or error}") from error
             self._threads.append(TrackerThread(name, tracker, start))
 
     def send(self, step: int, figures: Mapping[str, float]) -> None:
@@ -190,13 +174,13 @@ class Trackers:
         self._threads.clear()
 
 
+@dataclass(slots=True)
 class TrackedScalars:
     """Writes to TensorBoard and to trackers. Figures between two flushes form a point per step."""
 
-    def __init__(self, scalars: Scalars, trackers: Trackers) -> None:
-        self._scalars = scalars
-        self._trackers = trackers
-        self._points: dict[int, dict[str, float]] = {}
+    _scalars: Scalars
+    _trackers: Trackers
+    _points: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         self._scalars.add_scalar(tag, scalar_value, global_step)
@@ -222,16 +206,16 @@ def make_trackers(configs: Sequence[TrackerConfig], steps: int) -> Trackers:
 
 def _make(config: TrackerConfig, section: str) -> Tracker:
     if isinstance(config, CustomTrackerConfig):
+        where = f"{section}.function {config.function}"
         try:
             function = find_function(config.function, (), config.options)
         except FunctionInvalid as error:
-            raise ConfigInvalid(f"{section}.function {config.function}: {error}") from error
+            raise ConfigInvalid(f"{where}: {error}") from error
         try:
             return cast("Tracker", function(**config.options))
         except Exception as error:
             # It may raise anything; the message is for the author of the function.
-            kind = type(error).__name__
-            raise ConfigInvalid(f"{section}.function {config.function}: {kind}: {error}") from error
+            raise ConfigInvalid(f"{where}: {type(error).__name__}: {error}") from error
     try:
         if isinstance(config, WandbConfig):
             from penstock.trainer.metrics.wandb import WandbTracker

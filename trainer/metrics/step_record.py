@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.trainer.core.figures import (
@@ -37,39 +38,27 @@ class StepRecord:
     weight_version: int = figure(0, LAST, "", "Version of the weights that the step produced.")
     batch: BatchFigures = field(default_factory=BatchFigures)
     tokens_received: int = figure(
-        0,
-        SUM,
-        "tokens",
-        "Policy tokens of all groups read for the step, including refused groups.",
+        0, SUM, "tokens", "Policy tokens of all groups read for the step, including refused groups."
     )
     tokens_truncated: int = figure(
         0, SUM, "tokens", "Tokens left out because the token budget ended their turn."
     )
     groups_failed: int = figure(
-        0,
-        SUM,
-        "groups",
-        "Groups refused since the previous step because every trajectory had failed.",
+        0, SUM, "groups", "Groups refused since the previous step because every trajectory failed."
     )
     failures: int = figure(
         0, SUM, "trajectories", "Failed trajectories, including those of refused groups."
     )
-    groups_dropped: dict[str, int] = field(
-        default_factory=dict[str, int],
-        metadata=breakdown(
-            SUM,
-            "groups",
-            "Groups lost since the previous step, by reason: groups that the trainer refused as unusable, "
-            "and groups that a server dropped because they were too old (`GROUP_DROPPED`) or exceeded the "
-            "message size limit (`GROUP_TOO_LARGE`). Dropped groups do not count toward "
-            "`groups.max_dropped_per_step`.",
-        ),
-    )
-    groups_kept_in_need: int = figure(
-        0,
+    groups_dropped: Mapping[str, int] = breakdown(
         SUM,
         "groups",
-        "Groups in the batch that were kept only because too many others had been dropped.",
+        "Groups lost since the previous step, by reason: groups that the trainer refused as unusable, "
+        "and groups that a server dropped because they were too old (`GROUP_DROPPED`) or exceeded the "
+        "message size limit (`GROUP_TOO_LARGE`). Dropped groups do not count toward "
+        "`groups.max_dropped_per_step`.",
+    )
+    groups_kept_in_need: int = figure(
+        0, SUM, "groups", "Groups kept in the batch only because too many others were dropped."
     )
     result: StepResult = field(default_factory=StepResult)
     seconds: float = figure(
@@ -87,10 +76,7 @@ class StepRecord:
         0.0, MEAN, "s", "Time that the switch waited for pinned evaluations."
     )
     seconds_switch: float = figure(
-        0.0,
-        MEAN,
-        "s",
-        "Time from the switch request to its receipt; the next step gathers meanwhile.",
+        0.0, MEAN, "s", "Time from switch request to receipt; the next step gathers meanwhile."
     )
     seconds_checkpoint: float = figure(0.0, MEAN, "s", "Time for the checkpoint, if one was due.")
     idle_ratio: float = figure(
@@ -124,10 +110,7 @@ class StepRecord:
         "Mean difference between the engine's and the trainer's score of the probe; null without a probe.",
     )
     upload_bytes: int = figure(
-        0,
-        SUM,
-        "bytes",
-        "Bytes of weights sent; through the stream, failed attempts are included.",
+        0, SUM, "bytes", "Bytes of weights sent; through the stream, failed attempts are included."
     )
     upload_dense_bytes: int = figure(
         0, SUM, "bytes", "Size of the whole version, once for every server that received it."
@@ -148,13 +131,8 @@ class StepRecord:
     unchanged: bool = figure(
         False, SUM, "versions", "Whether no tensor changed, which is an alarm."
     )
-    tracker_points_lost: dict[str, int] = field(
-        default_factory=dict[str, int],
-        metadata=breakdown(
-            SUM,
-            "points",
-            "Points given up since the previous step that did not reach a tracker.",
-        ),
+    tracker_points_lost: Mapping[str, int] = breakdown(
+        SUM, "points", "Points given up since the previous step that did not reach a tracker."
     )
     time: float = figure(0.0, LAST, MOMENT, "When the record was made.")
     time_gather_start: float = figure(0.0, MIN, MOMENT, "When the step began.")

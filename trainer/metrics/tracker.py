@@ -32,8 +32,7 @@ class RunStart:
 class Tracker(Protocol):
     """One tracking service.
 
-    All methods are called from one thread that belongs to the tracker, and may take long. If one
-    raises, the point is lost.
+    Its methods are called from one thread of its own, and may take long. If one raises, the point is lost.
     """
 
     def open(self, start: RunStart) -> None:
@@ -43,8 +42,7 @@ class Tracker(Protocol):
     def log(self, step: int, point: Mapping[str, float]) -> None:
         """Log a point: the figures, by name, of the steps up to this one.
 
-        A point with names that begin with `eval/` has the figures of one evaluation. After a
-        resume, steps may repeat.
+        Names that begin with `eval/` are figures of one evaluation. After a resume, steps may repeat.
         """
         ...
 

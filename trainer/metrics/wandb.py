@@ -27,7 +27,7 @@ class WandbTracker:
     def __init__(self, config: WandbConfig, section: str) -> None:
         """Raises ConfigInvalid if points are to be sent and there is no valid API key."""
         self._config = config
-        self._run: wandb.Run | None = None
+        self._run: wandb.Run
         # Without a prompt: the process may have no terminal.
         try:
             may_send = config.mode != "online" or wandb.login(prompt=False, verify=False)
@@ -60,10 +60,8 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, point: Mapping[str, float]) -> None:
-        if self._run is not None:
-            self._run.log({"step": step, **point})
+        self._run.log({"step": step, **point})
 
     def close(self, complete: bool) -> None:
         """Send the remaining points and end the run."""
-        if self._run is not None:
-            self._run.finish(exit_code=0 if complete else 1)
+        self._run.finish(exit_code=0 if complete else 1)

@@ -1,16 +1,15 @@
 """A model's adapter, computed by PEFT, and its names on the wire and in files.
 
-This is the only module of the trainer that imports PEFT. PEFT inserts the adapter's name,
-"default", into parameter names. Files and the wire omit it.
+PEFT inserts the adapter's name, "default", into parameter names. Files and the wire omit it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, cast
 
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
@@ -25,18 +24,6 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 INFIX = ".default."
 
 
-class _Wrap(Protocol):
-    """The part of PEFT that is used here; PEFT has no types."""
-
-    def __call__(self, model: nn.Module, config: object) -> nn.Module: ...
-
-
-class _Switchable(Protocol):
-    """The part of PEFT's model that is used here."""
-
-    def disable_adapter(self) -> contextlib.AbstractContextManager[None]: ...
-
-
 class Adapter:
     """A low-rank adapter around a model whose own weights are frozen."""
 
@@ -44,17 +31,18 @@ class Adapter:
         """Raises ConfigInvalid if the model has no such layers."""
         import peft
 
+        targets = config.target_modules
         described = peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=config.rank,
             # PEFT accepts any number, but declares integers.
             lora_alpha=cast("int", config.alpha),
             lora_dropout=config.dropout,
-            target_modules=_targets(config),
+            target_modules=targets if isinstance(targets, str) else list(targets),
             use_rslora=config.rank_stabilized,
         )
         try:
-            self.model = cast("_Wrap", peft.get_peft_model)(model, described)
+            self.model: nn.Module = cast("Any", peft).get_peft_model(model, described)
         except ValueError as error:
             raise ConfigInvalid(f"model.lora: {error}") from error
         self._config = config
@@ -65,7 +53,6 @@ class Adapter:
         }
 
     def message(self) -> weights_pb2.LoraAdapter:
-        """Returns the description of the adapter for an upload."""
         targets = self._config.target_modules
         if targets == "all-linear":
             # base_model.model.<path>.<layer>.lora_A.weight
@@ -77,11 +64,9 @@ class Adapter:
             rank_stabilized=self._config.rank_stabilized,
         )
 
-    @contextlib.contextmanager
-    def switched_off(self) -> Generator[None]:
+    def switched_off(self) -> contextlib.AbstractContextManager[None]:
         """Disables the adapter within the context."""
-        with cast("_Switchable", self.model).disable_adapter():
-            yield
+        return cast("Any", self.model).disable_adapter()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor of the adapter, live, in a fixed order."""
@@ -98,9 +83,8 @@ class Adapter:
         try:
             written = cast("dict[str, object]", json.loads((folder / CONFIG_FILE).read_text()))
         except FileNotFoundError as error:
-            raise CheckpointUnusable(
-                f"{folder} belongs to a run that trained all weights"
-            ) from error
+            message = f"{folder} belongs to a run that trained all weights"
+            raise CheckpointUnusable(message) from error
         config = self._config
         for key, own in (
             ("r", config.rank),
@@ -118,16 +102,8 @@ class Adapter:
             overwrite(own, tensors[name])
 
 
-def _targets(config: LoraConfig) -> str | list[str]:
-    targets = config.target_modules
-    return targets if isinstance(targets, str) else list(targets)
-
-
 def check_taken(adapter: weights_pb2.LoraAdapter, max_rank: int | None) -> None:
-    """Checks that a server takes this adapter. `max_rank` is None if the server takes no adapters.
-
-    Raises ConfigInvalid.
-    """
+    """Raises ConfigInvalid if a server refuses this adapter; `max_rank` is None if it takes none."""
     if max_rank is None:
         raise ConfigInvalid(
             "model.lora: the server takes no adapters; start it, or a hub's engine servers, with "

@@ -1,4 +1,4 @@
-"""What the backends share: the order of a step, and of what a checkpoint is written and read.
+"""What the backends share: the order of a step, and of writing and reading a checkpoint.
 
 Order of a step: log-probabilities of the reference and values of the critic, if the objective uses them ->
 advantages, if they depend on these -> log-probabilities of the proximal policy, if a later update needs
@@ -32,7 +32,7 @@ from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import CheckpointUnusable, ConfigInvalid
 from penstock.trainer.policy.critic import Critic, Lesson
 from penstock.trainer.policy.loading import block_names
-from penstock.trainer.policy.optimizer_progress import load_progress, save_progress
+from penstock.trainer.policy.optimizer_state import load_progress, save_progress
 from penstock.trainer.policy.protocol import StepResult, describe_step
 from penstock.trainer.policy.random_states import (
     compute_reproducibly,
@@ -52,8 +52,7 @@ DEFAULT_ALGORITHM = AlgorithmConfig()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A micro-batch, and what the reference and the proximal policy computed for its tokens; None
-    if not needed."""
+    """A micro-batch, and its log-probabilities under other weights; None if not needed."""
 
     batch: MicroBatch
     proximal_N: Tensor | None
@@ -97,7 +96,6 @@ class BackendPolicy(ABC):
         self._steps = 0
 
     def _make_critic(self, own: CausalModel, config: CriticConfig, model: ModelConfig) -> Critic:
-        """`own` becomes the critic's model."""
         if model.gradient_checkpointing:
             own.gradient_checkpointing_enable()
         return Critic(
@@ -107,7 +105,6 @@ class BackendPolicy(ABC):
         )
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Apply this rank's share of a step's updates; see `protocol.Policy`."""
         figures, norms = Figures(), list[float]()
         rate, applied, critic_losses = 0.0, False, list[float]()
         plan, updates = self._prepare(plan)
@@ -153,11 +150,7 @@ class BackendPolicy(ABC):
                 values=[] if value_N is None else [_own(value_N, batch) for batch in batches],
                 sum_over_ranks=self._sum,
             )
-        targets_N: Tensor | None = None
-        if value_N is not None:
-            targets_N = torch.from_numpy(  # pyright: ignore[reportUnknownMemberType]
-                self._objective.value_targets(plan.rewards)
-            )
+        targets_N = torch.from_numpy(self._objective.value_targets(plan.rewards))  # pyright: ignore[reportUnknownMemberType]
         prepared: list[PreparedUpdate] = []
         for number, update in enumerate(plan.updates):
             # The first update computes with the proximal policy's weights. Its own
@@ -174,7 +167,7 @@ class BackendPolicy(ABC):
                 for index, batch in enumerate(update.batches)
             ]
             lessons: list[Lesson] = []
-            if value_N is not None and targets_N is not None:
+            if value_N is not None:
                 lessons = [
                     Lesson(
                         batch,
@@ -208,7 +201,6 @@ class BackendPolicy(ABC):
         return self._sharding.sum(values if self._speaks else values * 0.0)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint; see `protocol.Policy`."""
         rank = self._sharding.rank
         self.save_model(folder)
         self._save_state(folder)
@@ -248,11 +240,8 @@ class BackendPolicy(ABC):
         ) as error:
             raise CheckpointUnusable(f"{folder}: {error}") from error
 
-    # What a backend does in its own way.
-
     @abstractmethod
-    def save_model(self, folder: Path) -> None:
-        """Write a model folder; see `protocol.Policy`."""
+    def save_model(self, folder: Path) -> None: ...
 
     @abstractmethod
     def _save_state(self, folder: Path) -> None:
@@ -260,15 +249,15 @@ class BackendPolicy(ABC):
 
     @abstractmethod
     def _load_state(self, folder: Path) -> None:
-        """Read weights and the optimizer's state."""
+        """Read what `save_model` and `_save_state` wrote."""
 
     @abstractmethod
     def _outputs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probabilities of each micro-batch's tokens under the current weights."""
+        """Return each micro-batch's log-probabilities under the current weights; float32, shape [N]."""
 
     @abstractmethod
     def _reference_outputs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probabilities of each micro-batch's tokens under the reference."""
+        """Return the same under the reference."""
 
     @abstractmethod
     def _compute(self, update: PreparedUpdate, figures: Figures) -> tuple[Figures, float]:
@@ -291,7 +280,7 @@ class BackendPolicy(ABC):
         return list(batches)
 
     def _values(self, critic: Critic, plan: StepPlan) -> Tensor:
-        """Return the critic's value of every token of this rank's micro-batches."""
+        """Return the critic's value of every token of this rank's micro-batches, shape [N]."""
         batches = [batch for update in plan.updates for batch in update.batches]
         return by_place(plan, [critic.values(batch) for batch in batches])
 

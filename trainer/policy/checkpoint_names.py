@@ -1,9 +1,8 @@
 """Weights in the format of a checkpoint, in which servers receive and engines load them.
 
-For some layers, transformers computes with other tensors than the checkpoint contains. The experts
-of a mixture are one tensor per layer in memory, but separate tensors in the files. Other models use
-other names. This module performs the conversion that transformers does when saving, one parameter
-at a time, so that an upload needs no second model. It also performs the inverse conversion.
+For some layers, transformers computes with other tensors than the checkpoint contains, such as one tensor
+for all experts of a layer, or with other names. This is the conversion that transformers does when saving,
+and its inverse, one parameter at a time, so that an upload needs no second model.
 """
 
 from __future__ import annotations
@@ -43,12 +42,8 @@ class CheckpointNames:
 
     def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields what a parameter becomes in the checkpoint, in the checkpoint's order."""
-        if name not in self._own:
-            yield name, tensor
-            return
-        found = self._saved(name, tensor)
-        for key in self._own[name]:
-            yield key, found[key]
+        found = self._saved(name, tensor) if name in self._own else {name: tensor}
+        yield from found.items()
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the model's parameters, given everything that `of` yielded for each, in any

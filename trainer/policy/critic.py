@@ -1,12 +1,9 @@
 """The critic: a separate model that predicts the return of the rest of a sequence, and its optimizer.
 
-It starts as a copy of the policy's model, with a head that outputs one number in place of the
-output layer. The head is initially zero. All its weights are trained, even if the policy is an
-adapter. Suffixes as in `batching`.
-
-Its values are computed once at the beginning of a step, before any weights change. Advantages and
-its targets are derived from them. In each update it learns from the same micro-batches as the
-policy, after it.
+It starts as a copy of the policy's model, with a head that outputs one number in place of the output layer
+and is initially zero. All its weights are trained, even if the policy is an adapter. Its values are
+computed once per step, before any weights change; advantages and its targets are derived from them. In
+each update it learns from the same micro-batches as the policy, after it. Suffixes as in `batching`.
 """
 # ruff: noqa: N806 - a name ends with its dimensions.
 
@@ -16,7 +13,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -40,12 +37,6 @@ WEIGHTS_FILE = "critic.safetensors"
 OPTIMIZER_FILE = "critic_optimizer.safetensors"
 
 
-class _Headed(Protocol):
-    """The part of transformers' model that is used only here."""
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None: ...
-
-
 class ValueHead(nn.Module):
     """Outputs one number for each position, always in float32."""
 
@@ -63,8 +54,7 @@ class ValueHead(nn.Module):
         return self._said
 
     def undo_scaling(self, module: nn.Module, inputs: tuple[object, ...], output: Output) -> None:
-        """Restores the head's output as logits, after a forward pass of the model changed it. A
-        forward hook."""
+        """Restores the head's output as logits, which the model's forward pass changed. A forward hook."""
         if self._said is not None:
             output.logits, self._said = self._said, None
 
@@ -77,7 +67,6 @@ class Lesson:
     old_values_N: Tensor  # noqa: N815
     """Its values at the beginning of the step."""
     targets_N: Tensor  # noqa: N815
-    """Its targets."""
 
 
 class Critic:
@@ -93,11 +82,10 @@ class Critic:
         blocks: Collection[str],
         autocast: bool,
     ) -> None:
-        """Takes ownership of the model. `train` has settings shared with the policy; for `blocks`
-        see `Sharding.place`."""
+        """Takes ownership of the model. For `blocks` see `Sharding.place`."""
         hidden_size = cast("Tensor", model.get_output_embeddings().weight).shape[1]
         self._head = head = ValueHead(hidden_size)
-        cast("_Headed", model).set_output_embeddings(head)
+        model.set_output_embeddings(head)
         # Soft caps and scales apply to logits only. Registered before sharding, which hooks the
         # model's output too.
         cast("nn.Module", model).register_forward_hook(head.undo_scaling)
@@ -150,14 +138,9 @@ class Critic:
 
     def save(self, folder: Path) -> None:
         """Writes weights and optimizer. Raises OSError and SafetensorError."""
-        whole, first = self._sharding.whole, self._sharding.rank == 0
-        weights: dict[str, Tensor] = {}
-        for name, parameter in self._module.named_parameters():
-            tensor = whole(parameter.detach())
-            if first:
-                weights[name] = tensor.cpu()
-        tensors = optimizer_tensors(self._module, self._optimizer, whole, keep=first)
-        if first:
+        weights = self._sharding.gather(self._module.named_parameters())
+        tensors = optimizer_tensors(self._module, self._optimizer, self._sharding)
+        if self._sharding.rank == 0:
             save_file(weights, folder / WEIGHTS_FILE)
             save_file(tensors, folder / OPTIMIZER_FILE)
 

@@ -1,12 +1,11 @@
 """The default policy: a Hugging Face causal language model and AdamW.
 
-It trains all weights, or an adapter alone. On several ranks, each rank holds a shard of the model
-(`sharding`) and computes its share of each update's micro-batches. All ranks end up with the same
-figures. A single process holds the whole model, because `fully_shard` would only add its hooks.
-`backend` has the order of a step. Suffixes as in `batching`.
+On several ranks, each holds a shard of the model (`sharding`) and computes its share of each update's
+micro-batches. All end up with the same figures. A single process holds the whole model, because
+`fully_shard` would only add its hooks. `backend` has the order of a step. Suffixes as in `batching`.
 
-The reference is the model as it was loaded. It is a separate copy, which no checkpoint contains,
-because it can be loaded again. With an adapter it is the model with the adapter disabled.
+The reference is a separate copy of the model as it was loaded, which no checkpoint contains. With an
+adapter it is the model with the adapter disabled.
 
 A checkpoint has the same files for any number of ranks, and any number can resume from it. Rank 0 gathers
 and writes it tensor by tensor, and each rank reads its shard. Only the random states are per rank.
@@ -90,14 +89,12 @@ class FsdpPolicy(BackendPolicy):
         blocks = block_names(loaded)
         self._outline: TokenModel | None = None
         if not sharding.is_whole:
-            self._outline = outline(
-                model.path, sharding.device, dict(cast("nn.Module", loaded).named_buffers())
-            )
+            buffers = dict(cast("nn.Module", loaded).named_buffers())
+            self._outline = outline(model.path, sharding.device, buffers)
         self._reference: TokenModel | None = None
         if self._objective.needs_reference and model.lora is None:
-            self._reference = frozen(
-                copy.deepcopy(loaded), autocast=autocast, device=sharding.device
-            )
+            own = copy.deepcopy(loaded)
+            self._reference = frozen(own, autocast=autocast, device=sharding.device)
             sharding.place(self._reference.module, blocks)
         if self._objective.critic is not None:
             own = copy.deepcopy(loaded)
@@ -124,19 +121,15 @@ class FsdpPolicy(BackendPolicy):
 
     @property
     def data_ranks(self) -> int:
-        """Every rank computes its own micro-batches; see `protocol.Policy`."""
         return self._sharding.size
 
     def data_rank(self, rank: int) -> int:
-        """Every rank computes different data; see `ranked.RankPolicy`."""
         return rank
 
     def adapter(self) -> weights_pb2.LoraAdapter | None:
-        """Describes the uploaded adapter; see `protocol.Policy`."""
         return None if self._adapter is None else self._adapter.message()
 
     def supports_trees(self) -> bool:
-        """Whether the model computes a prefix tree with the same results as separate sequences."""
         return self._tokens.supports_trees()
 
     def _drops_out(self) -> bool:
@@ -151,7 +144,6 @@ class FsdpPolicy(BackendPolicy):
         return figures, float(self._sharding.whole(clipped))
 
     def _accumulate(self, part: Part, counts: StepCounts) -> Figures:
-        """Runs the forward and backward pass of a micro-batch."""
         if part.batch.is_empty:
             # An empty micro-batch still runs through the model, because the other ranks wait for this one.
             torch.autograd.backward(self._tokens.evaluate(part.batch).logprobs_N.sum())
@@ -171,26 +163,17 @@ class FsdpPolicy(BackendPolicy):
         self._optimizer.zero_grad(set_to_none=True)
 
     def _reference_outputs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return [self._reference_logprobs(batch) for batch in batches]
-
-    def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
         if self._reference is not None:
-            return self._reference.logprobs(batch)
+            return [self._reference.logprobs(batch) for batch in batches]
         if self._adapter is None:
             raise RuntimeError("the objective needs no reference")
         with self._adapter.switched_off():
-            return self._tokens.logprobs(batch)
+            return self._outputs(batches)
 
     def _outputs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return [self.logprobs(batch) for batch in batches]
-
-    def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Returns the log-probability of each trained token under the current weights, float32,
-        shape [N]."""
-        return self._tokens.logprobs(batch)
+        return [self._tokens.logprobs(batch) for batch in batches]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every tensor of an upload; see `protocol.Policy`."""
         # named_parameters omits the second name of a tied tensor, and buffers are not weights.
         own = self._adapter.weights() if self._adapter else self._module.named_parameters()
         for name, parameter in own:
@@ -198,7 +181,6 @@ class FsdpPolicy(BackendPolicy):
             yield from self._names.of(name, whole) if self._names else ((name, whole),)
 
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Scores a sequence under given weights; see `protocol.Policy`."""
         if self._adapter is not None:
             tensors = self._adapter.own_names(tensors)
         if self._names is not None:
@@ -206,7 +188,6 @@ class FsdpPolicy(BackendPolicy):
         return (self._outline or self._tokens).score(tensors, token_ids).cpu().numpy()
 
     def save_model(self, folder: Path) -> None:
-        """Writes a model folder; see `protocol.Policy`."""
         state = None if self._sharding.is_whole else self._gather_state()
         if self._sharding.rank == 0:
             with as_os_error():
@@ -234,23 +215,16 @@ class FsdpPolicy(BackendPolicy):
 
     def _gather_state(self) -> dict[str, Tensor]:
         """Returns the state of a model folder, whole and in host memory; empty on all ranks but rank 0."""
-        state: dict[str, Tensor] = {}
-        seen: set[int] = set()
+        distinct: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in self._module.state_dict(keep_vars=True).items():
-            if self._adapter is not None and not tensor.requires_grad:
-                continue  # PEFT writes only the adapter.
-            if id(tensor) in seen:
-                continue  # The second name of a tied tensor.
-            seen.add(id(tensor))
-            whole = self._sharding.whole(tensor.detach())
-            if self._sharding.rank == 0:
-                state[name] = whole.cpu()
-        return state
+            # PEFT writes only the adapter. A tied tensor is written under its first name.
+            if self._adapter is None or tensor.requires_grad:
+                distinct.setdefault(id(tensor), (name, tensor))
+        return self._sharding.gather(distinct.values())
 
     def _save_state(self, folder: Path) -> None:
-        first = self._sharding.rank == 0
-        tensors = optimizer_tensors(self._module, self._optimizer, self._sharding.whole, keep=first)
-        if first:
+        tensors = optimizer_tensors(self._module, self._optimizer, self._sharding)
+        if self._sharding.rank == 0:
             with as_os_error():
                 save_file(tensors, folder / OPTIMIZER_FILE)
 

@@ -1,13 +1,10 @@
-"""Loads Hugging Face models from a folder or a hub, in the form that `token_model` uses.
-
-Other modules load models and tokenizers only through this one.
-"""
+"""Loads Hugging Face models and tokenizers from a folder or a hub. No other module does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -28,48 +25,29 @@ from penstock.trainer.config.trainer import ModelConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.policy.token_model import CausalModel, TokenModel
 
+# What transformers raises for an unusable folder. The last four: weights whose shapes contradict the
+# configuration, truncated files, contradictory fields, code that needs a package that is not installed.
 CANNOT_LOAD = (
     OSError,
     ValueError,
-    # Weights whose shapes contradict the configuration; truncated files; a configuration whose
-    # fields contradict each other; code that needs a package that is not installed.
     RuntimeError,
     SafetensorError,
     StrictDataclassError,
     ImportError,
 )
-"""The errors that transformers raises for an unusable folder."""
 
 
 class SavedTokenizer(Protocol):
-    """The methods of transformers' tokenizers that are used here."""
+    """The method of transformers' tokenizers that is used here."""
 
     def save_pretrained(self, folder: Path) -> None: ...
 
 
-class _Loader(Protocol):
-    def from_pretrained(self, path: str, **options: object) -> object: ...
-
-
-class _Maker(Protocol):
-    def from_config(self, config: object, **options: object) -> object: ...
-
-
-class _Saving(Protocol):
-    def revert_weight_conversion(
-        self, model: nn.Module, state_dict: dict[str, Tensor]
-    ) -> dict[str, Tensor]: ...
-
-
-class _Tied(Protocol):
-    def tie_weights(self) -> None: ...
-
-
 def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of the forward pass; "auto" is bfloat16 if the device has instructions for it."""
-    in_bfloat16 = (
-        computes_bfloat16(device.type) if model.dtype == "auto" else model.dtype == "bfloat16"
-    )
+    in_bfloat16 = model.dtype == "bfloat16"
+    if model.dtype == "auto":
+        in_bfloat16 = computes_bfloat16(device.type)
     return torch.bfloat16 if in_bfloat16 else torch.float32
 
 
@@ -79,35 +57,33 @@ def load_model(path: str) -> tuple[CausalModel, SavedTokenizer]:
     transformers_logging.disable_progress_bar()
     load_config(path)
     try:
-        model = cast("_Loader", AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32)
+        model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32)
     except CANNOT_LOAD as error:
         raise cannot_load(path, error) from error
-    return cast("CausalModel", model), load_tokenizer(path)
+    return model, load_tokenizer(path)
 
 
 def load_config(path: str) -> PretrainedConfig:
     """Load a model's configuration. Raises ConfigInvalid, including for a quantized model."""
     try:
-        config = cast("_Loader", AutoConfig).from_pretrained(path)
+        config = cast("Any", AutoConfig).from_pretrained(path)
     except CANNOT_LOAD as error:
         raise cannot_load(path, error) from error
     if (quantized := getattr(config, "quantization_config", None)) is not None:
-        kind = (
-            cast("Mapping[str, object]", quantized).get("quant_method")
-            if isinstance(quantized, Mapping)
-            else getattr(quantized, "quant_method", None)
-        )
+        kind = getattr(quantized, "quant_method", None)
+        if isinstance(quantized, Mapping):
+            kind = cast("Any", quantized).get("quant_method")
         raise ConfigInvalid(
             f"model.path: {path!r} is quantized ({kind or 'unknown method'}): "
             "use the model that it was quantized from"
         )
-    return cast("PretrainedConfig", config)
+    return config
 
 
 def load_tokenizer(path: str) -> SavedTokenizer:
     """Load the tokenizer alone. Raises ConfigInvalid."""
     try:
-        return cast("SavedTokenizer", cast("_Loader", AutoTokenizer).from_pretrained(path))
+        return cast("Any", AutoTokenizer).from_pretrained(path)
     except Exception as error:
         # The underlying library has no narrower type for an unreadable file.
         raise cannot_load(path, error) from error
@@ -136,7 +112,7 @@ def block_names(model: CausalModel) -> frozenset[str]:
 
 def as_saved(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert a transformers model's parameters to the tensors of its checkpoint."""
-    return cast("_Saving", core_model_loading).revert_weight_conversion(model, tensors)
+    return cast("Any", core_model_loading).revert_weight_conversion(model, tensors)
 
 
 def outline(
@@ -144,20 +120,20 @@ def outline(
 ) -> TokenModel:
     """Create the model without its weights, for `TokenModel.score`.
 
-    `buffers` are the loaded model's, by name. Most buffers are computed. Some come with the
-    weights, such as the biases of experts.
+    `buffers` are the loaded model's, by name: some are not computed but come with the weights, such as the
+    biases of experts.
     """
     from accelerate import init_empty_weights
 
-    config = cast("_Loader", AutoConfig).from_pretrained(path)
+    config = cast("Any", AutoConfig).from_pretrained(path)
     with torch.device(device), init_empty_weights(include_buffers=False):
-        model = cast("_Maker", AutoModelForCausalLM).from_config(config, dtype=torch.float32)
+        model = cast("Any", AutoModelForCausalLM).from_config(config, dtype=torch.float32)
     # Until this call, tied names have separate parameters.
-    cast("_Tied", model).tie_weights()
-    for name, buffer in cast("nn.Module", model).named_buffers():
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
         if buffers is not None and name in buffers:
             buffer.copy_(buffers[name])
-    return frozen(cast("CausalModel", model), autocast=False, device=device)
+    return frozen(model, autocast=False, device=device)
 
 
 def frozen(model: CausalModel, *, autocast: bool, device: torch.device | None = None) -> TokenModel:

@@ -1,6 +1,7 @@
 """The processes of a run: the place of each, those that rank 0 starts, and their process group.
 
-How they are told what to do is in `ranks`.
+Each process reads its place from torchrun's variables. `penstock train --ranks N` starts N - 1 more
+processes on this host and sets the same variables for them. `ranks` has the commands that they get.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from penstock.trainer.core.errors import ConfigInvalid
 # How long rank 0 waits at the end for the other ranks to exit.
 PARTING_SECONDS = 30.0
 PR_SET_PDEATHSIG = 1
-# Variable with rank 0's process id, set if rank 0 started the other ranks. There is then no
-# torchrun whose store the ranks could use.
+# Variable with rank 0's process id, set if rank 0 started the other ranks, which then have no torchrun's
+# store.
 LOCAL = "PENSTOCK_LOCAL_RANKS"
 EXIT_STOPPED, EXIT_CONFIG = 1, 2
 
@@ -42,7 +43,6 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
 
@@ -58,15 +58,14 @@ def find_place(environment: Mapping[str, str]) -> Place:
         return ALONE
     try:
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local_rank, local = int(environment.get("LOCAL_RANK", rank)), LOCAL in environment
-        place = Place(rank, size, local_rank, local)
+        local_rank = int(environment.get("LOCAL_RANK", rank))
     except ValueError as error:
         raise ConfigInvalid(f"the variables RANK, WORLD_SIZE, LOCAL_RANK: {error}") from error
-    if not 0 <= place.rank < place.size:
+    if not 0 <= rank < size:
         raise ConfigInvalid(
             f"the variables RANK, WORLD_SIZE: rank {rank} is out of range for {size} ranks"
         )
-    return place
+    return Place(rank, size, local_rank, LOCAL in environment)
 
 
 class LocalRanks:
@@ -119,9 +118,8 @@ class LocalRanks:
         status = process.wait()
         if not self._joined.is_set():
             # If its configuration was unusable, the rank has printed the reason itself.
-            exit_at_once(
-                f"rank {rank} exited with status {status} before it joined", max(status, 1)
-            )
+            message = f"rank {rank} exited with status {status} before it joined"
+            exit_at_once(message, max(status, 1))
 
 
 def exit_at_once(message: str, status: int) -> NoReturn:
@@ -136,10 +134,7 @@ def exit_at_once(message: str, status: int) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this following rank's process together with its parent.
-
-    The signals that ask rank 0 to stop are ignored.
-    """
+    """Have the kernel end this rank's process together with its parent; ignore requests to stop."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     parent = os.environ.get(LOCAL)
     if parent is not None and os.getppid() != int(parent):
@@ -181,7 +176,6 @@ def join_group(place: Place, local: LocalRanks | None) -> None:
 
 
 def leave_group() -> None:
-    """Destroy the process group, if there is one."""
     from torch import distributed
 
     if distributed.is_initialized():

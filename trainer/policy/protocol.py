@@ -1,7 +1,6 @@
 """The interface between the trainer and a model with its optimizer.
 
-`fsdp.FsdpPolicy` is the default implementation. All methods are called from one thread,
-which is not the event loop's.
+`fsdp.FsdpPolicy` is the default implementation. All methods are called from the compute thread.
 """
 
 from __future__ import annotations
@@ -24,18 +23,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-
 PER_UPDATE = weighted("updates")
 PER_TOKEN = weighted("tokens_computed")
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The figures of one step.
-
-    Means are over the computed tokens, zero without any, and None if the configuration does not
-    compute them.
-    """
+    """Means are over the computed tokens, zero without any, and None if the configuration does not
+    compute them."""
 
     applied: bool = figure(
         False,
@@ -159,11 +154,8 @@ def describe_step(
     if not norms:
         return planned
 
-    def share(total: float) -> float:
-        return total / figures.tokens
-
-    def share_if_any(total: float | None) -> float | None:
-        return None if total is None else share(total)
+    def share(total: float | None) -> float | None:
+        return None if total is None else total / figures.tokens
 
     return replace(
         planned,
@@ -171,17 +163,17 @@ def describe_step(
         loss=figures.loss / len(norms),
         grad_norm=sum(norms) / len(norms),
         learning_rate=learning_rate,
-        clip_fraction=share_if_any(add_known(figures.below, figures.above)),
-        clip_fraction_low=share_if_any(figures.below),
-        clip_fraction_high=share_if_any(figures.above),
-        logprob_diff_mean=share(figures.difference),
+        clip_fraction=share(add_known(figures.below, figures.above)),
+        clip_fraction_low=share(figures.below),
+        clip_fraction_high=share(figures.above),
+        logprob_diff_mean=figures.difference / figures.tokens,
         logprob_diff_max=figures.difference_max,
-        entropy=share(figures.entropy),
-        kl_reference=share_if_any(figures.kl),
-        correction_weight_mean=share_if_any(figures.weight),
+        entropy=figures.entropy / figures.tokens,
+        kl_reference=share(figures.kl),
+        correction_weight_mean=share(figures.weight),
         correction_weight_max=figures.weight_max,
-        correction_masked=share_if_any(figures.masked),
-        correction_clipped=share_if_any(figures.clipped),
+        correction_masked=share(figures.masked),
+        correction_clipped=share(figures.clipped),
         critic_loss=sum(critic_losses) / len(norms) if critic_losses else None,
         critic_explained_variance=explained_variance(plan.rewards) if critic_losses else None,
     )
@@ -198,8 +190,8 @@ class Policy(Protocol):
     def step(self, plan: StepPlan) -> StepResult:
         """Apply the plan's optimizer updates.
 
-        Without updates nothing changes, including the schedule and the optimizer's moments. The
-        same holds for an update with no gradient, or one that is not finite.
+        An update whose gradient is zero or not finite changes nothing, including the schedule and the
+        optimizer's moments.
         """
         ...
 
@@ -217,18 +209,15 @@ class Policy(Protocol):
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Compute each token's log-probability but the first's, given the tokens before it.
 
-        Temperature 1; shape [n - 1] for n tokens. Uses `tensors`, named as by `weights`, in place
-        of the policy's own. The arithmetic is float32 whatever their dtype. The result is as exact
-        as possible, so that only the engine's rounding makes a difference. Temporarily needs memory
-        for the weights in float32.
+        Temperature 1; shape [n - 1] for n tokens. Uses `tensors`, named as by `weights`, in place of the
+        policy's own. The arithmetic is float32 whatever their dtype, so that only the engine's rounding
+        makes a difference. Temporarily needs memory for the weights in float32.
         """
         ...
 
     def save_model(self, folder: Path) -> None:
-        """Write a model folder that transformers loads, or an adapter folder in PEFT's format.
-
-        The tokenizer is included.
-        """
+        """Write a model folder that transformers loads, or an adapter's in PEFT's format, and the
+        tokenizer."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -1,10 +1,10 @@
 """Saves and restores every random state that training draws from, as files of a checkpoint.
 
-Dropout draws from torch's states, on the CPU and on the compute device. Libraries may draw from
-Python's and numpy's. The order of the data needs no random state. It is a function of the run's
-seed and the index (see `tasks`), so only the position is saved.
+Dropout draws from torch's states, on the CPU and on the compute device. Libraries may draw from Python's
+and numpy's. The order of the data draws from none: it is a function of the run's seed and the index (see
+`tasks`).
 
-Each rank of a run has separate states, so that ranks drop out different values of different sequences.
+Each rank has separate states, so that ranks drop out different values of different sequences.
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ from safetensors.torch import (
     save_file,  # pyright: ignore[reportUnknownVariableType]
 )
 
-TENSOR_FILE = "random{suffix}.safetensors"
-FILE = "random{suffix}.json"
 CPU, CUDA = "cpu", "cuda"
 
 
 def seed_all(seed: int) -> None:
-    """Seed all random states."""
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -46,41 +43,42 @@ def compute_reproducibly() -> None:
 
 def save_random_states(folder: Path, rank: int = 0) -> None:
     """Write the current states. Raises OSError and SafetensorError."""
-    suffix = _suffix(rank)
+    tensor_file, file = _files(folder, rank)
     states = {CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
         states[CUDA] = torch.cuda.get_rng_state()
-    save_file(states, folder / TENSOR_FILE.format(suffix=suffix))
+    save_file(states, tensor_file)
     kind, keys, position, has_gauss, cached = cast(
         "tuple[str, np.ndarray[tuple[int], np.dtype[np.uint32]], int, int, float]",
         np.random.get_state(legacy=True),
     )
     numpy_state = [kind, keys.tolist(), position, has_gauss, cached]
     document = {"python": random.getstate(), "numpy": numpy_state}
-    (folder / FILE.format(suffix=suffix)).write_text(json.dumps(document), encoding="utf-8")
+    file.write_text(json.dumps(document), encoding="utf-8")
 
 
 def load_random_states(folder: Path, rank: int = 0) -> None:
     """Restore the states that `save_random_states` wrote.
 
-    A rank that has no saved state is seeded with a number derived from rank 0's state. Raises
-    OSError, SafetensorError, ValueError and KeyError.
+    A rank without saved states is seeded from rank 0's. Raises OSError, SafetensorError, ValueError and
+    KeyError.
     """
-    if rank and not (folder / TENSOR_FILE.format(suffix=_suffix(rank))).exists():
+    tensor_file, file = _files(folder, rank)
+    if rank and not tensor_file.exists():
         load_random_states(folder)
         seed_all(int(torch.randint(2**31, ())) + rank)
         return
-    suffix = _suffix(rank)
-    states = load_file(folder / TENSOR_FILE.format(suffix=suffix))
+    states = load_file(tensor_file)
     torch.set_rng_state(states.pop(CPU))
     if torch.cuda.is_available() and CUDA in states:
         torch.cuda.set_rng_state(states[CUDA])
-    document = json.loads((folder / FILE.format(suffix=suffix)).read_text(encoding="utf-8"))
+    document = json.loads(file.read_text(encoding="utf-8"))
     version, keys, gauss = document["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, keys, position, has_gauss, cached = document["numpy"]
     np.random.set_state((kind, np.asarray(keys, np.uint32), position, has_gauss, cached))
 
 
-def _suffix(rank: int) -> str:
-    return f"-{rank}" if rank else ""
+def _files(folder: Path, rank: int) -> tuple[Path, Path]:
+    stem = f"random-{rank}" if rank else "random"
+    return folder / f"{stem}.safetensors", folder / f"{stem}.json"

@@ -1,16 +1,14 @@
 """A policy on several ranks: every rank executes a call on rank 0 at the same time. See `ranks`.
 
-All ranks call the same method, each of its part of the policy, in the same order. The parts differ
-in the shard of the model that they hold, and in the micro-batches that they compute. A step's
-micro-batches are cut into as many shares as there are data-parallel ranks. Ranks that hold
+A step's micro-batches are cut into as many shares as there are data-parallel ranks. Ranks that hold
 different shards of the same layer get the same share.
 
     step         each rank computes its share of the plan; the result is rank 0's
     weights      every rank iterates to the end; rank 0 gets whole tensors
     save, load,  every rank, with the same folder; rank 0 writes whole files, and each rank waits for the
       save_model   others before it returns
-    score        rank 0 alone, with the tensors it is given
-    adapter      rank 0 alone
+    score,       rank 0 alone
+      adapter
 """
 
 from __future__ import annotations
@@ -92,19 +90,18 @@ class LeadingPolicy:
         return self._own.score(tensors, token_ids)
 
     def save_model(self, folder: Path) -> None:
-        self._leader.tell_all("save_model", _encode_path(folder))
-        with self._leader.together():
-            self._own.save_model(folder)
+        self._with_folder("save_model", folder)
 
     def save(self, folder: Path) -> None:
-        self._leader.tell_all("save", _encode_path(folder))
-        with self._leader.together():
-            self._own.save(folder)
+        self._with_folder("save", folder)
 
     def load(self, folder: Path) -> None:
-        self._leader.tell_all("load", _encode_path(folder))
+        self._with_folder("load", folder)
+
+    def _with_folder(self, command: str, folder: Path) -> None:
+        self._leader.tell_all(command, str(folder.absolute()).encode())
         with self._leader.together():
-            self._own.load(folder)
+            getattr(self._own, command)(folder)
 
 
 def obey(follower: Follower, policy: RankPolicy) -> None:
@@ -118,19 +115,7 @@ def obey(follower: Follower, policy: RankPolicy) -> None:
                     pass
             case "supports_trees":
                 policy.supports_trees()
-            case "save_model":
-                policy.save_model(_decode_path(payload))
-            case "save":
-                policy.save(_decode_path(payload))
-            case "load":
-                policy.load(_decode_path(payload))
+            case "save_model" | "save" | "load":
+                getattr(policy, command)(Path(payload.decode()))
             case _:
                 raise RuntimeError(f"no such command: {command}")
-
-
-def _encode_path(folder: Path) -> bytes:
-    return str(folder.absolute()).encode()
-
-
-def _decode_path(payload: bytes) -> Path:
-    return Path(payload.decode())

@@ -1,10 +1,7 @@
 """One run on several processes: rank 0 leads, the others follow.
 
-Rank 0 is the trainer that `loop` describes. It holds the configuration, the data, the server
-connections and the run's folder. The other ranks hold their shard of the model and execute rank 0's
-commands. Each process reads its place from torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT. Ranks may be on any number of hosts. `penstock train --ranks N` starts
-N - 1 more processes on this host and sets the same variables for them.
+Rank 0 is the trainer that `loop` describes. It holds the configuration, the data, the server connections
+and the run's folder. The other ranks hold their shard of the model and execute rank 0's commands.
 
     rank 0                                          every other rank
     joins the process group                         joins the process group
@@ -16,22 +13,20 @@ N - 1 more processes on this host and sets the same variables for them.
     end(0) ──────────────────────────────────────►  its process exits
     waits until all are gone; exits
 
-There are two kinds of connection. The **process group** runs the collectives, which have torch's
-deadline. Only a command starts a collective, so no rank sits in one while rank 0 waits for a batch.
-The **control connections**, one from each rank to rank 0, carry commands in one direction and a
-failure in the other. They are silent while rank 0 has no command, and have no deadline. If a
-process dies, the kernel closes its connection at once, whatever the other end is doing. Frames are
-bytes and are never pickled. Rank 0 creates a key and broadcasts it over the process group; a
-process without the key is not accepted. Rank 0 listens on a port that the kernel chooses, at every
-address of its host. If it started the other ranks itself, it listens on the loopback address only.
+The **process group** runs the collectives, which have torch's deadline. Only a command starts a
+collective, so no rank sits in one while rank 0 waits for a batch. The **control connections**, one from
+each rank to rank 0, carry commands in one direction and a failure in the other, as bytes that are never
+pickled. They are silent while rank 0 has no command, and have no deadline. If a process dies, the kernel
+closes its connection at once. Rank 0 broadcasts a key over the process group; a process without it is not
+accepted. Rank 0 listens on a port that the kernel chooses, at every address of its host, or on the
+loopback address if it started the other ranks.
 
-A failure ends the run in every case, with a non-zero exit status. The files on disk are then as
-after a kill -9, which every file format here is designed for:
+A failure ends the run in every case, with a non-zero exit status. The files on disk are then as after a
+kill -9, which every file format here is designed for:
 
     an error on another rank    the rank waits MOMENT_SECONDS, in case its error is only the consequence of
                                   another rank's end. Then it reports to rank 0 and exits. Rank 0 prints the
-                                  error on stderr and exits at once, whatever it is doing, because a
-                                  collective may never return
+                                  error on stderr and exits at once, because a collective may never return
     another rank is killed      its connection ends. Rank 0 prints which rank is gone and exits at once
     an error on rank 0          rank 0 waits just as long for a rank that failed earlier; that rank's error
                                   is then the one reported. Otherwise the run unwinds, rank 0 sends
@@ -39,8 +34,7 @@ after a kill -9, which every file format here is designed for:
     rank 0 is killed            the others' connections end, and they exit at once
     a rank hangs                (SIGSTOP) the collective's deadline expires, an error like any other
     a host is unreachable       TCP keepalive probes the silent connections, and ends them
-    SIGTERM, SIGINT             on rank 0: the stop on request that `loop` describes. The others ignore
-                                  both signals, because they end with rank 0
+    SIGTERM, SIGINT             on rank 0: the stop on request that `loop` describes. The others ignore them
 """
 
 from __future__ import annotations
@@ -56,7 +50,7 @@ import struct
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from penstock.trainer.core.errors import ConfigInvalid, TrainerError
 from penstock.trainer.policy.process_group import (
@@ -66,9 +60,6 @@ from penstock.trainer.policy.process_group import (
     PARTING_SECONDS,
     exit_at_once,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 # How long a failed rank waits for news of an earlier failure on another rank.
 MOMENT_SECONDS = 2.0
@@ -111,16 +102,13 @@ class Leader:
             raise
 
     def tell_all(self, command: str, payload: bytes = b"") -> None:
-        """Send a command to every other rank."""
         for rank in self._connections:
             self.tell(rank, command, payload)
 
     @contextlib.contextmanager
     def together(self) -> Generator[None]:
-        """Wrap rank 0's own part of a command.
-
-        If another rank failed before an error here, that rank's error is the one reported.
-        """
+        """Wrap rank 0's own part of a command. If another rank failed before an error here, that rank's
+        error is the one reported."""
         try:
             yield
         except Exception:
@@ -144,7 +132,6 @@ class Leader:
         self._watching.join(PARTING_SECONDS)
 
     def _watch(self) -> None:
-        """Watch for failures until every connection has ended."""
         ranks = {connection: rank for rank, connection in self._connections.items()}
         while ranks:
             for ready in multiprocessing.connection.wait(list(ranks)):
@@ -215,7 +202,7 @@ def lead(size: int) -> Leader:
     host = os.environ["MASTER_ADDR"] if LOCAL in os.environ else ""
     with multiprocessing.connection.Listener((host, 0), backlog=size) as listener:
         port = cast("tuple[str, int]", listener.address)[1]
-        _hand_round(_to_tensor(port.to_bytes(PORT_BYTES, "big") + key))
+        _hand_round(port.to_bytes(PORT_BYTES, "big") + key)
         connections: dict[int, Connection[bytes, bytes]] = {}
         while len(connections) < size - 1:
             try:
@@ -230,8 +217,8 @@ def lead(size: int) -> Leader:
 def _let_in(connection: Connection[bytes, bytes], key: bytes) -> int:
     """Authenticate a connection and return the rank at its other end.
 
-    Raises AuthenticationError, EOFError or OSError if the peer is not a rank or stays silent for
-    LET_IN_SECONDS. Any process that reaches the port can connect, and the ranks wait meanwhile.
+    Raises AuthenticationError, EOFError or OSError if the peer, which can be any process that reaches the
+    port, is not a rank or stays silent for LET_IN_SECONDS.
     """
     try:
         _limit_reading(connection, LET_IN_SECONDS)
@@ -249,7 +236,7 @@ def _let_in(connection: Connection[bytes, bytes], key: bytes) -> int:
 
 def follow(rank: int) -> Follower:
     """Connect to rank 0. The process group must exist."""
-    said = _hand_round(_to_tensor(bytes(PORT_BYTES + KEY_BYTES)))
+    said = _hand_round(bytes(PORT_BYTES + KEY_BYTES))
     port, key = int.from_bytes(said[:PORT_BYTES], "big"), said[PORT_BYTES:]
     address = (os.environ["MASTER_ADDR"], port)
     connection = cast(
@@ -276,15 +263,11 @@ def _notice_silence(connection: Connection[bytes, bytes]) -> None:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
 
 
-def _to_tensor(content: bytes) -> torch.Tensor:
+def _hand_round(content: bytes) -> bytes:
+    """Broadcast rank 0's content to all ranks, which pass as many bytes."""
     import torch
-
-    return torch.tensor(list(content), dtype=torch.uint8)
-
-
-def _hand_round(content: torch.Tensor) -> bytes:
-    """Broadcast rank 0's content to all ranks, which pass tensors of the same size."""
     from torch import distributed
 
-    distributed.broadcast(content, 0)  # pyright: ignore[reportUnknownMemberType]
-    return content.numpy().tobytes()
+    tensor = torch.tensor(list(content), dtype=torch.uint8)
+    distributed.broadcast(tensor, 0)  # pyright: ignore[reportUnknownMemberType]
+    return tensor.numpy().tobytes()

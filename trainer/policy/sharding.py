@@ -1,19 +1,17 @@
 """Shards a model over several ranks with FSDP2. A single process holds the whole model.
 
 Every parameter is cut along its first dimension. A block's parameters are gathered before the block
-computes, once in the forward and once in the backward pass, and freed after it. Gradients are summed over
-the ranks and cut the same way. Between passes, each rank holds only its shard of parameters, gradients and
-the optimizer's moments. `whole`, `sum` and `wait` are collectives: either all ranks call them, or none.
+computes, once in the forward and once in the backward pass, and freed after it. `whole`, `gather`, `sum`
+and `wait` are collectives: either all ranks call them, or none.
 
-Gradients are summed, not averaged, because each micro-batch's loss is already divided by the counts
-of the whole step. By default they are summed over the ranks once per update, after its last
-micro-batch. Each rank then keeps whole gradients until that point. They can also be summed after
-each micro-batch, so that each rank keeps only a shard of them.
+Gradients are summed, not averaged, because each micro-batch's loss is already divided by the counts of the
+whole step. By default they are summed over the ranks once per update, and each rank keeps whole gradients
+until then. Summed after each micro-batch, each rank keeps only a shard of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
@@ -26,12 +24,7 @@ from torch.distributed import (
     ProcessGroup,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import (
     DTensor,
     distribute_tensor,  # pyright: ignore[reportUnknownVariableType]
@@ -43,16 +36,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LONGEST_WAIT = timedelta(days=1)
-"""Time limit for all ranks to meet. One rank's writes may take longer than a collective is allowed to."""
+"""Time limit of `wait`. One rank's writes may take longer than a collective is allowed to."""
 WHOLE_NUMBERS = ("tokens", "below", "above", "masked", "clipped")
 
 
-def _patient_group() -> ProcessGroup:
-    """Create a group of all ranks with LONGEST_WAIT as its deadline."""
-    made = distributed.new_group(  # pyright: ignore[reportUnknownMemberType]
-        backend="gloo", timeout=LONGEST_WAIT
-    )
-    return cast("ProcessGroup", made)
+def join_alone(device: torch.device) -> None:
+    """Create a process group with this process as the only member."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 class Sharding:
@@ -71,26 +62,19 @@ class Sharding:
         """The device that this rank computes on."""
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._shards = self.size > 1 or cpu_offload
-        if self._shards and not joined:
-            # A single process that offloads needs a group with itself as the only member.
-            distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-                store=HashStore(),
-                rank=0,
-                world_size=1,
-            )
-        self._patient = _patient_group() if self.size > 1 else None
-
-    @property
-    def is_whole(self) -> bool:
+        self.is_whole = self.size == 1 and not cpu_offload
         """Whether modules stay whole."""
-        return not self._shards
+        if not self.is_whole and not joined:
+            join_alone(self.device)
+        self._patient: ProcessGroup | None = None
+        if self.size > 1:
+            made = distributed.new_group(backend="gloo", timeout=LONGEST_WAIT)  # pyright: ignore[reportUnknownMemberType]
+            self._patient = cast("ProcessGroup", made)
 
     def place(self, module: nn.Module, blocks: Collection[str]) -> None:
         """Move a module to the device, or shard it. `blocks` names the classes whose instances are
         gathered one at a time."""
-        if not self._shards:
+        if self.is_whole:
             module.to(self.device)
             return
         mesh = init_device_mesh(self.device.type, (self.size,))
@@ -114,6 +98,15 @@ class Sharding:
     def whole(self, tensor: Tensor) -> Tensor:
         """Gather a sharded tensor; return any other tensor as it is."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def gather(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Make tensors whole, one at a time, on the CPU; empty on all ranks but rank 0."""
+        gathered: dict[str, Tensor] = {}
+        for name, tensor in named:
+            whole = self.whole(tensor.detach())
+            if self.rank == 0:
+                gathered[name] = whole.cpu().contiguous()
+        return gathered
 
     def sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum values over the ranks."""
@@ -142,14 +135,9 @@ class Sharding:
         return Figures(**cast("dict[str, int]", found))
 
     def wait(self) -> None:
-        """Wait for every rank, even if one of them writes for a long time.
-
-        The loss of a rank is detected elsewhere.
-        """
+        """Wait for every rank, even if one writes for a long time. A rank's loss is detected elsewhere."""
         if self._patient is not None:
-            distributed.all_reduce(  # pyright: ignore[reportUnknownMemberType]
-                torch.zeros(1), group=self._patient
-            )
+            distributed.all_reduce(torch.zeros(1), group=self._patient)  # pyright: ignore[reportUnknownMemberType]
 
     def _reduce(
         self, values: NDArray[np.float64], operation: distributed.ReduceOp.RedOpType

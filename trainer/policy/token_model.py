@@ -1,6 +1,6 @@
 """A causal language model that computes the probabilities of selected tokens only.
 
-For the suffixes of tensor names see `batching`; V is the vocabulary, H the hidden size.
+Suffixes as in `batching`; V is the vocabulary, H the hidden size.
 """
 # ruff: noqa: N803, N806, N815 - a name ends with its dimensions.
 
@@ -65,21 +65,18 @@ class CausalModel(Protocol):
         use_cache: bool,
     ) -> Output: ...
     def get_output_embeddings(self) -> nn.Module: ...
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None: ...
     def gradient_checkpointing_enable(self) -> None: ...
     def enable_input_require_grads(self) -> None: ...
-    def save_pretrained(
-        self, folder: Path, *, state_dict: Mapping[str, Tensor] | None = None
-    ) -> None: ...
+    def save_pretrained(self, folder: Path, *, state_dict: Mapping[str, Tensor] | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """Log-probability and entropy of a micro-batch's trained tokens; float32, shape [N]."""
+    """Log-probability and entropy of a micro-batch's trained tokens at their temperatures; float32, [N]."""
 
     logprobs_N: Tensor
-    """log softmax(logits / temperature) of each token."""
     entropies_N: Tensor
-    """Entropy of the distribution that each token was drawn from, at its temperature."""
 
 
 class TokenModel:
@@ -88,8 +85,8 @@ class TokenModel:
     def __init__(
         self, model: CausalModel, *, autocast: bool, device: torch.device | None = None
     ) -> None:
-        """`autocast` computes in bfloat16 with float32 weights. `device` is where the model
-        computes, if its parameters are kept elsewhere."""
+        """`autocast` computes in bfloat16 with float32 weights. `device` is where the model computes, if
+        its parameters are kept elsewhere, like those of an offloaded model."""
         self._autocast = autocast
         self._device = device
         self._sources_M: Tensor | None = None
@@ -100,12 +97,10 @@ class TokenModel:
 
     @property
     def module(self) -> nn.Module:
-        """The model as a torch module."""
         return cast("nn.Module", self.model)
 
     @property
     def device(self) -> torch.device:
-        """The device that computes; the shards of an offloaded model are kept elsewhere."""
         return self._device or next(self.module.parameters()).device
 
     @property
@@ -118,7 +113,6 @@ class TokenModel:
 
     @contextlib.contextmanager
     def without_dropout(self) -> Generator[None]:
-        """Disable dropout in this context, as the engine does."""
         was_training = self.module.training
         self.module.eval()
         try:
@@ -127,7 +121,7 @@ class TokenModel:
             self.module.train(was_training)
 
     def evaluate(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> TokenOutput:
-        """Compute log-probabilities, and entropies with a gradient only if `entropy_gradient`."""
+        """The entropies have a gradient only if `entropy_gradient`."""
         logits_MV = self._predict(batch)
         logprobs_M = token_logprobs(logits_MV, batch.targets_M.to(logits_MV.device))
         if entropy_gradient:
@@ -135,9 +129,7 @@ class TokenModel:
         else:
             with torch.no_grad():
                 rows = ENTROPY_ROWS_CPU if logits_MV.device.type == "cpu" else ENTROPY_ROWS
-                starts = range(0, len(logits_MV), rows)
-                parts = [entropies(logits_MV[start : start + rows]) for start in starts]
-                entropies_M = torch.cat(parts)
+                entropies_M = torch.cat([entropies(part) for part in torch.split(logits_MV, rows)])
         predictions_N = batch.predictions_N.to(logits_MV.device)
         return TokenOutput(logprobs_M[predictions_N], entropies_M[predictions_N])
 
@@ -193,22 +185,15 @@ class TokenModel:
         return output.logits.squeeze(0)
 
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> Tensor:
-        """Compute each token's log-probability but the first's with `tensors` as the weights.
-
-        `tensors` are named like the model's parameters. Float32, shape [n - 1]. No gradient, no
-        dropout, no autocast.
-        """
+        """Compute each token's log-probability but the first's, float32, shape [n - 1], with `tensors` in
+        place of the parameters of these names. No gradient, no dropout, no autocast."""
         device = self.device
         whole = {n: tensor.to(device, torch.float32) for n, tensor in tensors.items()}
         ids_1T = torch.tensor([list(token_ids)], device=device)
         scored_M = torch.arange(len(token_ids) - 1, device=device)
         with torch.no_grad(), self.without_dropout(), self.selecting(scored_M):
-            output = cast(
-                "Output",
-                functional_call(
-                    self.module, whole, kwargs={"input_ids": ids_1T, "use_cache": False}
-                ),
-            )
+            told = {"input_ids": ids_1T, "use_cache": False}
+            output = cast("Output", functional_call(self.module, whole, kwargs=told))
         logprobs = torch.log_softmax(output.logits.squeeze(0).float(), dim=-1)
         return logprobs.gather(1, ids_1T[0, 1:, None]).squeeze(1)
 
@@ -224,9 +209,9 @@ class TokenModel:
     def supports_trees(self) -> bool:
         """Return whether the model computes a prefix tree exactly like its sequences one by one.
 
-        It does not if its attention ignores the given mask, if layers carry a state from position
-        to position, or if layers attend to fewer positions than a tree has. Such layers would use
-        the tree's mask in place of their own.
+        It does not if its attention ignores the given mask, if layers carry a state from position to
+        position, or if layers attend to fewer positions than a tree has: these would use the tree's mask
+        in place of their own.
         """
         if attends_within(MAX_TREE_TOKENS, self.model.config.get_text_config()):
             return False
@@ -250,11 +235,8 @@ class TokenModel:
         return True
 
     def _select_positions(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Keep only the positions that predict a trained token.
-
-        A hook before the output layer, so that later processing of the logits (scaling, soft caps)
-        still happens.
-        """
+        """Keep only the positions that predict a trained token. A hook before the output layer, so that
+        later processing of the logits (scaling, soft caps) still happens."""
         if self._sources_M is None:
             return inputs
         hidden_BTH = inputs[0]
@@ -273,10 +255,8 @@ def attends_within(length: int, config: object) -> bool:
 
 
 def same_angles_within(config: SavedConfig) -> int | None:
-    """Return the longest sequence for which rotary angles do not depend on the sequence's length.
-
-    None if they never do.
-    """
+    """Return the longest sequence for which rotary angles do not depend on the sequence's length; None if
+    they never do."""
     told = config.to_dict()
     parameters = cast("dict[str, object]", told.get("rope_parameters") or {})
     # Each kind of layer may have separate parameters, or all share one set.

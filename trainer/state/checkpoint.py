@@ -5,19 +5,15 @@
         state.json       the trainer's state besides the policy (`TrainerState`)
         ...              written by the policy: a model folder, the optimizer, the random states
 
-Order of events: leftovers of earlier attempts are removed -> files are written under a temporary
-name -> manifest -> every file and folder synced -> rename -> parent synced -> durable. Only then
-may the checkpoint be announced. Last, all but the N newest are removed, each renamed first.
+Order of events: leftovers of earlier attempts are removed -> files are written under a temporary name ->
+manifest -> every file and folder synced -> rename -> parent synced -> durable. Only then may the checkpoint
+be announced. Last, all but the N newest are removed, each renamed first.
 
-What each failure does:
-
-    killed before the rename  the next save removes the unfinished folder; the newest checkpoint is still
-                                the previous one
+    killed before the rename  the next save removes the unfinished folder
     killed after it           the checkpoint is complete, but perhaps not announced. The server then
-                                redelivers groups it contains, which the ledger identifies. `restore`
-                                syncs the parent, because the save may not have done so
+                                redelivers groups it contains, which the ledger identifies
     disk full or failing:     the unfinished folder is removed, which frees its space. The run ends with
-      StorageFailed             an error before anything was announced. Earlier checkpoints are unchanged
+      StorageFailed             an error before anything was announced
     a file is missing,        the manifest reveals it. `restore` logs an error and skips to the previous
       truncated or changed      checkpoint; the broken one is renamed to `broken-step-...`
 """
@@ -34,11 +30,12 @@ from pathlib import Path
 from typing import cast
 
 import xxhash
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 
 from penstock.common.failpoints import hit
 from penstock.common.folders import make_folder, sync_folder
-from penstock.trainer.core.errors import CheckpointUnusable, StorageFailed
+from penstock.trainer.core.errors import CheckpointUnusable, StorageFailed, storing
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +73,11 @@ class TrainerState:
     start_id: str = ""
     """The start of the run that wrote it (`run_id`); empty in checkpoints without it."""
     record: Mapping[str, object] = field(default_factory=dict[str, object])
-    """The figures of `step`, as far as known. They are written to the metrics when its switch is
-    answered, before which the trainer may be killed. Empty if they are already written."""
+    """The figures of `step` that are known before its switch is answered, which is when they are written to
+    the metrics; empty if they are already written."""
+
+
+_STATE = TypeAdapter(TrainerState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +105,21 @@ def save_checkpoint(
         (unfinished / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
         _write_manifest(unfinished)
 
-    _write(final, write, f"the checkpoint of step {state.step}")
+    replace_folder(final, write, f"the checkpoint of step {state.step}")
     hit("checkpoint.before_prune")
     try:
         for old in _checkpoints(folder)[:-keep]:
-            _remove(old)
+            # Renamed first, so that a partly removed folder is never taken for a checkpoint.
+            shutil.rmtree(old.rename(old.with_name(f"{REMOVED}{old.name}")))
     except OSError as error:
         raise StorageFailed(f"old checkpoints cannot be removed from {folder}: {error}") from error
     return final
 
 
-def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder atomically, replacing any folder of that name. Raises StorageFailed."""
-    _write(final, write, str(final))
-
-
 def restore(folder: Path) -> Checkpoint | None:
     """Returns the newest complete checkpoint; None if there are no checkpoints.
 
-    Broken checkpoints are set aside. The folder is synced, because a killed trainer may not have
+    Newer ones, which are broken, are set aside. The folder is synced, because a killed trainer may not have
     done so. Raises CheckpointUnusable if all checkpoints are broken, and StorageFailed.
     """
     found = _checkpoints(folder)
@@ -136,12 +132,13 @@ def restore(folder: Path) -> Checkpoint | None:
             log.error("BROKEN CHECKPOINT, falling back to the previous one: %s", error)
             passed_over = max(passed_over, int(checkpoint.name.rpartition("-")[2]))
             continue
-        try:
+        with storing(folder):
             for broken in (other for other in found if other > checkpoint):
-                _set_aside(broken)
+                aside = broken.with_name(f"{BROKEN}{broken.name}")
+                if aside.exists():
+                    shutil.rmtree(aside)
+                broken.rename(aside)
             sync_folder(folder)
-        except OSError as error:
-            raise StorageFailed(f"{folder}: {error.strerror or error}") from error
         return Checkpoint(checkpoint, state, passed_over)
     if found:
         raise CheckpointUnusable(f"{folder}: none of the {len(found)} checkpoints is complete")
@@ -164,7 +161,6 @@ def verify(checkpoint: Path) -> None:
     for name, (size, xxh3) in expected.items():
         file = checkpoint / name
         try:
-            # Check the size first, to avoid hashing a truncated file.
             sound = file.stat().st_size == size and _digest(file) == xxh3
         except OSError as error:
             raise CheckpointUnusable(f"{file}: {error.strerror}") from error
@@ -178,26 +174,14 @@ def read_state(checkpoint: Path) -> TrainerState:
     """Returns the trainer's own part of a checkpoint. Raises CheckpointUnusable."""
     path = checkpoint / STATE_FILE
     try:
-        fields = cast("dict[str, object]", json.loads(path.read_text(encoding="utf-8")))
-        return TrainerState(
-            run_id=str(fields["run_id"]),
-            step=cast("int", fields["step"]),
-            weight_version=cast("int", fields["weight_version"]),
-            next_index=cast("int", fields["next_index"]),
-            outstanding=tuple(cast("list[int]", fields["outstanding"])),
-            unasked=tuple(cast("list[int]", fields.get("unasked", []))),
-            probe=tuple(cast("list[int]", fields.get("probe", []))),
-            data=str(fields.get("data", "")),
-            ledger_bytes=cast("int | None", fields.get("ledger_bytes")),
-            start_id=str(fields.get("start_id", "")),
-            record=cast("dict[str, object]", fields.get("record", {})),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _STATE.validate_python(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
         raise CheckpointUnusable(f"{path}: {error!r}") from error
 
 
-def _write(final: Path, write: Callable[[Path], None], subject: str) -> None:
-    """Writes a folder under a temporary name, makes all of it durable, and renames it."""
+def replace_folder(final: Path, write: Callable[[Path], None], subject: str = "") -> None:
+    """Writes a folder under a temporary name, makes all of it durable, and renames it, in place of any
+    folder of that name. Raises StorageFailed, which names the `subject`, or else the folder."""
     parent = final.parent
     unfinished = parent / f"{UNFINISHED}{final.name}"
     try:
@@ -208,22 +192,22 @@ def _write(final: Path, write: Callable[[Path], None], subject: str) -> None:
         hit("checkpoint.begun")
         write(unfinished)
         hit("checkpoint.before_sync")
-        for path in sorted(unfinished.rglob("*"), reverse=True):
+        for path in (*sorted(unfinished.rglob("*"), reverse=True), unfinished):
             _sync(path)
-        _sync(unfinished)
         hit("checkpoint.before_rename")
         removed = parent / f"{REMOVED}{final.name}"
         if final.exists():
             final.rename(removed)
         unfinished.rename(final)
         hit("checkpoint.after_rename")
-        _sync(parent)
+        sync_folder(parent)
         if removed.exists():
             shutil.rmtree(removed)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         said = (error.strerror if isinstance(error, OSError) else None) or error
-        raise StorageFailed(f"{subject} cannot be written to {parent}: {said}") from error
+        what = subject or final
+        raise StorageFailed(f"{what} cannot be written to {parent}: {said}") from error
 
 
 def _write_manifest(folder: Path) -> None:
@@ -241,20 +225,6 @@ def _digest(path: Path) -> str:
         while piece := file.read(PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _remove(checkpoint: Path) -> None:
-    """Renames it first, so that a partly removed folder is never taken for a checkpoint."""
-    removed = checkpoint.with_name(f"{REMOVED}{checkpoint.name}")
-    checkpoint.rename(removed)
-    shutil.rmtree(removed)
-
-
-def _set_aside(broken: Path) -> None:
-    aside = broken.with_name(f"{BROKEN}{broken.name}")
-    if aside.exists():
-        shutil.rmtree(aside)
-    broken.rename(aside)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

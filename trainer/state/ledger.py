@@ -6,24 +6,22 @@
      "trajectory_ids": [..]}, ..]}
     {"refused": {"group_id": .., "task_id": ..}, "reason": "ALL_FAILED"}
 
-The lines up to the step of the newest complete checkpoint are the lineage that survives. They alone
-show what the model was trained on. Later lines are of steps that no checkpoint contains yet. Once a
-run has ended, the whole file is the lineage.
+The lines up to the step of the newest complete checkpoint are the lineage: they alone show what the model
+was trained on. Once a run has ended, the whole file is the lineage.
 
-Order of events in a step: computed -> its line durable -> weights uploaded, switched to, groups
-receipted -> (if one is due) a checkpoint, which records the ledger's length. So a server never
-holds a version whose groups the ledger does not list.
+Order of events in a step: computed -> its line durable -> weights uploaded, switched to, groups receipted
+-> (if one is due) a checkpoint, which records the ledger's length. So a server never holds a version whose
+groups the ledger does not list.
 
-A run that resumes after step K finds the lines beyond K: `ahead`. If it repeats such a step with
-the same groups, and gets exactly the same weights, the line stands. At the first step with a
-different result the file is cut. Lines of refused groups are kept. A refusal stays true however far
-back the trainer resumes, because the server has forgotten the group. The remaining lines are
-written to a separate file, which takes the ledger's name once it is durable.
+A run that resumes after step K finds the lines beyond K: `ahead`. If it repeats such a step with the same
+groups, and gets exactly the same weights, the line stands. At the first step with a different result the
+file is cut. Lines of refused groups are kept: a refusal stays true however far back the trainer resumes,
+because the server has forgotten the group. The remaining lines are written to a separate file, which takes
+the ledger's name once it is durable.
 
-Failures: a line that was half written when the process died is cut at the next start. The other lines are
-synced then, because they may not have been. If the process dies while it cuts the file, the file stays as
-it was. If there is no room for a line, the step is not published and the run ends with an error. One
-trainer at a time writes to a folder: the ledger is locked for as long as it is open.
+A line that was half written when the process died is cut at the next start. If there is no room for a
+line, the step is not published and the run ends with an error. One trainer at a time writes to a folder:
+the ledger is locked for as long as it is open.
 """
 
 from __future__ import annotations
@@ -32,11 +30,12 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from penstock.common.failpoints import hit
 from penstock.common.folders import make_folder, sync_folder
@@ -50,8 +49,6 @@ REMEMBERED = 65_536
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroup:
-    """One group used by a step."""
-
     group_id: str
     task_id: str
     """Empty for a group of unleased trajectories."""
@@ -60,16 +57,12 @@ class TrainedGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """The record of one step."""
-
     step: int
     weight_version: int
     """The version that the step produced."""
     weights: str
-    """Checksum of the weights as uploaded.
-
-    Empty if the server was unreachable, unless the step was a repetition.
-    """
+    """Checksum of the weights as uploaded; empty if the server was unreachable, unless the step was a
+    repetition."""
     groups: tuple[TrainedGroup, ...]
     """In the order in which the step computed them."""
 
@@ -80,24 +73,20 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class RefusedEntry:
-    """The record of a group that was refused."""
-
     group_id: str
     task_id: str
     reason: str
 
 
 Entry = StepEntry | RefusedEntry
+_STEP = TypeAdapter(StepEntry)
 
 
 class Ledger:
     """One run's ledger, open for writing. All methods block on the disk."""
 
     def __init__(self, folder: Path) -> None:
-        """Open and lock the folder's ledger; create folder and file if they do not exist.
-
-        Raises RunFolderInUse if another trainer has locked it, and StorageFailed.
-        """
+        """Raises RunFolderInUse if another trainer has locked the ledger, and StorageFailed."""
         self.path = folder / FILE
         with storing(self.path):
             make_folder(folder)
@@ -107,7 +96,8 @@ class Ledger:
                 raise RunFolderInUse(f"another trainer is writing to {folder}")
             (folder / UNFINISHED).unlink(missing_ok=True)
             sync_folder(folder)
-        self._length = 0
+        self.length_bytes = 0
+        """Where the last step's line ends; later bytes are not part of the lineage yet."""
         self.trained: dict[str, int] = {}
         """Step of each recent group that the resumed state contains, oldest first; REMEMBERED at most."""
         self.refused: list[RefusedEntry] = []
@@ -117,11 +107,6 @@ class Ledger:
         """Steps a killed trainer did beyond the resumed state, from the next step on, without a gap."""
         self._ends: dict[int, int] = {}
         """Byte offset at which the line of each step in `ahead` ends."""
-
-    @property
-    def length_bytes(self) -> int:
-        """Where the last step's line ends; later bytes are not part of the lineage yet."""
-        return self._length
 
     def resume(self, step: int, length_bytes: int | None = None) -> None:
         """Read the file for a run that resumes after `step`.
@@ -140,19 +125,17 @@ class Ledger:
             self._unfinished.clear()
             if entry.step <= step:
                 self.trained |= dict.fromkeys((g.group_id for g in entry.groups), entry.step)
-                self._length = end
+                self.length_bytes = end
             elif entry.step == step + len(self.ahead) + 1:
                 self.ahead[entry.step], self._ends[entry.step] = entry, end
             else:
                 break
-        if length_bytes is not None and length_bytes != self._length:
+        if length_bytes is not None and length_bytes != self.length_bytes:
             raise CheckpointUnusable(
-                f"{self.path}: the line of step {step} ends at byte {self._length}, but ended at "
+                f"{self.path}: the line of step {step} ends at byte {self.length_bytes}, but ended at "
                 f"{length_bytes} when the checkpoint was written: the ledger is of another run"
             )
-        self.trained = dict(
-            islice(self.trained.items(), max(0, len(self.trained) - REMEMBERED), None)
-        )
+        self.trained = dict(list(self.trained.items())[-REMEMBERED:])
         with storing(self.path):
             # Anything after the last complete line is what a killed trainer left unfinished.
             os.ftruncate(self._descriptor, end)
@@ -179,10 +162,10 @@ class Ledger:
         An identical existing line stays. Otherwise the lines of this step and later ones are removed.
         """
         if self.ahead.pop(entry.step, None) == entry:
-            self._length = self._ends.pop(entry.step)
+            self.length_bytes = self._ends.pop(entry.step)
         else:
             self._cut()
-            self._length = self._append(entry)
+            self.length_bytes = self._append(entry)
 
     def refuse(self, entry: RefusedEntry) -> None:
         """Record a refusal; durable on return. Raises StorageFailed."""
@@ -202,9 +185,9 @@ class Ledger:
         self._ends.clear()
         with storing(self.path):
             content = self.path.read_bytes()
-            beyond = (entry for entry, _ in _lines(content[self._length :]))
+            beyond = (entry for entry, _ in _lines(content[self.length_bytes :]))
             kept = [_line(entry) for entry in beyond if isinstance(entry, RefusedEntry)]
-            self._replace(content[: self._length] + b"".join(kept))
+            self._replace(content[: self.length_bytes] + b"".join(kept))
 
     def _replace(self, content: bytes) -> None:
         """Replace the open file by one with this content. Raises OSError."""
@@ -244,14 +227,9 @@ class Ledger:
         return begin + len(line)
 
 
-def read_ledger(path: Path, step: int | None = None) -> list[Entry]:
-    """Read every complete line of a ledger; with `step`, stop after that step's line."""
-    found: list[Entry] = []
-    for entry, _ in _lines(path.read_bytes() if path.exists() else b""):
-        if step is not None and isinstance(entry, StepEntry) and entry.step > step:
-            break
-        found.append(entry)
-    return found
+def read_ledger(path: Path) -> list[Entry]:
+    """Read every complete line of a ledger."""
+    return [entry for entry, _ in _lines(path.read_bytes() if path.exists() else b"")]
 
 
 def _lines(content: bytes) -> Iterator[tuple[Entry, int]]:
@@ -266,7 +244,7 @@ def _lines(content: bytes) -> Iterator[tuple[Entry, int]]:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Lock the file. Returns False if it is locked, or was replaced since it was opened."""
+    """Return False if the file is locked by another process, or was replaced since it was opened."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -281,31 +259,14 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def _line(entry: Entry) -> bytes:
-    return (json.dumps(_as_json(entry)) + "\n").encode()
+    fields = asdict(entry)
+    if isinstance(entry, RefusedEntry):
+        reason = fields.pop("reason")
+        fields = {"refused": fields, "reason": reason}
+    return (json.dumps(fields) + "\n").encode()
 
 
-def _as_json(entry: Entry) -> dict[str, object]:
-    if isinstance(entry, StepEntry):
-        return asdict(entry)
-    refused = {"group_id": entry.group_id, "task_id": entry.task_id}
-    return {"refused": refused, "reason": entry.reason}
-
-
-def _from_json(fields: dict[str, object]) -> Entry:
+def _from_json(fields: Any) -> Entry:
     if "refused" in fields:
-        refused = cast("dict[str, str]", fields["refused"])
-        return RefusedEntry(refused["group_id"], refused["task_id"], str(fields["reason"]))
-    groups = cast("Iterable[dict[str, object]]", fields["groups"])
-    return StepEntry(
-        cast("int", fields["step"]),
-        cast("int", fields["weight_version"]),
-        str(fields["weights"]),
-        tuple(
-            TrainedGroup(
-                str(group["group_id"]),
-                str(group["task_id"]),
-                tuple(cast("list[str]", group["trajectory_ids"])),
-            )
-            for group in groups
-        ),
-    )
+        return RefusedEntry(**fields["refused"], reason=fields["reason"])
+    return _STEP.validate_python(fields)

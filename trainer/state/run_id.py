@@ -1,10 +1,9 @@
 """The id that tells apart the starts of a run.
 
-A resumed run is the same run, and servers may still hold its tasks and groups. A run that begins
-again under the same `run.id` is a different one. This happens if its folder was removed, or if it
-keeps no checkpoints. A server that is still running would mistake the new tasks for those it knows.
-It would then deliver groups that the first start's weights sampled. So each start has an id, which
-Hello carries. A server that knows a different start of the run drops what it holds of it.
+A run that begins again under the same `run.id`, because its folder was removed or it keeps no checkpoints,
+is a different run. A server that is still running would mistake the new tasks for those it knows, and
+deliver groups that the first start's weights sampled. So each start has an id, which Hello carries. A
+server that knows a different start of the run drops what it holds of it.
 
     a new start                 the file `start` next to the ledger has the id, before the first Hello
     the first checkpoint        contains the id; the file is removed before the server is told what is
@@ -14,9 +13,8 @@ Hello carries. A server that knows a different start of the run drops what it ho
                                 the run begins again, because the server considers the contents of the
                                 lost checkpoints final
 
-Without checkpoints, everything trained is final at once and no trainer can resume from it, so such
-a start leaves no file. There is also no file between the removal of the last start's file and the
-writing of the next one. A trainer that dies in between begins again as a new start.
+Without checkpoints, everything trained is final at once and no trainer can resume from it, so such a start
+leaves no file.
 """
 
 from __future__ import annotations

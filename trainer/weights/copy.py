@@ -1,11 +1,9 @@
 """The trainer's copy of the policy's weights for upload, packed once for all servers.
 
-The copy keeps the bytes of the newest version until the next `fill`. A server that comes back empty
-can then be sent them again without the model.
-
-If differences are sent, there are two payloads. One holds what the servers sample (`base`). The
-other one is filled and compared with it, and becomes the base once a server has switched. Without
-memory for a second payload, every version is sent whole.
+The copy keeps the bytes of the newest version until the next `fill`. A server that comes back empty can
+then be sent them again without the model. If differences are sent, there are two payloads. One holds what
+the servers sample (`base`). The other one is filled and compared with it, and becomes the base once a
+server has switched. Without memory for a second payload, every version is sent whole.
 """
 
 from __future__ import annotations
@@ -35,12 +33,18 @@ MEMORY_INFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """The version that a server samples, with the trainer's copy of its bytes."""
+
+    payload: Payload
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Parcel:
-    """What is sent for one version."""
+    """What is sent for one version: all of it, or its difference from a base."""
 
     weight_version: int
-    base_weight_version: int
-    """The version that the difference applies to; zero if the parcel is whole."""
     payload: Payload
     """The whole version, even if only a difference is sent."""
     specs: tuple[weights_pb2.TensorSpec, ...]
@@ -49,13 +53,17 @@ class Parcel:
     """The bytes to send, in order."""
     changed_elements_ratio: float | None = None
     """Share of elements that differ from the base; None if the parcel is whole."""
-    base: Payload | None = None
-    """The payload that it is the difference from; None if the parcel is whole."""
+    base: Held | None = None
+    """None if the parcel is whole."""
 
     @property
     def is_delta(self) -> bool:
-        """Whether the parcel is a difference."""
-        return self.base_weight_version != 0
+        return self.base is not None
+
+    @property
+    def base_weight_version(self) -> int:
+        """Zero if the parcel is whole."""
+        return self.base.weight_version if self.base else 0
 
     @property
     def length_bytes(self) -> int:
@@ -63,34 +71,17 @@ class Parcel:
         return sum(map(len, self.pieces))
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The version that the server samples, with the trainer's copy of its bytes."""
-
-    payload: Payload
-    weight_version: int
-
-
 def whole(payload: Payload, weight_version: int) -> Parcel:
-    """Make a parcel of the payload's every byte."""
-    return Parcel(weight_version, 0, payload, payload.specs, (payload.file.view,))
+    return Parcel(weight_version, payload, payload.specs, (payload.file.view,))
 
 
 def difference(payload: Payload, weight_version: int, base: Held) -> Parcel:
     """Make the bitwise difference that turns `base` into `payload`; equal tensors take no bytes."""
     if payload is base.payload:
         same = tuple(differences.same(spec) for spec in payload.specs)
-        return Parcel(weight_version, base.weight_version, payload, same, (), 0.0, base.payload)
+        return Parcel(weight_version, payload, same, (), 0.0, base)
     found = differences.difference(payload.specs, base.payload.elements(), payload.elements())
-    return Parcel(
-        weight_version,
-        base.weight_version,
-        payload,
-        found.specs,
-        found.pieces,
-        found.changed_part,
-        base.payload,
-    )
+    return Parcel(weight_version, payload, found.specs, found.pieces, found.changed_part, base)
 
 
 class WeightCopy:
@@ -105,7 +96,7 @@ class WeightCopy:
         self.filled: Payload | None = None
         """The payload that the next upload sends; None before the first `fill`."""
         self.version = 0
-        """The version whose bytes it holds; zero before the first."""
+        """Of `filled`; zero before the first."""
         self.base: Held | None = None
         """The version that differences are computed from."""
         self.measured: weights_pb2.WeightProbe | None = None
@@ -120,13 +111,13 @@ class WeightCopy:
         return self._probe is not None and bool(self._probe.token_ids)
 
     def reusable(self, *, keeps_base: bool) -> Payload | None:
-        """Return what `allocate` would, if it need not allocate. An upload can then begin earlier."""
+        """What `allocate` would return, if it need not allocate. An upload can then begin earlier."""
         if not keeps_base and len(self.payloads) > 1:
             return None
         return self._free_payload()
 
     async def allocate(self, weights: Weights, *, keeps_base: bool) -> Payload:
-        """Return the payload to fill next. Without `keeps_base`, no difference will be made from it."""
+        """The payload to fill next. Without `keeps_base`, no difference will be made from it."""
         return await self._compute.run(self._allocate, weights, keeps_base)
 
     async def fill(self, payload: Payload, weights: Weights, *, in_chunks: bool = False) -> None:
@@ -135,11 +126,11 @@ class WeightCopy:
         await self._compute.run(self._fill, payload, weights, in_chunks)
 
     async def pack(self, *, as_difference: bool) -> Parcel:
-        """Return the filled version as it is sent. A difference is computed once for all senders."""
+        """The filled version as it is sent. A difference is computed once for all senders."""
         return await self._compute.run(self._pack, as_difference)
 
     def relabel(self, weight_version: int) -> None:
-        """Give the current bytes a new version number."""
+        """Give the bytes a new version number."""
         self.version = weight_version
         self._difference = None
 
@@ -150,14 +141,13 @@ class WeightCopy:
         self._difference = None
 
     def close(self) -> None:
-        """Free the payloads' memory."""
         for payload in self.payloads:
             payload.close()
         self.payloads.clear()
         self.filled = self.base = self._difference = None
 
     def _free_payload(self) -> Payload | None:
-        """Return a payload other than the base. One is enough until a switch makes it the base."""
+        """A payload other than the base. One is enough until a switch makes it the base."""
         base = self.base.payload if self.base else None
         return next((payload for payload in self.payloads if payload is not base), None)
 
@@ -201,10 +191,7 @@ class WeightCopy:
 
 
 def _check_memory(length_bytes: int) -> None:
-    """Raise OSError if this allocation would leave too little memory.
-
-    The kernel would sooner kill a process than refuse the allocation.
-    """
+    """Raise OSError if too little would be left: the kernel would sooner kill a process than refuse."""
     for line in MEMORY_INFO.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

@@ -1,8 +1,8 @@
 """One weight version as packed bytes, in memory that other processes on this host can read.
 
-The memory is allocated once and reused, because fresh pages cost several times as much as the copy.
-Its progress word records how far `fill` has come. A reader that follows it closely finds the new
-bytes in the cache:
+The memory is allocated once and reused, because fresh pages cost several times as much as the copy. Its
+progress word records how far `fill` has come. A reader that follows it closely finds new bytes in the
+cache:
 
     begin (the word is zero) -> the upload begins -> fill (piece, word, piece, word ...) -> commit
 """
@@ -38,8 +38,6 @@ _ELEMENTS = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dt
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one tensor lies in the payload."""
-
     name: str
     shape: tuple[int, ...]
     offset: int
@@ -82,13 +80,13 @@ class Payload:
         self.file = MemoryFile(self.length_bytes, with_progress=True)
         self._views = [np.frombuffer(self._bytes(place), np.uint8) for place in self._places]
         self._announced = tuple(map(self._announce, self._places))
-        self._checksums: tuple[int, ...] = ()
+        self.checksums: tuple[int, ...] = ()
+        """XXH3-64 of each tensor, in the order of `specs`, after the last `fill`."""
         self.chunk_checksums: tuple[int, ...] = ()
         """XXH3-64 of each CHUNK_BYTES of the payload; empty unless the last `fill` was `in_chunks`."""
 
     @property
     def can_differ(self) -> bool:
-        """Whether differences can be encoded in this dtype."""
         return self._dtype.itemsize in sparse.WIDTHS
 
     @cached_property
@@ -104,15 +102,10 @@ class Payload:
         return header.SerializeToString()
 
     @property
-    def checksums(self) -> tuple[int, ...]:
-        """XXH3-64 of each tensor, in the order of `specs`, after the last `fill`."""
-        return self._checksums
-
-    @property
     def specs(self) -> tuple[weights_pb2.TensorSpec, ...]:
         """Location and checksum of each tensor, after the last `fill`."""
         found: list[weights_pb2.TensorSpec] = []
-        for announced, xxh3 in zip(self._announced, self._checksums, strict=True):
+        for announced, xxh3 in zip(self._announced, self.checksums, strict=True):
             spec = weights_pb2.TensorSpec(xxh3=xxh3)
             spec.MergeFrom(announced)
             found.append(spec)
@@ -122,22 +115,17 @@ class Payload:
     def digest(self) -> str:
         """Checksum of the whole payload, equal for equal weights, after the last `fill`."""
         digest = xxhash.xxh3_64()
-        for place, xxh3 in zip(self._places, self._checksums, strict=True):
+        for place, xxh3 in zip(self._places, self.checksums, strict=True):
             digest.update(f"{place.name} {self._dtype_name} {xxh3:x}\n".encode())
         return digest.hexdigest()
 
     def begin(self) -> None:
-        """Reset the progress word, because nothing of the next version is filled yet.
-
-        This must happen before any reader is asked to follow the word.
-        """
+        """Reset the progress word, before any reader is asked to follow it."""
         self.file.tell_filled(0)
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]], *, in_chunks: bool = False) -> None:
-        """Overwrite the payload. Names and shapes must be those of the constructor, in the same order.
-
-        With `in_chunks`, the checksums of the chunks that will be sent are computed too.
-        """
+        """Names and shapes must be those of the constructor, in the same order. `in_chunks` also computes
+        `chunk_checksums`."""
         self.begin()
         self.chunk_checksums = ()
         chunks = _Chunks(self.file.view) if in_chunks else None
@@ -146,7 +134,7 @@ class Payload:
             if (place.name, place.shape) != (name, tuple(tensor.shape)):
                 raise ValueError(f"{name} {tuple(tensor.shape)}: the payload expects {place}")
             checksums.append(self._copy(index, tensor.detach(), chunks))
-        self._checksums = tuple(checksums)
+        self.checksums = tuple(checksums)
         if chunks is not None:
             chunks.take(self.length_bytes, memoryview(b""))
             self.chunk_checksums = tuple(chunks.checksums)
@@ -168,24 +156,23 @@ class Payload:
             copied = target[begin : begin + PIECE_BYTES]
             np.copyto(copied, piece)
             tell_filled(place.offset + begin + len(copied))
-            # Hash the source, not the copy. It is in the cache, and the reader then notices a copy
-            # that went wrong.
+            # The source is in the cache, and the reader then notices a copy that went wrong.
             digest.update(piece.data)
             if chunks is not None:
                 chunks.take(place.offset + begin, piece.data)
         return digest.intdigest()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name, as views that the next `fill` overwrites."""
+        """Views that the next `fill` overwrites."""
         return {place.name: self._tensor(place) for place in self._places}
 
     def elements(self) -> list[NDArray[np.unsignedinteger]]:
-        """Return each tensor's bit patterns, flat, in the order of `specs`, also as views."""
+        """Each tensor's bit patterns, flat, in the order of `specs`, also as views."""
         patterns = _ELEMENTS[self._dtype.itemsize]
         return [np.frombuffer(self._bytes(place), patterns) for place in self._places]
 
     def close(self) -> None:
-        """Close the memory. It is freed once the last reader has closed it too."""
+        """The memory is freed once the last reader has closed it too."""
         self.file.close()
 
     def _bytes(self, place: _Place) -> memoryview:

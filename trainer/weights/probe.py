@@ -1,8 +1,8 @@
-"""A fixed sequence, scored by the trainer with the weights it uploads, and by the engine after
-loading them.
+"""A fixed sequence, scored by the trainer with the weights it uploads, and by the engine after loading
+them.
 
-The sequence is the beginning of the first trajectory that the run trains on. It stays the same for
-the whole run, including restarts, so that figures of different steps are comparable.
+It is the beginning of the first trajectory that the run trains on, and stays the same for the whole run,
+including restarts, so that figures of different steps are comparable.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ Score = Callable[[Mapping[str, Tensor], Sequence[int]], "NDArray[np.float32]"]
 
 
 class Probe:
-    """One run's probe sequence. Scores it under each version."""
-
     def __init__(
         self, score: Score, *, tokens: int, tolerance: float, token_ids: Sequence[int] = ()
     ) -> None:
-        """`tokens` is the sequence's length; zero disables the probe. `tolerance` is the largest
-        allowed mean difference in nats. `token_ids` is the sequence from a checkpoint, if any."""
+        """`tokens` is the sequence's length; zero disables the probe. `tolerance` is the largest allowed
+        mean difference in nats. `token_ids` is the sequence from a checkpoint, if any."""
         self._score = score
         self._tokens = tokens
         self._tolerance = tolerance
@@ -41,20 +39,19 @@ class Probe:
         """The sequence; empty until it is chosen."""
 
     def choose(self, groups: Sequence[TrainingGroup]) -> None:
-        """Choose the beginning of the first trajectory, unless there is a sequence already.
-
-        A trajectory shorter than the probe is taken whole. At least two tokens are needed for a score.
-        """
+        """Choose the beginning of the first trajectory, unless there is a sequence already. A trajectory
+        shorter than the probe is taken whole."""
         if not self._tokens or self.token_ids:
             return
         for group in groups:
             for sample in group.samples:
+                # A score needs two tokens.
                 if len(sample.token_ids) >= 2:
                     self.token_ids = tuple(map(int, sample.token_ids[: self._tokens]))
                     return
 
     def measure(self, tensors: Mapping[str, Tensor]) -> weights_pb2.WeightProbe | None:
-        """Score the sequence under these weights; None without one. Runs in the compute thread."""
+        """None without a sequence. Runs in the compute thread."""
         if not self.token_ids:
             return None
         logprobs = self._score(tensors, self.token_ids)

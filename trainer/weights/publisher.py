@@ -7,11 +7,9 @@
     switch  request it from each server, on the exchange
     confirm wait until every server samples it, with one more upload after a rejection
 
-Each server has a separate connection and a `Sender`, which decides what to send when, how to react
-to a refusal, and how to restore the server. The `WeightCopy` owns the bytes. Uploads to several
-servers run concurrently, and a change of the copy waits for all of them. A switch is requested only
-once every server has the version staged. A server that has restarted since then has lost the staged
-version, and rejects the switch.
+Uploads to several servers run concurrently, and a change of the copy waits for all of them. A switch is
+requested only once every server has the version staged. A server that has restarted since then has lost the
+staged version, and rejects the switch.
 """
 
 from __future__ import annotations
@@ -36,8 +34,6 @@ Switches = Mapping[Sender, asyncio.Future[SwitchReceipt]]
 
 
 class Publisher:
-    """Publishes weight versions to every server of a run."""
-
     def __init__(self, copy: WeightCopy, senders: Sequence[Sender]) -> None:
         """Each of `senders` uploads `copy` to one server."""
         self._copy = copy
@@ -57,7 +53,7 @@ class Publisher:
 
     @property
     def length_bytes(self) -> int:
-        """Size of a whole version in bytes."""
+        """Of a whole version."""
         return self._copy.filled.length_bytes if self._copy.filled else 0
 
     @property
@@ -74,12 +70,11 @@ class Publisher:
         return self.senders[0].exchange.held_version
 
     async def ask_servers(self) -> Infos | None:
-        """Return the description of every server, such that all answers hold at the same time. If a
-        server is lost while another is still awaited, all are asked again.
+        """The description of every server, such that all answers hold at the same time. If a server is lost
+        while another is still awaited, all are asked again.
 
-        Returns None if the run is asked to stop. Raises ConfigInvalid if a server does not take
-        this run's adapter, or takes another dtype than the others.
-        """
+        Returns None if the run is asked to stop. Raises ConfigInvalid if a server does not take this run's
+        adapter, or takes another dtype than the others."""
         while True:
             epochs = [sender.exchange.trainer_epoch for sender in self.senders]
             answers = await together(
@@ -98,9 +93,8 @@ class Publisher:
     async def begin(self, infos: Infos, weights: Weights, repeatable: Collection[int]) -> bool:
         """Make the servers sample the trainer's weights, as far as they lack them; see `make_plan`.
 
-        Fills the payload even if no server lacks the version, because a restarted server is given
-        it again. Returns whether the steps that the ledger has ahead are repeated.
-        """
+        Fills the payload even if no server lacks the version, because a restarted server is given it again.
+        Returns whether the steps that the ledger has ahead are repeated."""
         plan = make_plan(infos, self._held, repeatable)
         for sender, version in zip(self.senders, plan.inherited, strict=True):
             sender.inherited = version
@@ -119,13 +113,12 @@ class Publisher:
     async def fill(self, weights: Weights, weight_version: int, *, uploads: bool = False) -> None:
         """Copy weights into the payload as this version, and score the probe with them.
 
-        With `uploads`, uploads begin during the copy if they can, unless a server may already have
-        these weights. Version 0, the base model, is never uploaded, because every server has it.
-        The first version is compared with it.
+        With `uploads`, uploads begin during the copy if they can, unless a server may already have these
+        weights. Version 0, the base model, is never uploaded, because every server has it. The first
+        version is compared with it.
 
-        Waits for uploads in progress. A server that is being restored reads the payload, so this
-        waits until each such server samples its version. No other code waits for that answer.
-        """
+        Waits for uploads in progress. A server that is being restored reads the payload, so this waits
+        until each such server samples its version. No other code waits for that answer."""
         await together(sender.restored() for sender in self.senders)
         begins = uploads and weight_version > self._inherited
         async with AsyncExitStack() as stack:
@@ -152,17 +145,16 @@ class Publisher:
                 raise
 
     def relabel(self, weight_version: int) -> None:
-        """Give the current bytes a new version number: the step changed nothing."""
+        """Give the current bytes a new version number."""
         self._copy.relabel(weight_version)
         self._leave_ahead()
 
     def number(self, entry: StepEntry, *, repeated: bool) -> int:
-        """Return the version number for a step's weights: the entry's own, unless a server has
-        different weights under that number.
+        """The version number for a step's weights: the entry's own, unless a server has different weights
+        under that number.
 
-        If the step was `repeated` with the same entry, a server got that version from the previous
-        trainer, with identical weights.
-        """
+        If the step was `repeated` with the same entry, a server got that version from the previous trainer,
+        with identical weights."""
         if repeated or entry.weight_version > self._inherited:
             return entry.weight_version
         version = self._inherited + 1
@@ -175,25 +167,16 @@ class Publisher:
         return version
 
     async def stage(self, weight_version: int) -> Sent | None:
-        """Stage the payload's version on every server that lacks it.
-
-        Returns None if no server lacked it, or the run stops without one.
-        """
+        """Returns None if no server lacked the version, or the run stops without one."""
         lacking = [sender for sender in self.senders if weight_version > sender.inherited]
         return await _stage(weight_version, lacking)
 
     def switch(self, weight_version: int) -> Switches:
-        """Request a version, which the trainer holds as of this call.
-
-        Servers already past the version have no pending answer.
-        """
+        """Request a version, which the trainer holds as of this call. Servers past it have no answer."""
         return _switch(weight_version, self.senders)
 
     async def confirm(self, weight_version: int, switches: Switches) -> Switched | None:
-        """Wait for the answers to a switch; see `Sender.confirm`.
-
-        Returns None if the run stops without one of the servers.
-        """
+        """See `Sender.confirm`. Returns None if the run stops without one of the servers."""
         answers = await together(
             sender.confirm(weight_version, switch) for sender, switch in switches.items()
         )
@@ -201,7 +184,6 @@ class Publisher:
         return Switched.merged(switched) if switched and len(switched) == len(answers) else None
 
     def close(self) -> None:
-        """Close the senders and free the payloads."""
         for sender in self.senders:
             sender.close()
         self._copy.close()

@@ -4,16 +4,15 @@
                                                         -> a rejection: uploaded once more, whole, and
                                                              asked again
 
-A sender chooses the transport, and tracks which base the server holds (`base`). Every wait for the
-server lasts across its restarts (`Exchange.ask`). It ends in one of two other ways. The exchange may
-give the server up, which ends the run. Or the run stops without the server (`Exchange.left`), and
-the wait returns None. If the server has no room for a version, the trainer waits for room. If the
-run is to stop, it abandons that server instead, as it abandons an unreachable one.
+Every wait for the server lasts across its restarts (`Exchange.ask`). It ends in one of two other ways. The
+exchange may give the server up, which ends the run. Or the run stops without the server (`Exchange.left`),
+and the wait returns None. If the server has no room for a version, the trainer waits for room. If the run
+is to stop, it abandons that server instead, as it abandons an unreachable one.
 
 If the transport allows it, and the header needs nothing that is not known yet, an upload begins ahead: it
 starts before the payload is filled. The server then verifies the weights while the rest is copied, and
-`upload` only commits. Before the commit the server may forget such an upload, and `leave_ahead` makes it
-do so. If an upload that began ahead fails for any reason, the version is sent again like any other.
+`upload` only commits. If an upload that began ahead fails for any reason, the version is sent again like
+any other.
 
 If differences are enabled, these versions are still sent whole:
 
@@ -48,7 +47,7 @@ from penstock.trainer.weights.payload import Payload
 from penstock.trainer.weights.sent import Sent, Switched
 from penstock.trainer.weights.transports import Ahead, SharedMemory, Stream, Transport
 from penstock.v1 import rollout_service_pb2, trainer_service_pb2, weights_pb2
-from penstock.wire import codec
+from penstock.wire import methods
 from penstock.wire.differences import NOT_THE_DIFFERENCE
 from penstock.wire.failure import NO_ANSWER, Failure, read_failure
 from penstock.wire.reasons import Reason
@@ -59,7 +58,6 @@ log = logging.getLogger(__name__)
 Delta = Literal["auto", "on", "off"]
 """Whether differences are sent; "auto" leaves it to the transport."""
 
-GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
 INFO_TIMEOUT_SECONDS = 30.0
 # Transient refusals: a broken upload that the server has not noticed yet, a flipped bit, an epoch
 # that a reconnection of the exchange has just outdated.
@@ -77,8 +75,6 @@ FIRST_PAUSE_SECONDS = 0.2
 
 
 class Sender:
-    """Sends the versions of a copy to one server, one at a time."""
-
     def __init__(
         self,
         channel: grpc.aio.Channel,
@@ -90,10 +86,9 @@ class Sender:
         anchor_every: int = 50,
         adapter: weights_pb2.LoraAdapter | None = None,
     ) -> None:
-        """Starts with the first of `transports`; moves to the next if the server cannot read from
-        it. The default is shared memory, then the stream over `channel`. Nothing else may use
-        `channel`. With `adapter`, the adapter is uploaded instead of the model, always whole.
-        """
+        """Starts with the first of `transports`; moves to the next if the server cannot read from it. The
+        default is shared memory, then the stream over `channel`. Nothing else may use `channel`. With
+        `adapter`, the adapter is uploaded instead of the model, always whole."""
         self._channel = channel
         self._copy = copy
         self.exchange = exchange
@@ -104,8 +99,8 @@ class Sender:
         self._adapter = adapter
         self._ahead: Ahead | None = None
         self.inherited = 0
-        """The newest version that the server has from the previous trainer; zero once this trainer
-        has reached it, or if there is none."""
+        """The newest version that the server has from the previous trainer; zero once this trainer has
+        reached it, or if there is none."""
         self.lock = asyncio.Lock()
         """Held during an upload and while the copy changes."""
 
@@ -118,16 +113,15 @@ class Sender:
     @property
     def sends_deltas(self) -> bool:
         """Whether the next version can be a difference, once the server has a base."""
+        filled = self._copy.filled
         if (
             self._adapter is not None
             or not self._base.may_exist
             or not self._copy.has_room_for_two
-            or self._delta == "off"
+            or (filled is not None and not filled.can_differ)
         ):
             return False
-        if self._copy.filled is not None and not self._copy.filled.can_differ:
-            return False
-        return self._delta == "on" or self._transport.prefers_deltas
+        return self._delta == "on" or (self._delta == "auto" and self._transport.prefers_deltas)
 
     @property
     def next_in_chunks(self) -> bool:
@@ -143,17 +137,13 @@ class Sender:
         return sum(transport.bytes_sent for transport in self.transports)
 
     def check_adapter(self, info: rollout_service_pb2.GetServerInfoResponse) -> None:
-        """Raise ConfigInvalid if the server does not take this run's adapter."""
+        """Raises ConfigInvalid if the server does not take this run's adapter."""
         if self._adapter is not None:
             check_taken(self._adapter, info.lora.max_rank if info.HasField("lora") else None)
 
     async def server_info(self) -> rollout_service_pb2.GetServerInfoResponse:
-        """Return the server's description and the versions it holds. Raises ServerLost."""
-        call = self._channel.unary_unary(
-            GET_SERVER_INFO,
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
-        )
+        """Raises ServerLost, or WeightsRefused."""
+        call = methods.unary(self._channel, rollout_service_pb2.GetServerInfoResponse)
         request = rollout_service_pb2.GetServerInfoRequest()
         try:
             return await call(request, timeout=INFO_TIMEOUT_SECONDS)
@@ -168,24 +158,18 @@ class Sender:
         self._ahead = self._transport.begin(self._header(self._copy.version, 0), payload)
 
     def leave_ahead(self) -> None:
-        """Cancel an upload that began ahead; the server forgets it."""
+        """The server forgets an upload that began ahead."""
         if self._ahead is not None:
             self._ahead.cancel()
             self._ahead = None
 
     async def stage(self, weight_version: int) -> Sent | None:
-        """Call `upload` until it succeeds, across the server's restarts.
-
-        Returns None too if the run stops without the server.
-        """
+        """Call `upload` until it succeeds. Returns None too if the run stops without the server."""
         return await self.exchange.ask(lambda: self.upload(weight_version))
 
     async def upload(self, weight_version: int) -> Sent | None:
-        """Stage a version on the server. Returns once the server has verified it.
-
-        Returns None if the payload holds a newer version by now. Raises ServerLost if the server is
-        unreachable, WeightsRefused if it refuses.
-        """
+        """Returns once the server has the version staged, and None if the payload holds a newer one by now.
+        Raises ServerLost if the server is unreachable, WeightsRefused if it refuses."""
         async with self.lock:
             if self._copy.version != weight_version:
                 return None
@@ -199,7 +183,7 @@ class Sender:
     def switch(self, weight_version: int) -> asyncio.Future[SwitchReceipt] | None:
         """Request a version, which the trainer holds as of this call. None if the server is past it."""
         if weight_version < self.inherited:
-            self.exchange.hold(weight_version)
+            self.exchange.held_version = weight_version
             return None
         self.inherited = 0
         return self.exchange.switch(weight_version)
@@ -209,9 +193,8 @@ class Sender:
     ) -> Switched | None:
         """Wait for the answer to a switch. After a rejection, upload the version and ask once more.
 
-        Raises SwitchRejected for a rejection that a second upload cannot help, and WeightsRefused
-        if the second switch is rejected too. Returns None if the run stops without the server.
-        """
+        Raises SwitchRejected for a rejection that a second upload cannot help, and WeightsRefused if the
+        second switch is rejected too. Returns None if the run stops without the server."""
         sent_again = None
         try:
             receipt = await self.exchange.answer(switch)
@@ -223,18 +206,23 @@ class Sender:
             sent_again = await self.stage(weight_version)
             if sent_again is None:
                 return None
-            receipt = await self._last_chance(weight_version)
+            try:
+                receipt = await self.exchange.answer(self.exchange.switch(weight_version))
+            except SwitchRejected as again:
+                raise WeightsRefused(
+                    f"version {weight_version} was sent whole and rejected again: "
+                    f"{again.reason}: {again.message}"
+                ) from again
         if receipt is None:
             return None
         self.switched(weight_version)
         return Switched(receipt, sent_again)
 
     async def restore(self, welcome: trainer_service_pb2.Welcome) -> bool:
-        """Bring the server up to date, which came back with less state. Return False if the payload
-        is already newer than what the trainer holds; the next switch then does it.
+        """Bring the server up to date, which came back with less state. Returns False if the payload is
+        already newer than what the trainer holds; the next switch then does it.
 
-        Raises ServerLost, and SessionRefused if the server samples what no trainer published.
-        """
+        Raises ServerLost, and SessionRefused if the server samples what no trainer published."""
         exchange, held = self.exchange, self.exchange.held_version
         active, filled = welcome.active_weight_version, self._copy.version
         # With a transport that switches on upload, the server may sample a version whose answer was lost.
@@ -266,7 +254,7 @@ class Sender:
         await self.exchange.answer(self.exchange.restored.wait())
 
     def switched(self, weight_version: int) -> None:
-        """Note that the server samples this version; the next one can be a difference from it."""
+        """The server samples this version; the next one can be a difference from it."""
         if self._copy.filled is not None and weight_version == self._copy.version:
             self._base.forget()
             if self.sends_deltas:
@@ -279,22 +267,12 @@ class Sender:
         self._base.forget()
 
     def close(self) -> None:
-        """Cancel an upload that began ahead, and free what the transports hold."""
         self.leave_ahead()
         for transport in self.transports:
             transport.close()
 
     def _may_differ(self) -> bool:
         return self.has_base and not self._base.anchor_is_due
-
-    async def _last_chance(self, weight_version: int) -> SwitchReceipt | None:
-        try:
-            return await self.exchange.answer(self.exchange.switch(weight_version))
-        except SwitchRejected as error:
-            raise WeightsRefused(
-                f"version {weight_version} was sent whole and rejected again: "
-                f"{error.reason}: {error.message}"
-            ) from error
 
     async def _commit_ahead(self) -> Sent | None:
         """Commit an upload that began ahead; None if there was none or it failed."""
@@ -312,9 +290,8 @@ class Sender:
             )
             return None
         self._base.sent(delta=False)
-        return Sent.of(
-            whole(ahead.payload, ahead.weight_version), self._bytes_sent - before, answer
-        )
+        sent = whole(ahead.payload, ahead.weight_version)
+        return Sent.of(sent, self._bytes_sent - before, answer)
 
     async def _upload(self) -> Sent:
         parcel = await self._copy.pack(as_difference=self._may_differ())
@@ -348,7 +325,7 @@ class Sender:
         return Sent.of(parcel, self._bytes_sent - before, answer)
 
     def _header(self, weight_version: int, base_weight_version: int) -> weights_pb2.WeightHeader:
-        """Build a header without the tensors and their source."""
+        """Without the tensors and their source."""
         return weights_pb2.WeightHeader(
             weight_version=weight_version,
             base_weight_version=base_weight_version,
@@ -360,7 +337,7 @@ class Sender:
         )
 
     def _instead(self, parcel: Parcel, failure: Failure) -> Parcel:
-        """Return the whole version, to replace its refused difference."""
+        """The whole version, to replace its refused difference."""
         log.warning("%s; sending version %d whole", failure.message, parcel.weight_version)
         self._base.refused()
         if self._base.state is BaseState.REFUSED:
@@ -379,17 +356,16 @@ class Sender:
         return True
 
     async def _passes(self, failure: Failure) -> bool:
-        """Return whether another attempt may succeed, or none is needed."""
+        """Whether another attempt may succeed, or none is needed."""
         if failure.reason == Reason.WEIGHT_VERSION_STALE:
             return await self._is_held()
         if failure.code == grpc.StatusCode.INTERNAL and not failure.reason:
-            # grpc reports this for a refusal that arrives while a message is being written. Another
-            # attempt gets the actual reason.
+            # grpc reports this if a refusal arrives during a write. Another attempt gets the reason.
             return True
         return failure.reason in (*PASSING, *self._transport.passing)
 
     async def _is_held(self) -> bool:
-        """Return whether the server already has this version, from an upload whose answer was lost."""
+        """Whether the server already has this version, from an upload whose answer was lost."""
         info = await self.server_info()
         held = (info.active_weight_version, *info.staged_weight_versions)
         return self._copy.version in held

@@ -1,4 +1,4 @@
-"""What it cost to send one version, to one server or to all of them."""
+"""What it cost to send a version, to one server or to all of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The costs of uploading one version."""
-
     bytes_sent: int
     """Bytes of weights; through the stream, those of failed attempts are included."""
     dense_bytes: int
-    """Size of the whole version in bytes."""
+    """Size of the whole version."""
     delta: bool
     """Whether the version was sent as a difference."""
     changed_elements_ratio: float | None
@@ -28,9 +26,8 @@ class Sent:
     changed_tensors: int | None
     """Tensors that differ from what the server sampled; None if the server did not report it."""
     pause_seconds: float = 0.0
-    """How long generation was paused, if the transport switches as it sends."""
     probe_difference: float | None = None
-    """Difference of the probe in nats, if the transport switches as it sends."""
+    """Pause of generation, and the probe's difference in nats, if the transport switches as it sends."""
 
     @classmethod
     def of(
@@ -51,8 +48,7 @@ class Sent:
 
     @classmethod
     def merged(cls, sent: Sequence[Sent]) -> Sent:
-        """Merge the uploads of one version to several servers: sum the sizes, take the largest of
-        the rest."""
+        """Of one version to several servers: sums the sizes, takes the largest of the rest."""
         return cls(
             bytes_sent=sum(one.bytes_sent for one in sent),
             dense_bytes=sum(one.dense_bytes for one in sent),
@@ -74,7 +70,7 @@ class Switched:
 
     @classmethod
     def merged(cls, switched: Sequence[Switched]) -> Switched:
-        """Merge the switches of all servers: longest pause, largest difference, last answer."""
+        """Of all servers: longest pause, largest difference, last answer."""
         receipts = [one.receipt for one in switched]
         again = [one.sent_again for one in switched if one.sent_again is not None]
         receipt = SwitchReceipt(
@@ -87,5 +83,4 @@ class Switched:
 
 
 def _largest(values: Iterable[Number | None]) -> Number | None:
-    """Return the largest known value; None if none is known."""
     return max((value for value in values if value is not None), default=None)

@@ -1,10 +1,5 @@
 """How the bytes of a weight version reach the server, with one class per transport.
 
-    SharedMemory         the server maps the trainer's own memory; one host
-    Stream               chunks, over a connection that carries nothing else
-    CheckpointFolder     a folder of safetensors on a shared file system; one folder for all servers
-    CollectiveTransport  a group that the trainer and the engine's workers join; in a separate module
-
 A transport makes one call of `UpdateWeights`, from the header until the version is staged. The sender
 decides what to send and when, and how to react to a refusal. Through shared memory the call can begin
 before the payload is filled. The server then verifies the first tensors while the rest is copied.
@@ -14,8 +9,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import grpc
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
@@ -33,88 +28,74 @@ from penstock.wire.upload import Filling, upload
 MODEL_FILE = "model.safetensors"
 
 
-class Transport(Protocol):
+class Transport:
     """A way to send weights to one server."""
 
-    @property
-    def prefers_deltas(self) -> bool:
-        """Whether differences are sent if the configuration says "auto"."""
-        ...
-
-    @property
-    def sends_chunks(self) -> bool:
-        """Whether a whole version is sent in chunks that each have a checksum."""
-        ...
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of weights sent so far; on a stream, failed uploads are included."""
-        ...
-
-    @property
-    def passing(self) -> tuple[Reason, ...]:
-        """Transient refusals that are particular to this transport."""
-        ...
+    prefers_deltas: bool = False
+    """Whether differences are sent if the configuration says "auto"."""
+    sends_chunks: bool = False
+    """Whether a whole version is sent in chunks that each have a checksum."""
+    passing: tuple[Reason, ...] = ()
+    """Transient refusals that are particular to this transport."""
+    bytes_sent: int = 0
+    """Bytes of weights so far; on a stream, failed uploads are included."""
 
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
     ) -> weights_pb2.UpdateWeightsResponse:
         """Complete the header with tensors and source, and upload.
 
-        Returns once the version is staged, or active if the transport does not stage. Raises
-        AioRpcError, and NotStaged if the server ends the upload without an error.
+        Returns once the version is staged, or active if the transport does not stage. Raises AioRpcError,
+        and NotStaged if the server ends the upload without an error.
         """
-        ...
+        raise NotImplementedError
 
     def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> Ahead | None:
         """Begin to send a payload that is about to be filled; None if it must be filled first."""
-        ...
+        return None
 
     def switched(self, weight_version: int) -> None:
         """Note that the server samples this version now."""
-        ...
 
     def close(self) -> None:
         """Free the transport's resources."""
-        ...
+
+    def _count(self, length: int) -> None:
+        self.bytes_sent += length
 
 
+@dataclass(frozen=True, slots=True)
 class Ahead:
     """An upload that began before its payload was filled. Use it on the event loop."""
 
-    def __init__(
-        self, call: Filling, payload: Payload, weight_version: int, on_sent: Callable[[int], None]
-    ) -> None:
-        self._call = call
-        self.payload = payload
-        self._on_sent = on_sent
-        self.weight_version = weight_version
+    call: Filling
+    payload: Payload
+    weight_version: int
+    on_sent: Callable[[int], None]
 
     async def commit(self) -> weights_pb2.UpdateWeightsResponse:
-        """Complete the upload of the filled payload; see `Transport.send`."""
+        """Raises as `Transport.send`."""
         try:
-            staged = await self._call.commit(self.payload.checksums)
+            staged = await self.call.commit(self.payload.checksums)
         finally:
-            self._call.cancel()
-        self._on_sent(self.payload.length_bytes)
+            self.call.cancel()
+        self.on_sent(self.payload.length_bytes)
         return staged
 
     def cancel(self) -> None:
-        """Cancel the call; the server forgets the upload."""
-        self._call.cancel()
+        """The server then forgets the upload."""
+        self.call.cancel()
 
 
-class Stream:
-    """Sends the weights through the gRPC connection."""
+class Stream(Transport):
+    """Sends chunks. It does not begin ahead: a stream is fastest if nothing else runs during it."""
 
     prefers_deltas = True
     sends_chunks = True
-    passing = ()
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         """`channel` must carry nothing else: a bulk transfer would delay other calls."""
         self._channel = channel
-        self.bytes_sent = 0
 
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
@@ -126,30 +107,13 @@ class Stream:
             self._channel, header, parcel.pieces, on_sent=self._count, checksums=checksums
         )
 
-    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> None:
-        """Return None: a stream is fastest if nothing else runs during it."""
 
-    def switched(self, weight_version: int) -> None:
-        """Do nothing: the stream keeps no state between versions."""
-
-    def close(self) -> None:
-        """Do nothing: the stream holds no resources."""
-
-    def _count(self, length: int) -> None:
-        self.bytes_sent += length
-
-
-class SharedMemory:
-    """Lets the server map the payload's memory. A difference gets separate memory."""
-
-    prefers_deltas = False
-    sends_chunks = False
-    passing = ()
+class SharedMemory(Transport):
+    """Lets a server on this host map the payload's memory. A difference gets separate memory."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
         self._difference: MemoryFile | None = None
-        self.bytes_sent = 0
 
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
@@ -169,18 +133,11 @@ class SharedMemory:
         return Ahead(call, payload, header.weight_version, self._count)
 
     def switched(self, weight_version: int) -> None:
-        """Free the last difference, which the server no longer reads."""
-        self._release()
-
-    def close(self) -> None:
-        """Free the memory of the last difference."""
-        self._release()
-
-    def _count(self, length: int) -> None:
-        self.bytes_sent += length
+        # The server no longer reads the last difference.
+        self.close()
 
     def _pack(self, parcel: Parcel) -> MemoryFile:
-        self._release()
+        self.close()
         file = self._difference = MemoryFile(parcel.length_bytes)
         offset = 0
         for piece in parcel.pieces:
@@ -188,7 +145,7 @@ class SharedMemory:
             offset += len(piece)
         return file
 
-    def _release(self) -> None:
+    def close(self) -> None:
         if self._difference is not None:
             self._difference.close()
             self._difference = None
@@ -198,8 +155,8 @@ class VersionFolders:
     """One folder per whole version: `<folder>/<version>/model.safetensors`."""
 
     def __init__(self, compute: ComputeThread, folder: Path, *, keep: int) -> None:
-        """`folder` must have the same path for every server. The `keep` newest versions stay, and
-        so does the sampled one."""
+        """`folder` must have the same path for every server. The `keep` newest versions stay, and so does
+        the sampled one."""
         self._compute = compute
         self._folder = folder.absolute()
         self._keep = keep
@@ -240,18 +197,13 @@ class VersionFolders:
         return sorted(int(path.name) for path in self._folder.glob("*") if path.name.isdecimal())
 
 
-class CheckpointFolder:
-    """Has the server read a version's folder."""
-
-    prefers_deltas = False
-    sends_chunks = False
-    passing = ()
+class CheckpointFolder(Transport):
+    """Has the server read a version's folder on a shared file system, which stays."""
 
     def __init__(self, channel: grpc.aio.Channel, folders: VersionFolders) -> None:
         """`folders` may be shared with other servers' transports."""
         self._channel = channel
         self._folders = folders
-        self.bytes_sent = 0
 
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
@@ -265,15 +217,8 @@ class CheckpointFolder:
             tensor.ClearField("length_bytes")
         header.checkpoint.path = str(folder)
         staged = await upload(self._channel, header)
-        self.bytes_sent += parcel.payload.length_bytes
+        self._count(parcel.payload.length_bytes)
         return staged
 
-    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> None:
-        """Return None: the folder is written from the filled payload."""
-
     def switched(self, weight_version: int) -> None:
-        """Remove the versions that are no longer kept."""
         self._folders.keep(weight_version)
-
-    def close(self) -> None:
-        """Do nothing: the folders stay."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +14,6 @@ from penstock.server.journal.protocol import Record, Stored
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of a journal's folder."""
-
     snapshot: tuple[int, Path] | None
     segments: tuple[tuple[int, Path], ...]
     """Segments written since the snapshot, oldest first."""
@@ -24,6 +23,13 @@ class Files:
     def all(self) -> tuple[tuple[int, Path], ...]:
         """The files to read, in order."""
         return (*((self.snapshot,) if self.snapshot else ()), *self.segments)
+
+    @contextmanager
+    def opened(self, number: int, path: Path) -> Generator[SegmentReader]:
+        """Open one of the files to read. Raises OSError."""
+        with path.open("rb", buffering=0) as file:
+            last = self.segments[-1:] == ((number, path),)
+            yield SegmentReader(number, path, file.fileno(), last=last)
 
 
 def find_files(folder: Path) -> Files:
@@ -35,13 +41,10 @@ def find_files(folder: Path) -> Files:
     return Files(
         snapshot,
         tuple(entry for entry in logs if entry[0] > newest),
-        tuple(
-            path
-            for path in (
-                *(path for _, path in snapshots[:-1]),
-                *(path for number, path in logs if number <= newest),
-                *folder.glob("*.unfinished"),
-            )
+        (
+            *(path for _, path in snapshots[:-1]),
+            *(path for number, path in logs if number <= newest),
+            *folder.glob("*.unfinished"),
         ),
     )
 
@@ -50,27 +53,30 @@ def find_files(folder: Path) -> Files:
 class Reading:
     """Totals, filled in while a journal is read."""
 
-    records: int = 0
     torn_bytes: int = 0
     bytes_by_segment: dict[int, int] = field(default_factory=dict[int, int])
 
 
 def read_records(files: Files, reading: Reading) -> Iterator[tuple[Record, Stored]]:
-    """Yield every record, oldest first. Raises OSError, and SegmentCorrupt also if a file is missing."""
+    """Like `records_in`, with one file open at a time. Also raises OSError."""
+
+    def readers() -> Iterator[SegmentReader]:
+        for number, path in files.all:
+            with files.opened(number, path) as reader:
+                yield reader
+            reading.torn_bytes += reader.torn_bytes
+            reading.bytes_by_segment[number] = reader.end
+
+    return records_in(readers())
+
+
+def records_in(readers: Iterable[SegmentReader]) -> Iterator[tuple[Record, Stored]]:
+    """Yield every record, oldest first. Raises SegmentCorrupt, also if a file is missing."""
     before: SegmentReader | None = None
-    for number, path in files.all:
-        last = bool(files.segments) and (number, path) == files.segments[-1]
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            reader = SegmentReader(number, path, descriptor, last=last)
-            check_order(before, reader)
-            for frame in reader.frames():
-                reading.records += 1
-                yield reader.record(frame), Stored(number, frame.offset, frame.length)
-        finally:
-            os.close(descriptor)
-        reading.torn_bytes += reader.torn_bytes
-        reading.bytes_by_segment[number] = reader.end
+    for reader in readers:
+        check_order(before, reader)
+        for frame in reader.frames():
+            yield reader.record(frame), Stored(reader.number, frame.offset, frame.length)
         before = reader
     check_last(before)
 

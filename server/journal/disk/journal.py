@@ -1,44 +1,25 @@
-"""The journal on disk: append-only segments, compacted into snapshots.
+"""The journal on disk: append-only segments, compacted into snapshots (docs/journal.md).
 
-A folder holds
+Append: encode the records -> queue them -> write everything queued as one batch, durably (`fsync`) or not
+(`process`) -> answer. The writer decides between the whole and the short form of a group record when it
+writes (`_form_of`): after all earlier appends, and before a compaction can begin. New appends never refer
+to a file that is about to be removed.
 
-    LOCK                    locked by the server that writes to the folder
-    0000000007.snapshot     the whole state when it was written; replaces all older files
-    0000000008.log ...      records appended since the snapshot, oldest first
-    spare                   preallocated room for the next segment
-    *.unfinished            an incomplete snapshot; removed at start
-
-Append: encode the records -> queue them -> write everything queued as one batch, durably (`fsync`)
-or not (`process`) -> answer. Appends complete in the order in which they began.
-
-Room. A caller that is about to change state first calls `check_room`, so that nothing begins that
-may not fit. There is room if the next segment is already allocated, or if `room` still
-finds some within `max_bytes`.
-
-Compaction starts when obsolete bytes outgrow the live ones:
+Compaction starts when obsolete bytes outgrow the live ones, or after a refused append:
 
     1. take the state (`snapshot`): records, and references to finished groups already on disk
     2. continue appending in a later segment
-    3. write the snapshot in a separate thread, make it durable and give it its name
+    3. write the snapshot in a separate thread, with whole groups, make it durable and give it its name
     4. remove the older files
 
-A short group record refers to the records of its turns. The snapshot stores each group whole. New
-appends never refer to a file that is about to be removed. The writer decides the form when it
-writes (`_form_of`): after all earlier appends, and before a compaction can begin.
+Appends still queued when the state was taken are written before the snapshot; the older files stay until
+they are durable. A held record is carried over whether or not the state includes it yet. If a trainer on
+this host was just given the location of a group in an older file, that file stays for `READING_SECONDS`. A
+trainer that comes too late asks again.
 
-A server that stops during a compaction finds the older files intact. If a trainer on this host was
-just given the location of a group in an older file, that file stays for `READING_SECONDS`. A
-trainer that comes too late asks again. Appends still queued when the state was taken are written
-before the snapshot; the older files stay until they are durable. A held record is carried over
-whether or not the state includes it yet. A failed compaction is retried after ten times as long as
-it took. A refused append also triggers a compaction that would otherwise not pay off, because
-records that were live at the last one may be obsolete by now.
-
-Failure. After a failed write or fsync the content of the disk is unknown. The journal then answers
-no append, `failed` gives the reason, and the server stops. Everything answered before is on disk.
-After a failed fsync the page cache may show data that the disk does not hold, and nothing would
-write it again. So the next server reads the last segment from the disk (`forget_cached`); whatever
-is missing there was never acknowledged. A record whose checksum does not match is never handed out.
+After a failed write or fsync the content of the disk is unknown: the page cache may show data that the
+disk does not hold, and nothing would write it again. So the next server reads the last segment from the
+disk (`forget_cached`); whatever is missing there was never acknowledged.
 """
 
 from __future__ import annotations
@@ -64,14 +45,13 @@ from penstock.server.journal.appending import AppendingJournal
 from penstock.server.journal.disk.files import Reading, find_files, forget_cached, read_records
 from penstock.server.journal.disk.room import Room
 from penstock.server.journal.disk.segment import (
-    Payload,
     Place,
     SegmentCorrupt,
     payload_length,
     read_payload,
     whole_record,
 )
-from penstock.server.journal.disk.snapshot import WrittenSnapshot, payload_of, write_snapshot
+from penstock.server.journal.disk.snapshot import WrittenSnapshot, write_snapshot
 from penstock.server.journal.disk.writing import Durability, NoRoom, Segments
 from penstock.server.journal.protocol import (
     Appended,
@@ -80,10 +60,12 @@ from penstock.server.journal.protocol import (
     Folder,
     JournalInUse,
     JournalUnreadable,
+    Payload,
     Record,
     ShortRecord,
     SnapshotItem,
     Stored,
+    payload_of,
 )
 from penstock.wire.frames import frame_length
 from penstock.wire.reasons import Reason
@@ -102,12 +84,10 @@ READING_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A queued record, in its whole form and possibly a short one."""
-
     whole: Payload
     short: ShortRecord | None
     frame_bytes: int
-    """In the whole form, which is the larger one."""
+    """Of the whole form, which is the larger one."""
 
     @classmethod
     def of(cls, record: Appended) -> _Pending:
@@ -117,8 +97,6 @@ class _Pending:
 
 
 class LogJournal(AppendingJournal[_Pending]):
-    """Durable records in a folder."""
-
     def __init__(
         self,
         folder: Path,
@@ -130,11 +108,11 @@ class LogJournal(AppendingJournal[_Pending]):
     ) -> None:
         """Lock the folder. Raises JournalInUse and OSError."""
         super().__init__(_Pending.of, (OSError, SegmentCorrupt))
-        self._refers_from = refers_from
+        self.refers_from = refers_from
         self._leaving = 0
         """Files with a lower number are removed, or about to be."""
         make_folder(folder, 0o700)
-        self._folder = folder
+        self._path = folder
         self._room = Room(max_bytes, segment_bytes)
         self._segments = Segments(folder, durability, self._room)
         self._lock = (folder / "LOCK").open("a")
@@ -144,7 +122,7 @@ class LogJournal(AppendingJournal[_Pending]):
             self._lock.close()
             raise JournalInUse(f"another server writes to the journal {folder}") from error
         lock = os.fstat(self._lock.fileno())
-        self._shared = Folder(folder.absolute(), lock.st_dev, lock.st_ino)
+        self.folder: Folder | None = Folder(folder.absolute(), lock.st_dev, lock.st_ino)
         self._told_at = -math.inf
         """Loop time of the last call of `place`."""
         self._room_needed = asyncio.Event()
@@ -155,18 +133,10 @@ class LogJournal(AppendingJournal[_Pending]):
         self._segments.paths = dict(self._files.all)
         self._thread = ThreadPoolExecutor(1, "journal")
 
-    @property
-    def folder(self) -> Folder | None:
-        return self._shared
-
-    @property
-    def refers_from(self) -> int | None:
-        return self._refers_from
-
     # Reading
 
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Yield every record that the previous server left. Raises JournalUnreadable and OSError."""
+        """Raises JournalUnreadable and OSError."""
         reading = Reading()
         if self._files.segments:
             # Only the last one: a segment is durable before its successor begins.
@@ -176,7 +146,7 @@ class LogJournal(AppendingJournal[_Pending]):
                 yield found
         except SegmentCorrupt as error:
             raise JournalUnreadable(
-                f"the journal {self._folder} is corrupt: {error}; `penstock journal verify` shows details"
+                f"the journal {self._path} is corrupt: {error}; `penstock journal verify` shows details"
             ) from error
         self._room.by_file = reading.bytes_by_segment
         if reading.torn_bytes:
@@ -197,7 +167,6 @@ class LogJournal(AppendingJournal[_Pending]):
             self._segments.before = Place(number, self._room.by_file[number])
 
     async def read(self, stored: Stored) -> bytes:
-        """Read a record again; returns the bytes of its whole form. Raises JOURNAL_CORRUPT."""
         loop = asyncio.get_running_loop()
         while True:
             place = replace(stored)
@@ -213,8 +182,7 @@ class LogJournal(AppendingJournal[_Pending]):
                 ) from error
 
     def _read(self, stored: Stored) -> bytes:
-        """Return the whole record. Raises OSError, SegmentCorrupt, and KeyError if its file was
-        removed."""
+        """Raises OSError, SegmentCorrupt, and KeyError if its file was removed."""
         path = self._segments.paths[stored.segment]
         payload = read_payload(path, stored.offset, stored.length)
         turns = {turn: self._read(turn) for turn in stored.turns}
@@ -224,7 +192,7 @@ class LogJournal(AppendingJournal[_Pending]):
             raise SegmentCorrupt(path, stored.offset, str(error)) from error
 
     def place(self, stored: Stored) -> FilePlace | None:
-        """Return the record's current location, valid for READING_SECONDS unless its room is needed."""
+        """The location is valid for READING_SECONDS, unless its room is needed."""
         self._told_at = asyncio.get_running_loop().time()
         return self._place(stored)
 
@@ -239,7 +207,6 @@ class LogJournal(AppendingJournal[_Pending]):
         await self._in_thread(lambda: self._segments.rotate(newest + 1))
 
     def check_room(self, byte_count: int) -> None:
-        """Raise DISK_FULL if records of `byte_count` bytes may not fit any more."""
         wanted = frame_length(byte_count) + self._pending_bytes
         refusal = self._room.refusal(wanted)
         if refusal is not None:
@@ -253,7 +220,7 @@ class LogJournal(AppendingJournal[_Pending]):
 
     def _count_held(self, stored: Stored, sign: int) -> None:
         if sign > 0:
-            self._room.hold(stored.byte_count)
+            self._room.kept += stored.byte_count
         else:
             self._room.release(stored.byte_count)
 
@@ -293,14 +260,14 @@ class LogJournal(AppendingJournal[_Pending]):
         """Take the current state, switch to a later segment and start writing the snapshot."""
         began = asyncio.get_running_loop().time()
         least = self._room.kept
-        if not self._segments.has_spare:
+        if self._segments.spare is None:
             least += self._room.segment_bytes
         if self._segments.free_bytes < least:
             self._put_off(began, f"the disk has fewer than {least} bytes free")
             return
         records = self._take_state()
-        pending = self.begin_append(())
-        number = self._leaving = self._segments.number + 1
+        pending = self.append(())
+        number = self._leaving = self._segments.current.number + 1
         self._room.begin_copy()
         await self._in_thread(lambda: self._segments.rotate(number + 1))
         before = self._segments.before
@@ -317,7 +284,7 @@ class LogJournal(AppendingJournal[_Pending]):
         await pending
         try:
             written = await asyncio.to_thread(
-                write_snapshot, self._folder, number, before, records, self._read
+                write_snapshot, self._path, number, before, records, self._read
             )
             older = self._take_over(number, written)
         except (OSError, SegmentCorrupt):
@@ -330,13 +297,13 @@ class LogJournal(AppendingJournal[_Pending]):
     def _take_over(self, number: int, written: WrittenSnapshot) -> list[Path]:
         """Make the snapshot authoritative; returns the files that it replaces."""
         older = [(n, path) for n, path in self._segments.paths.items() if n < number]
-        self._segments.paths[number] = self._folder / f"{number:010d}.snapshot"
+        self._segments.paths[number] = self._path / f"{number:010d}.snapshot"
         self._room.end_copy(number, written.end, written.other_bytes)
         for stored, (offset, length) in written.moves:
             before = stored.byte_count
             stored.segment, stored.offset, stored.length, stored.turns = number, offset, length, ()
             if stored in self._held:
-                self._room.moved(length - before)
+                self._room.kept += length - before
         for older_number, _ in older:
             del self._segments.paths[older_number]
         return [path for _, path in older]
@@ -359,7 +326,7 @@ class LogJournal(AppendingJournal[_Pending]):
             except OSError as error:
                 # The next server removes it, because it is older than the snapshot.
                 logger.error("cannot remove obsolete journal file %s: %s", path, error)
-        self._room.removed()
+        self._room.replaced = 0
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

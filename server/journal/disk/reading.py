@@ -1,9 +1,8 @@
 """Opens a journal on disk for reading only, without locking or changing it.
 
-A server may write to the folder meanwhile. All files are opened before anything is read, and
-together they are one state of the folder: if a snapshot replaced older files in between, they are
-opened again. An open file stays readable after it is removed. A file that is being written is read
-up to its current end, with `pread` (`segment_reader`).
+A server may write to the folder meanwhile. All files are opened before anything is read, and together they
+are one state of the folder: if a snapshot replaced older files in between, they are opened again. An open
+file stays readable after it is removed, and a file that is being written is read up to its current end.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.server.journal.disk.files import Files, find_files
+from penstock.server.journal.disk.files import Files, find_files, records_in
 from penstock.server.journal.disk.segment import SegmentCorrupt
-from penstock.server.journal.disk.segment_reader import SegmentReader, check_last, check_order
+from penstock.server.journal.disk.segment_reader import SegmentReader
 from penstock.server.journal.protocol import Record, Stored
 from penstock.wire.messages import JournalRecord
 from penstock.wire.referred import put_together
@@ -31,8 +30,6 @@ class NoJournal(Exception):
 
 @dataclass(frozen=True, eq=False)
 class StoredJournal:
-    """A journal with all its files open."""
-
     folder: Path
     segments: tuple[SegmentReader, ...]
     """In reading order; a snapshot comes first."""
@@ -43,14 +40,7 @@ class StoredJournal:
 
     def records(self) -> Iterator[tuple[Record, Stored]]:
         """Yield every record, oldest first. Raises SegmentCorrupt."""
-        before: SegmentReader | None = None
-        for segment in self.segments:
-            check_order(before, segment)
-            for frame in segment.frames():
-                stored = Stored(segment.number, frame.offset, frame.length)
-                yield segment.record(frame), stored
-            before = segment
-        check_last(before)
+        return records_in(self.segments)
 
     def read(self, stored: Stored) -> Record:
         """Read a record again, in its whole form. Raises SegmentCorrupt."""
@@ -70,7 +60,9 @@ def open_stored(folder: Path) -> Generator[StoredJournal]:
     """Open all files of a journal. Raises NoJournal."""
     with contextlib.ExitStack() as stack:
         try:
-            _allow_descriptors()
+            # Every segment needs a descriptor; the soft limit only protects programs that use `select`.
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             files, segments = _open_files(folder, stack)
             if not segments and not (folder / "LOCK").exists():
                 raise NoJournal(f"{folder} is not a journal: it holds neither LOCK nor segments")
@@ -89,10 +81,7 @@ def _open_files(folder: Path, stack: contextlib.ExitStack) -> tuple[Files, list[
             segments: list[SegmentReader] = []
             try:
                 for number, path in files.all:
-                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                    opened.callback(os.close, descriptor)
-                    last = bool(files.segments) and number == files.segments[-1][0]
-                    segments.append(SegmentReader(number, path, descriptor, last=last))
+                    segments.append(opened.enter_context(files.opened(number, path)))
             except FileNotFoundError:
                 continue
             # Unchanged, so the set is complete: older files go only after a snapshot has its name.
@@ -102,20 +91,11 @@ def _open_files(folder: Path, stack: contextlib.ExitStack) -> tuple[Files, list[
     raise NoJournal(f"the files of {folder} are replaced faster than they can be opened")
 
 
-def _allow_descriptors() -> None:
-    """Raise the soft limit on open files, because every segment needs a descriptor.
-
-    The default limit only protects programs that use `select`.
-    """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def find_writer(lock: Path) -> int | None:
-    """Return the id of the process that holds a lock file.
+    """Return the id of the process that holds a lock file; None if there is none, or if it runs in another
+    container.
 
-    Reads the kernel's list of locks, because testing the lock would mean taking it. Returns None if
-    no process holds it, or if the holder runs in another container.
+    Reads the kernel's list of locks, because testing the lock would mean taking it.
     """
     try:
         found = lock.stat()

@@ -1,16 +1,15 @@
-"""Accounts for the bytes of a journal's folder, and decides what may be added.
+"""Counts the bytes of a journal's folder, and decides what may be added.
 
 The current segment and the next one take at most an eighth of `max_bytes`. A sixteenth is reserved for
 appends that do not call `check_room`: receipts and other records that free room. The rest is divided:
 
     a third     records in use
     a twelfth   obsolete records that may pile up before a compaction
-    a twelfth   room for the copies of records appended since the last compaction: until the next one, it is
-                not known whether they are still needed
+    a twelfth   copies of records appended since then, because they may all be needed
     a sixth     appends while a compaction runs
 
-Only the first two are limits on what is kept. The copy is counted at its largest possible size, so
-that appends during a compaction may use all the room that it leaves.
+Only the first two are limits on what is kept. The copy is counted at its largest possible size, so that
+appends during a compaction may use all the room that it leaves.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ MOST_HEADROOM_BYTES = 1 << 20
 
 
 class Room:
-    """Byte counts of one journal. Only counts; writes nothing."""
-
     def __init__(self, max_bytes: int, segment_bytes: int) -> None:
         self.segment_bytes = min(segment_bytes, max_bytes // SMALLEST_SHARE)
         """Size of a segment, unless a larger record needs more."""
@@ -51,21 +48,12 @@ class Room:
         """Bytes that are known to be needed."""
         return self.kept + self.other
 
-    def hold(self, length: int) -> None:
-        """Count a record that will be read again."""
-        self.kept += length
-
     def release(self, length: int) -> None:
-        """Stop counting a record that will not be read again."""
         self.kept -= length
         if self._copying:
             self._released_meanwhile += length
         else:
             self._released += length
-
-    def moved(self, more: int) -> None:
-        """A held record grew by `more` bytes when it moved into a snapshot."""
-        self.kept += more
 
     @property
     def compaction_due(self) -> bool:
@@ -88,7 +76,6 @@ class Room:
         return None
 
     def begin_copy(self) -> None:
-        """A snapshot of the current state has been begun."""
         self._copying = True
 
     def give_up_copy(self) -> None:
@@ -105,7 +92,3 @@ class Room:
         older = [n for n in self.by_file if n < number]
         self.replaced = sum(self.by_file.pop(n) for n in older)
         self.by_file[number] = end
-
-    def removed(self) -> None:
-        """The replaced files were removed."""
-        self.replaced = 0

@@ -1,20 +1,9 @@
-"""The file format of the journal: a header, then frames with checksums.
+"""The file format of the journal: a header, frames with checksums (`wire.frames`), then zeros.
 
-A segment is a file of a fixed size. It is allocated whole before anything is written to it, so that
-a full disk is noticed then and not in the middle of a record. It holds
-
-    magic, number, place, XXH3-64 of the three  40 bytes
-    frame, frame, ...                           each a multiple of 8 bytes
-    zeros
-
-A frame begins with a mark, the length of its payload, and the number of bytes of the segment that
-were durable when it was written. Then come the XXH3-64 of those two numbers and the payload, the
-payload itself, and zeros up to a multiple of 8.
-
-The place is where the previous file ended. It reveals a lost file, or the loss of a file's last
-records. A finished file ends in a closing frame, which holds the number of its records. Snapshots
-are finished files, and so is the last segment of a server that was stopped. Files of earlier
-versions have only magic and number before their frames, and no closing frame.
+A segment is allocated whole before anything is written to it, so that a full disk is noticed then and not
+in the middle of a record. The header has the place where the previous file ended, which reveals the loss
+of a file or of its last records. A finished file, such as a snapshot, ends in a closing frame. Files of
+earlier versions have only magic and number before their frames, and no closing frame.
 
 The written part ends where no frame begins. If it ends in an invalid frame, the tail is torn: the frame
 was being written when the machine stopped, and its records were never acknowledged. That explanation is
@@ -33,6 +22,7 @@ from pathlib import Path
 import xxhash
 
 from penstock.common.folders import sync_folder
+from penstock.server.journal.protocol import Part, Payload
 from penstock.wire.frames import (
     ALIGNMENT,
     CLOSING_MARK,
@@ -52,11 +42,8 @@ FIRST_MAGIC = b"PENSTOCK"
 FIRST_HEADER = struct.Struct("<8sQ")
 COUNT = struct.Struct("<Q")
 CLOSING_BYTES = FRAME.size + COUNT.size
-# A part of this size is written directly; smaller ones are joined first.
 LARGE_PIECE = 64 << 10
-
-Payload = tuple[bytes | bytearray, ...]
-"""Consecutive parts of one payload."""
+"""A part of this size is written directly; smaller ones are joined first."""
 
 
 class SegmentCorrupt(Exception):
@@ -82,20 +69,7 @@ NOWHERE = Place(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """The decoded header of a file."""
-
-    size: int
-    number: int
-    before: Place | None
-    """Where the previous file ended; for a snapshot, the end of all it replaces. None in files of earlier
-        versions."""
-
-
-@dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame of a file."""
-
     offset: int
     length: int
     """Bytes of the whole frame."""
@@ -107,23 +81,25 @@ class Frame:
 
 
 def header_of(number: int, before: Place) -> bytes:
-    """Encode the header of a file; `before` is where the previous file ended."""
     fields = HEADER.pack(MAGIC, number, before.number, before.end, 0)[:-8]
     return fields + xxhash.xxh3_64(fields).intdigest().to_bytes(8, "little")
 
 
-def read_header(data: bytes) -> Header:
-    """Decode the header from the first bytes of a file. Raises ValueError."""
+def read_header(data: bytes) -> tuple[int, int, Place | None]:
+    """Decode the header's size, the file's number and the place from the first bytes of a file.
+
+    The place is None in files of earlier versions. Raises ValueError.
+    """
     magic = data[: len(MAGIC)]
     if magic == FIRST_MAGIC and len(data) >= FIRST_HEADER.size:
         _, number = FIRST_HEADER.unpack_from(data)
-        return Header(FIRST_HEADER.size, number, None)
+        return FIRST_HEADER.size, number, None
     if magic != MAGIC or len(data) < HEADER.size:
         raise ValueError("is not a journal segment")
     _, number, before, end, checksum = HEADER.unpack_from(data)
     if xxhash.xxh3_64(data[: HEADER.size - 8]).intdigest() != checksum:
         raise ValueError("the checksum of its header does not match")
-    return Header(HEADER.size, number, Place(before, end))
+    return HEADER.size, number, Place(before, end)
 
 
 def payload_length(payload: Payload) -> int:
@@ -153,7 +129,7 @@ class SegmentWriter:
     def __init__(self, path: Path, size: int) -> None:
         """Allocate a file of `size` bytes, which is not a segment yet.
 
-        Raises OSError if the disk lacks the room, and then leaves no file.
+        If the disk lacks the room, raises OSError and leaves no file.
         """
         self.path = path
         self.number = 0
@@ -185,7 +161,7 @@ class SegmentWriter:
     def write(self, payloads: Sequence[Payload]) -> list[tuple[int, int]]:
         """Append payloads that fit; returns the offset and length of each frame. Raises OSError."""
         places: list[tuple[int, int]] = []
-        small: list[bytes | bytearray] = []
+        small: list[Part] = []
         begin = end = self.end
         for payload in payloads:
             places.append((end, frame_length(payload_length(payload))))
@@ -212,7 +188,7 @@ class SegmentWriter:
         """Free the unused end of the file. Raises OSError."""
         os.ftruncate(self._descriptor, self.end)
 
-    def _write_at(self, offset: int, data: bytes | bytearray) -> None:
+    def _write_at(self, offset: int, data: Part) -> None:
         view = memoryview(data)
         while view:
             written = os.pwrite(self._descriptor, view, offset)
@@ -228,7 +204,6 @@ class SegmentWriter:
         self._durable = self.end
 
     def close(self) -> None:
-        """Close the file without syncing it."""
         os.close(self._descriptor)
 
 
@@ -242,7 +217,7 @@ def read_payload(path: Path, offset: int, length: int) -> bytes:
 
 
 def whole_record(payload: bytes, turns: Iterable[bytes]) -> bytes:
-    """Expands a record that may be short. `turns` has the records it refers to, in order.
+    """Expand a record that may be short. `turns` has the records it refers to, in order.
 
     Raises ValueError if they are not the right records, and DecodeError.
     """

@@ -1,18 +1,18 @@
 """Reads files of the journal, for a starting server and for the read-only commands.
 
 A file is read with `pread`, in pieces, and never mapped. So an unreadable sector is an error with a
-location, and a file that a server truncates meanwhile simply ends. `segment` describes how
-the end of the written part is found.
+location, and a file that a server truncates meanwhile simply ends.
 
-While a server writes to the file, an invalid frame may be one that is just being written. A later
-frame that states that this place was durable was written after it. In that case the reader reads
-the frame once more, and reports corruption only if it is still invalid.
+While a server writes to the file, an invalid frame may be one that is just being written. If a later frame
+states that this place was durable, the frame was complete by then: it is read once more, and reported as
+corrupt only if it is still invalid.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -39,25 +39,23 @@ class FileMissing(SegmentCorrupt):
     """A file that another file refers to is missing."""
 
 
+@dataclass(eq=False)
 class SegmentReader:
-    """One open file of a journal."""
-
-    def __init__(self, number: int, path: Path, descriptor: int, *, last: bool) -> None:
-        """`last` says that no other segment follows, so that the tail may be torn."""
-        self.number = number
-        self.path = path
-        self.last = last
-        self.before: Place | None = None
-        """Where the previous file ended; None before `begin`, and in files of earlier versions."""
-        self.end = 0
-        """End of the last frame read; zero before `begin`."""
-        self.torn_bytes = 0
-        """Bytes after `end` that are being written, or were when the machine stopped."""
-        self._descriptor = descriptor
-        self._count = 0
-        self._closed = False
-        self._buffer = memoryview(b"")
-        self._buffer_begin = 0
+    number: int
+    path: Path
+    descriptor: int
+    last: bool = field(kw_only=True)
+    """No other segment follows, so that the tail may be torn."""
+    before: Place | None = None
+    """Where the previous file ended; None before `begin`, and in files of earlier versions."""
+    end: int = 0
+    """End of the last frame read; zero before `begin`."""
+    torn_bytes: int = 0
+    """Bytes after `end` that are being written, or were when the machine stopped."""
+    _count: int = 0
+    _closed: bool = False
+    _buffer: memoryview = field(default_factory=lambda: memoryview(b""))
+    _buffer_begin: int = 0
 
     @property
     def snapshot(self) -> bool:
@@ -67,19 +65,19 @@ class SegmentReader:
     @property
     def byte_count(self) -> int:
         """Current size of the file, including its unused end."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self.descriptor).st_size
 
     def begin(self) -> None:
         """Read the header. Idempotent. Raises SegmentCorrupt."""
         if self.end:
             return
         try:
-            header = read_header(self._pread(0, HEADER.size))
+            end, number, before = read_header(self._pread(0, HEADER.size))
         except ValueError as error:
             raise SegmentCorrupt(self.path, 0, str(error)) from error
-        if header.number != self.number:
-            raise SegmentCorrupt(self.path, 0, f"was written as number {header.number}")
-        self.before, self.end = header.before, header.size
+        if number != self.number:
+            raise SegmentCorrupt(self.path, 0, f"was written as number {number}")
+        self.end, self.before = end, before
 
     def frames(self) -> Iterator[Frame]:
         """Yield the frame of every record, in order. Raises SegmentCorrupt."""
@@ -92,7 +90,10 @@ class SegmentReader:
                     break
                 continue
             if frame.closing:
-                self._check_count(*COUNT.unpack(frame.payload))
+                (count,) = COUNT.unpack(frame.payload)
+                if count != self._count:
+                    problem = f"the file holds {self._count} records, but its closing frame counts {count}"
+                    raise SegmentCorrupt(self.path, self.end, problem)
             self._closed = frame.closing
             self._count += not frame.closing
             self.end += frame.length
@@ -102,15 +103,12 @@ class SegmentReader:
             raise SegmentCorrupt(self.path, self.end, "the snapshot is cut off here")
 
     def record(self, frame: Frame) -> Record:
-        """Decode the record in a frame. Raises SegmentCorrupt."""
-        record = JournalRecord()
+        """Raises SegmentCorrupt."""
         try:
-            record.ParseFromString(bytes(frame.payload))
+            return JournalRecord.FromString(bytes(frame.payload))
         except Exception as error:  # protobuf raises several types.
-            raise SegmentCorrupt(
-                self.path, frame.offset, f"is not a valid record: {error}"
-            ) from error
-        return record
+            problem = f"is not a valid record: {error}"
+            raise SegmentCorrupt(self.path, frame.offset, problem) from error
 
     def read(self, offset: int) -> Record:
         """Read the record at an offset that `frames` yielded. Raises SegmentCorrupt."""
@@ -119,24 +117,17 @@ class SegmentReader:
         except ValueError as error:
             raise SegmentCorrupt(self.path, offset, str(error)) from error
 
-    def _check_count(self, count: int) -> None:
-        if count != self._count:
-            problem = f"the file holds {self._count} records, but its closing frame counts {count}"
-            raise SegmentCorrupt(self.path, self.end, problem)
-
     def _frame(self, offset: int) -> Frame:
-        """Read the frame at an offset. Raises ValueError and SegmentCorrupt."""
+        """Raises ValueError and SegmentCorrupt."""
         data = self._bytes(offset, FRAME.size)
         if len(data) >= FRAME.size:
             mark, length, _, _ = FRAME.unpack_from(data)
             size = FRAME.size + length
             # For an invalid head or a length that does not fit, `read_frame` needs only the head.
-            if size > len(data) and mark in (MARK, CLOSING_MARK) and self._fits(length):
+            fits = length <= READ_BYTES or length <= min(MAX_PAYLOAD, self.byte_count)
+            if size > len(data) and mark in (MARK, CLOSING_MARK) and fits:
                 data = self._bytes(offset, size)
         return read_frame(data, offset)
-
-    def _fits(self, length: int) -> bool:
-        return length <= READ_BYTES or length <= min(MAX_PAYLOAD, self.byte_count)
 
     def _bytes(self, offset: int, length: int) -> memoryview:
         """Return at least `length` bytes from `offset`, or fewer at the end of the file."""
@@ -148,20 +139,20 @@ class SegmentReader:
 
     def _pread(self, offset: int, length: int) -> bytes:
         try:
-            return os.pread(self._descriptor, length, offset)
+            return os.pread(self.descriptor, length, offset)
         except OSError as error:
             raise SegmentCorrupt(self.path, offset, f"cannot be read: {error.strerror}") from error
 
     def _read_again(self, offset: int) -> Frame:
-        """Read the frame at an offset again, without the buffer. Raises ValueError and SegmentCorrupt."""
+        """Like `_frame`, without the buffer."""
         self._buffer = memoryview(b"")
         return self._frame(offset)
 
     def _goes_on(self, problem: str) -> bool:
         """Return whether the frame at `end` has become valid meanwhile, so that reading continues.
 
-        If not, the tail is torn, and `torn_bytes` is set. Raises SegmentCorrupt if bytes after
-        `end` rule out a torn tail.
+        If not, the tail is torn, and `torn_bytes` is set. Raises SegmentCorrupt if bytes after `end` rule
+        out a torn tail.
         """
         written = 0
         for offset, marks, last in self._words(self.end):
@@ -184,18 +175,15 @@ class SegmentReader:
         return False
 
     def _words(self, begin: int) -> Iterator[tuple[int, list[int], int]]:
-        """Scan from `begin` for data that is not zero, chunk by chunk.
-
-        Yields the chunk's offset, the indices of its words that hold a mark, and the end of its
-        last non-zero byte.
-        """
+        """Scan from `begin` for chunks that are not zero. Yields the chunk's offset, the indices of its
+        words that hold a mark, and the end of its last non-zero byte."""
         while chunk := self._pread(begin, SCAN_BYTES):
             content = chunk.rstrip(b"\0")
             if content:
                 padded = content + bytes(-len(content) % ALIGNMENT)
                 words = np.frombuffer(padded, "<u8") & 0xFFFF_FFFF
                 marks = np.flatnonzero((words == MARK) | (words == CLOSING_MARK))
-                yield begin, [int(place) for place in marks], begin + len(content)
+                yield begin, marks.tolist(), begin + len(content)
             begin += len(chunk)
 
 

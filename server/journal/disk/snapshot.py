@@ -9,13 +9,12 @@ from pathlib import Path
 from penstock.common.failpoints import hit
 from penstock.server.journal.disk.segment import (
     HEADER,
-    Payload,
     Place,
     SegmentCorrupt,
     SegmentWriter,
     payload_length,
 )
-from penstock.server.journal.protocol import Appended, Deferred, EncodedRecord, SnapshotItem, Stored
+from penstock.server.journal.protocol import Deferred, Payload, SnapshotItem, Stored, payload_of
 from penstock.wire.frames import frame_length
 
 BATCH_BYTES = 1 << 20
@@ -23,17 +22,11 @@ BATCH_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class WrittenSnapshot:
-    """What a durable snapshot contains."""
-
     moves: list[tuple[Stored, tuple[int, int]]]
     """Locations to update, with the new offset and length of their frames."""
     end: int
     other_bytes: int
     """Bytes of the frames that are not copies of stored records."""
-
-
-def payload_of(record: Appended) -> Payload:
-    return record.parts if isinstance(record, EncodedRecord) else (record.SerializeToString(),)
 
 
 def write_snapshot(
@@ -54,11 +47,11 @@ def write_snapshot(
         writer = SegmentWriter(unfinished, HEADER.size)
         try:
             for part in _batches(items, read):
-                places = writer.write([item.payload for item in part])
-                for item, (offset, length) in zip(part, places, strict=True):
-                    if item.stored is not None:
-                        moves.append((item.stored, (offset, length)))
-                    if not item.copied:
+                places = writer.write([payload for payload, _, _ in part])
+                for (_, stored, copied), (offset, length) in zip(part, places, strict=True):
+                    if stored is not None:
+                        moves.append((stored, (offset, length)))
+                    if not copied:
                         other += length
             writer.write_closing()
             hit("journal.before_snapshot_fsync")
@@ -74,26 +67,19 @@ def write_snapshot(
     return WrittenSnapshot(moves, writer.end, other)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One record of a snapshot."""
-
-    payload: Payload
-    stored: Stored | None = None
-    """Location to update."""
-    copied: bool = False
-    """Whether the record is a copy from the previous location in `stored`."""
+_Item = tuple[Payload, Stored | None, bool]
+"""A record, the location to update, and whether the record is a copy from there."""
 
 
 def _items(items: Iterable[SnapshotItem], read: Callable[[Stored], bytes]) -> Iterator[_Item]:
     for item in items:
         if isinstance(item, Stored):
-            yield _Item((read(item),), item, copied=True)
+            yield (read(item),), item, True
         elif isinstance(item, Deferred):
             for record in item.make():
-                yield _Item(payload_of(record), item.stored)
+                yield payload_of(record), item.stored, False
         else:
-            yield _Item(payload_of(item))
+            yield payload_of(item), None, False
 
 
 def _batches(
@@ -104,7 +90,7 @@ def _batches(
     size = 0
     for item in _items(items, read):
         part.append(item)
-        size += frame_length(payload_length(item.payload))
+        size += frame_length(payload_length(item[0]))
         if size >= BATCH_BYTES:
             yield part
             part, size = [], 0

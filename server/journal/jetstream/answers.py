@@ -19,7 +19,7 @@ class Fenced(JetStreamError):
 
 
 class StreamRefused(JetStreamError):
-    """The NATS server refused a request, or is not configured as required."""
+    """The NATS server refused a request, or is not configured as required. `code` is zero without one."""
 
     def __init__(self, description: str, code: int) -> None:
         super().__init__(description)
@@ -28,8 +28,6 @@ class StreamRefused(JetStreamError):
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """The state of a stream."""
-
     first: int
     last: int
     """Sequence of the newest message ever stored, even if it was removed since."""
@@ -41,8 +39,6 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A message that was read."""
-
     sequence: int
     subject: str
     message_id: str
@@ -50,7 +46,6 @@ class Fetched:
 
 
 def state_in(table: dict[str, Any]) -> StreamState:
-    """Parse an answer that describes a stream."""
     state = table["state"]
     cluster: dict[str, Any] = table.get("cluster") or {}
     return StreamState(

@@ -1,10 +1,9 @@
 """The stream of one journal, over a connection to NATS.
 
-Writing: each message states the sequence it must get (`Nats-Expected-Last-Sequence`) and carries an
-id made of this writer and that sequence (`Nats-Msg-Id`). So the connection sends it again after any
-failure until it is acknowledged. NATS stores it once: either it still knows the id, or the message
-itself occupies the sequence. If another message occupies it, another server writes to the stream,
-and nothing more is sent.
+Each message states the sequence it must get (`Nats-Expected-Last-Sequence`) and carries an id made of this
+writer and that sequence (`Nats-Msg-Id`). So the connection sends it again after any failure until it is
+acknowledged. NATS stores it once: either it still knows the id, or the message itself occupies the
+sequence. If another message occupies it, another server writes to the stream, and nothing more is sent.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -34,8 +33,8 @@ from penstock.server.journal.jetstream.frames import StreamMessage, Subjects
 from penstock.server.journal.jetstream.link import (
     AGAIN_SECONDS,
     ANSWER_SECONDS,
+    FAILED,
     NO_RESPONDERS,
-    PASSING,
     WINDOW_BYTES,
     Check,
     Link,
@@ -49,8 +48,6 @@ STREAM_NOT_FOUND = 10059
 
 
 class Connection(Link):
-    """A connection to the stream of one journal."""
-
     def __init__(self, section: JournalSection, check: Check | None = None) -> None:
         super().__init__(section, check)
         self.subjects = Subjects(section.stream)
@@ -76,18 +73,15 @@ class Connection(Link):
         return table
 
     async def state(self) -> StreamState:
-        """Return the stream's state. Raises StreamRefused and Unreachable."""
+        """Raises StreamRefused and Unreachable."""
         return state_in(await self.ask("STREAM.INFO"))
 
     async def fetch(self, sequence: int) -> Fetched | None:
         """Return the message with this sequence, or None. Raises StreamRefused and Unreachable."""
-        return await self._fetch({"seq": sequence})
+        return await self.fetch_one({"seq": sequence})
 
-    async def fetch_last(self, subject: str) -> Fetched | None:
-        """Return the newest message of a subject, or None. Raises StreamRefused and Unreachable."""
-        return await self._fetch({"last_by_subj": subject})
-
-    async def _fetch(self, wanted: dict[str, Any]) -> Fetched | None:
+    async def fetch_one(self, wanted: dict[str, Any]) -> Fetched | None:
+        """Like `fetch`, with a condition of NATS, such as `last_by_subj`."""
         subject = f"$JS.API.DIRECT.GET.{self.subjects.stream}"
         answer = await self._request(subject, json.dumps(wanted).encode())
         headers = answer.headers or {}
@@ -126,31 +120,23 @@ class Connection(Link):
         until = clock() + self._patience
         done = 0
         while done < len(window):
+            left, replies = window[done:], list[str]()
             try:
-                async for _ in self._stored(window[done:]):
+                for message in left:
+                    headers = {
+                        "Nats-Msg-Id": self._id(message.sequence),
+                        "Nats-Expected-Last-Sequence": str(message.sequence - 1),
+                    }
+                    replies.append(await self._send(message.subject, message.body, headers))
+                for message, reply in zip(left, replies, strict=True):
+                    await self._check_stored(message, await self._answer(reply))
                     done += 1
                     until = clock() + self._patience
-            except PASSING as error:
+            except FAILED as error:
                 await self._again(until - clock(), error)
-            except errors.Error as error:
-                raise Unreachable(f"the connection to NATS has ended: {error}") from error
-
-    async def _stored(self, messages: Sequence[StreamMessage]) -> AsyncIterator[StreamMessage]:
-        """Send messages, and yield each, in order, once it is stored. Raises PASSING."""
-        replies: list[str] = []
-        try:
-            for message in messages:
-                headers = {
-                    "Nats-Msg-Id": self._id(message.sequence),
-                    "Nats-Expected-Last-Sequence": str(message.sequence - 1),
-                }
-                replies.append(await self._send(message.subject, message.body, headers))
-            for message, reply in zip(messages, replies, strict=True):
-                await self._check_stored(message, await self._answer(reply))
-                yield message
-        finally:
-            for reply in replies:
-                self._answers.pop(reply, None)
+            finally:
+                for reply in replies:
+                    self._answers.pop(reply, None)
 
     def _id(self, sequence: int) -> str:
         return f"{self.writer}.{sequence}"
@@ -195,9 +181,9 @@ class Connection(Link):
     async def ask_owner(self, seconds: float, absent_seconds: float) -> str | None:
         """Ask which server writes to the stream; returns its answer, or None.
 
-        None means that a writer listens but did not answer within `seconds`, or that no writer
-        listened for `absent_seconds`. That time starts again if the connection is lost, because a
-        writer has lost its connection too and may come back later. Raises Unreachable.
+        None means that a writer listens but did not answer within `seconds`, or that no writer listened for
+        `absent_seconds`. That time starts again if the connection is lost, because the writer may have lost
+        its connection too and may come back later. Raises Unreachable.
         """
         clock = asyncio.get_running_loop().time
         until = clock() + self._patience
@@ -205,12 +191,10 @@ class Connection(Link):
         while True:
             try:
                 answer = await self._ask_owner_once(seconds)
-            except PASSING as error:
+            except FAILED as error:
                 absent_since = None
                 await self._again(until - clock(), error)
                 continue
-            except errors.Error as error:
-                raise Unreachable(f"the connection to NATS has ended: {error}") from error
             if answer is None:
                 logger.warning(
                     "stream %s: its writer has not answered for %.0f s; taking over",
@@ -228,7 +212,7 @@ class Connection(Link):
     async def _ask_owner_once(self, seconds: float) -> Msg | None:
         """Ask once; returns the owner's answer or NATS's "no responders".
 
-        None means that a server listens but does not answer. Raises PASSING if NATS is unreachable.
+        None means that a server listens but does not answer. Raises FAILED.
         """
         reply = await self._send(self.subjects.owner, b"")
         try:
@@ -247,7 +231,7 @@ class Connection(Link):
         """Answer other servers that look for the stream's writer, with the text `what`."""
 
         async def answer(asked: Msg) -> None:
-            with suppress(errors.Error, OSError):
+            with suppress(*FAILED):
                 await asked.respond(what.encode())
 
         self._answering = await self._subscribe(self.subjects.owner, answer)

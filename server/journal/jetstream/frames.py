@@ -1,8 +1,8 @@
 """Packs journal records into messages of a stream, and unpacks them.
 
-A message of the log holds the same frames with checksums as a segment (`disk.segment`). Each
-frame names the message that it is in, so that no message passes for another. The content of a frame
-begins with its kind:
+A message of the log holds the same frames with checksums as a segment (`disk.segment`). Each frame names
+the message that it is in, so that no message passes for another. The content of a frame begins with its
+kind:
 
     RECORD, REFERENCE                      appended records
     BEGIN                                  start of a snapshot, which replaces everything before it
@@ -10,8 +10,7 @@ begins with its kind:
     END                                    completes the snapshot that began in the named message
     OWNER                                  another server writes from here on
 
-A large record is stored outside the log: in separate messages before the one that refers to it. The
-reference holds their position, length and checksum.
+A large record is stored outside the log: in separate messages before the one that refers to it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from enum import IntEnum
 
 import xxhash
 
-from penstock.server.journal.disk.segment import Payload, frame_of, payload_length, read_frame
-from penstock.server.journal.protocol import Stored
+from penstock.server.journal.disk.segment import frame_of, payload_length, read_frame
+from penstock.server.journal.protocol import Payload, Stored
 from penstock.wire.frames import frame_length
 
 REFERENCE = struct.Struct("<QQQQ")
@@ -39,7 +38,7 @@ class FrameCorrupt(Exception):
 
 
 class Kind(IntEnum):
-    """The kind of a frame. Stored on disk, so never renumbered."""
+    """Stored on disk, so never renumbered."""
 
     RECORD = 1
     REFERENCE = 2
@@ -66,11 +65,10 @@ class Reference:
     """XXH3-64 of the record."""
 
     def encode(self) -> bytes:
-        """Return the reference as the content of a frame."""
         return REFERENCE.pack(self.first, self.count, self.length, self.digest)
 
     def join(self, chunks: Sequence[bytes]) -> bytes:
-        """Join the bodies of its messages into the record. Raises FrameCorrupt."""
+        """Join the bodies of its messages. Raises FrameCorrupt."""
         record = b"".join(chunks)
         if len(record) != self.length or xxhash.xxh3_64_intdigest(record) != self.digest:
             raise FrameCorrupt(
@@ -80,7 +78,7 @@ class Reference:
 
 
 def outside_bytes(reference: Reference) -> int:
-    """Return the bytes that a record outside the log takes in the stream."""
+    """Bytes that the record takes in the stream."""
     return reference.length + reference.count * MESSAGE_OVERHEAD
 
 
@@ -115,36 +113,19 @@ class StreamMessage:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
 class Subjects:
     """The NATS subjects of one stream."""
 
-    stream: str
-
-    @property
-    def log(self) -> str:
-        """Subject of messages with frames, other than `end`."""
-        return f"penstock.{self.stream}.log.frames"
-
-    @property
-    def end(self) -> str:
-        """Subject of the message that completes a snapshot."""
-        return f"penstock.{self.stream}.log.end"
-
-    @property
-    def all_of_log(self) -> str:
-        """Pattern for `log` and `end`."""
-        return f"penstock.{self.stream}.log.*"
-
-    @property
-    def all_outside(self) -> str:
-        """Pattern for all records outside the log."""
-        return f"penstock.{self.stream}.payload.*"
-
-    @property
-    def owner(self) -> str:
-        """Subject on which the writing server answers that it is the owner; not part of the stream."""
-        return f"penstock.{self.stream}.owner"
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+        self.log = f"penstock.{stream}.log.frames"
+        """Of messages with frames, other than `end`."""
+        self.end = f"penstock.{stream}.log.end"
+        """Of the message that completes a snapshot."""
+        self.all_of_log = f"penstock.{stream}.log.*"
+        self.all_outside = f"penstock.{stream}.payload.*"
+        self.owner = f"penstock.{stream}.owner"
+        """On which the writing server answers that it is the owner; not part of the stream."""
 
     def is_log(self, subject: str) -> bool:
         """Whether a message belongs to the log, and not to a record outside it."""
@@ -157,8 +138,6 @@ class Subjects:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Packs records into messages."""
-
     subjects: Subjects
     message_bytes: int
     """Maximum body size of a message."""
@@ -225,8 +204,6 @@ def _stored(sequence: int, offset: int, length: int, reference: Reference | None
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A frame of a message."""
-
     kind: Kind
     content: memoryview
     stored: Stored
@@ -236,17 +213,13 @@ def read_message(sequence: int, body: bytes) -> Iterator[Found]:
     """Yield the frames of one message. Raises FrameCorrupt."""
     offset = 0
     while offset < len(body):
-        found, length = _read_at(sequence, body, offset)
+        found, length = read_at(sequence, body, offset)
         yield found
         offset += length
 
 
-def read_at(sequence: int, body: bytes, offset: int) -> Found:
-    """Read the frame at an offset of a message. Raises FrameCorrupt."""
-    return _read_at(sequence, body, offset)[0]
-
-
-def _read_at(sequence: int, body: bytes, offset: int) -> tuple[Found, int]:
+def read_at(sequence: int, body: bytes, offset: int) -> tuple[Found, int]:
+    """Read the frame at an offset of a message; returns also its length. Raises FrameCorrupt."""
     try:
         frame = read_frame(memoryview(body)[offset:], offset)
         # In a message, the frame's `durable` field holds the sequence of the message.

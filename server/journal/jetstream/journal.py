@@ -1,11 +1,8 @@
 """The journal on NATS JetStream, for a hub whose machine may be lost along with its disk.
 
-States: opened (this server owns the stream) -> replayed -> started -> closed or failed.
 `log` and `frames` define the content of the stream, `connection` the transport.
 
-Append: encode the records -> queue them -> pack everything queued into messages -> store them ->
-answer. Large records go outside the log, before the message that refers to them. Appends complete
-in the order in which they began.
+Append: encode the records -> queue them -> pack everything queued into messages -> store them -> answer.
 
 Compaction starts when obsolete bytes outgrow the live ones:
 
@@ -14,13 +11,10 @@ Compaction starts when obsolete bytes outgrow the live ones:
     3. store END
     4. remove everything before BEGIN
 
-A server that stops in between is followed by one that reads from the previous BEGIN. If killed
-servers left so much that the copy has no room, the stream is enlarged before step 2. It gets its
-normal size back at the end.
+A server that stops in between is followed by one that reads from the previous BEGIN.
 
-Failure. While NATS is unreachable, appends wait for up to `patience_seconds`. The journal fails
-after that, or if NATS refuses, reports another writer, or has lost stored messages. It then answers
-no append, `failed` gives the reason, and the server stops.
+While NATS is unreachable, appends wait for up to `patience_seconds`. The journal fails after that, or if
+NATS refuses, reports another writer, or has lost stored messages.
 """
 
 from __future__ import annotations
@@ -35,17 +29,19 @@ from penstock.server.config.journal import JournalSection
 from penstock.server.core.errors import DomainError
 from penstock.server.journal.appending import Append, AppendingJournal
 from penstock.server.journal.jetstream.answers import JetStreamError
+from penstock.server.journal.jetstream.connection import Connection
 from penstock.server.journal.jetstream.frames import PLACE, Entry, FrameCorrupt, Kind, StoredOutside
 from penstock.server.journal.jetstream.log import StreamLog
-from penstock.server.journal.jetstream.snapshot import entry_of, slice_snapshot
+from penstock.server.journal.jetstream.reading import read_stored
 from penstock.server.journal.protocol import (
-    FilePlace,
-    Folder,
+    Appended,
+    Deferred,
     JournalInUse,
     JournalUnreadable,
     Record,
     SnapshotItem,
     Stored,
+    payload_of,
 )
 from penstock.wire.frames import frame_length
 from penstock.wire.reasons import Reason
@@ -57,13 +53,20 @@ HEADROOM_BYTES = 1 << 20
 BATCH_BYTES = 8 << 20
 MOST_MESSAGES = 1 << 14
 """Maximum number of messages since the last snapshot. At start each costs time, however short it is."""
+SLICE_BYTES = 1 << 20
+"""Size of a slice of a snapshot; appends can be stored between two slices."""
+ENCODED_AT_A_TIME = 64
+
+Slice = list[tuple[Stored | None, Entry]]
+"""Entries, each with the location of the record it copies, if any."""
 
 
 class JetStreamJournal(AppendingJournal[Entry]):
-    """Durable records in a stream."""
+    folder = None  # It is on another machine.
+    refers_from = None  # Each message is read on its own, so groups are written whole.
 
     def __init__(self, section: JournalSection) -> None:
-        super().__init__(entry_of, (JetStreamError, FrameCorrupt))
+        super().__init__(_entry_of, (JetStreamError, FrameCorrupt))
         self._log = StreamLog(section)
         self._max_bytes = section.max_bytes
         self._most_kept = section.max_bytes // 3
@@ -74,16 +77,6 @@ class JetStreamJournal(AppendingJournal[Entry]):
         self._other = 0
         """Bytes of the state's records that are not held, as of the last snapshot."""
 
-    @property
-    def folder(self) -> Folder | None:
-        """None: the journal is on another machine."""
-        return None
-
-    @property
-    def refers_from(self) -> int | None:
-        """None: groups are written whole, because each message is read on its own."""
-        return None
-
     # Opening
 
     async def open(self) -> None:
@@ -91,19 +84,18 @@ class JetStreamJournal(AppendingJournal[Entry]):
         try:
             await self._log.open()
         except (JournalInUse, JournalUnreadable):
-            await self._log.close()
+            await self._log.connection.close()
             raise
 
     def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Yield every record that the previous server left. Raises JournalUnreadable."""
         return self._log.replay()
 
     async def read(self, stored: Stored) -> bytes:
-        """Read a record again, as bytes. Raises JOURNAL_CORRUPT, and JOURNAL_FAILED if NATS fails."""
+        """Raises JOURNAL_CORRUPT, and JOURNAL_FAILED if NATS fails."""
         while True:
             place = (stored.segment, stored.offset)
             try:
-                return await self._log.read(stored)
+                return await read_stored(self._log.connection, stored)
             except FrameCorrupt as error:
                 if place != (stored.segment, stored.offset):
                     continue  # A compaction moved it meanwhile.
@@ -113,8 +105,7 @@ class JetStreamJournal(AppendingJournal[Entry]):
             except JetStreamError as error:
                 raise self._fail(error) from error
 
-    def place(self, stored: Stored) -> FilePlace | None:
-        """None: the record is not in a file on this host."""
+    def place(self, stored: Stored) -> None:
         return None
 
     # Appending
@@ -127,7 +118,6 @@ class JetStreamJournal(AppendingJournal[Entry]):
             raise OSError(str(error)) from error
 
     def check_room(self, byte_count: int) -> None:
-        """Raise DISK_FULL if records of `byte_count` bytes may not fit any more."""
         wanted = frame_length(byte_count) + self._pending_bytes + HEADROOM_BYTES
         kept, limit = self._kept + self._other, self._most_kept
         if kept + wanted > limit:
@@ -183,7 +173,7 @@ class JetStreamJournal(AppendingJournal[Entry]):
         """Store the snapshot; returns the first sequences of records outside the log still needed."""
         moves: list[tuple[Stored, Stored]] = []
         other = 0
-        async for part in slice_snapshot(self._log.connection, items):
+        async for part in _slices(self._log.connection, items):
             places = await self._enqueue([entry for _, entry in part], waits_for_room=False)
             for (item, _), place in zip(part, places, strict=True):
                 if item is None:
@@ -206,8 +196,54 @@ class JetStreamJournal(AppendingJournal[Entry]):
                 await self._compacting
         if self._writing is not None:
             await self._writing
-        await self._log.close()
+        await self._log.connection.close()
 
 
 def _is_mark(append: Append[Entry]) -> bool:
     return bool(append.entries) and append.entries[0].kind in (Kind.BEGIN, Kind.END)
+
+
+def _entry_of(record: Appended) -> Entry:
+    return Entry(Kind.RECORD, payload_of(record))
+
+
+async def _slices(connection: Connection, items: Sequence[SnapshotItem]) -> AsyncIterator[Slice]:
+    """Yield a snapshot in slices, in order; a thread encodes it. Raises FrameCorrupt and JetStreamError."""
+    part: Slice = []
+    size = 0
+    async for stored, entry in _entries(connection, items):
+        part.append((stored, entry))
+        size += entry.frame_bytes
+        if size >= SLICE_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+async def _entries(
+    connection: Connection, items: Sequence[SnapshotItem]
+) -> AsyncIterator[tuple[Stored | None, Entry]]:
+    waiting: list[Appended | Deferred] = []
+    for item in items:
+        if not isinstance(item, Stored):
+            waiting.append(item)
+            if len(waiting) < ENCODED_AT_A_TIME:
+                continue
+        for entry in await asyncio.to_thread(_encode, waiting):
+            yield None, entry
+        waiting = []
+        if isinstance(item, StoredOutside):
+            yield item, Entry(Kind.SNAPSHOT_REFERENCE, (), item.reference)
+        elif isinstance(item, Stored):
+            yield item, Entry(Kind.SNAPSHOT_RECORD, (await read_stored(connection, item),))
+    for entry in await asyncio.to_thread(_encode, waiting):
+        yield None, entry
+
+
+def _encode(items: Sequence[Appended | Deferred]) -> list[Entry]:
+    found: list[Entry] = []
+    for item in items:
+        records = item.make() if isinstance(item, Deferred) else (item,)
+        found += [Entry(Kind.SNAPSHOT_RECORD, payload_of(record)) for record in records]
+    return found

@@ -2,9 +2,9 @@
 
 Requests wait for an unreachable NATS until `patience` seconds have passed since its last answer.
 
-States: connected -> checked -> up -> lost -> connected again. When NATS comes back, it may no
-longer meet the requirements, such as syncing each write. Nothing is sent before that is checked
-again, and nothing more if the check fails.
+States: connected -> checked -> up -> lost -> connected again. A NATS server that comes back may no longer
+meet the requirements, such as syncing each write. Nothing is sent before that is checked again, and nothing
+more if the check fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_RESPONDERS = "503"
 STORE_FAILED = 10077
 NO_ROOM = (10023, 10047)
 """JetStream error codes: too little storage on the server, or for the account."""
-# Client errors that pass once NATS is reachable again.
+FAILED = (errors.Error, OSError)
 PASSING = (
     errors.TimeoutError,
     errors.NoRespondersError,
@@ -48,7 +48,7 @@ PASSING = (
     errors.FlushTimeoutError,
     OSError,
 )
-
+"""Those of FAILED that pass once NATS is reachable again."""
 
 Check = Callable[[], Awaitable[str | None]]
 """Returns why the connected NATS server is unsuitable, or None. Raises OSError if it does not answer."""
@@ -64,17 +64,15 @@ class _Client(Client):
         await super()._connect_to_server(s)
 
     def told(self, name: str) -> str:
-        """Return a field of the info that the NATS server sent on connecting."""
         return str(self._server_info.get(name, ""))
 
 
 class Link:
-    """A connection to NATS, with answers to what it sends."""
-
     def __init__(self, section: JournalSection, check: Check | None = None) -> None:
         """`check` runs after each connect."""
         assert section.url is not None
         self._section = section
+        self._servers = section.url.split(",")
         self._check = check
         self._checking: asyncio.Task[None] | None = None
         self._against: str | None = None
@@ -93,14 +91,13 @@ class Link:
 
     async def connect(self) -> None:
         """Connect and check the NATS server. Raises Unreachable and StreamRefused."""
-        section = self._section
-        options = _security(section)
+        options = _security(self._section)
         self._begun = True
         try:
             async with asyncio.timeout(self._patience):
                 await self._client.connect(
-                    servers=cast("str", section.url).split(","),
-                    name=f"penstock {section.stream}",
+                    servers=self._servers,
+                    name=f"penstock {self._section.stream}",
                     connect_timeout=CONNECT_SECONDS,
                     allow_reconnect=True,
                     max_reconnect_attempts=-1,
@@ -144,15 +141,9 @@ class Link:
         """Maximum bytes of a message, headers included."""
         return self._client.max_payload
 
-    @property
-    def server_id(self) -> str:
-        """Id of the connected NATS server."""
-        return self._client.told("server_id")
-
-    @property
-    def server_name(self) -> str:
-        """Name of the connected NATS server."""
-        return self._client.told("server_name")
+    def told(self, name: str) -> str:
+        """Return a field of the info that the NATS server sent on connecting, such as `server_id`."""
+        return self._client.told(name)
 
     async def close(self) -> None:
         self._stop_checking()
@@ -160,7 +151,7 @@ class Link:
         if not self._begun:
             return
         try:
-            with suppress(errors.Error, OSError):
+            with suppress(*FAILED):
                 await self._client.close()
         except asyncio.CancelledError:
             # When nats-py cancels its own attempt to connect, the cancellation also surfaces here.
@@ -227,7 +218,7 @@ class Link:
     async def _send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> str:
         """Send a request; returns its reply subject. The caller removes the entry from `_answers`.
 
-        Raises PASSING, and StreamRefused if the NATS server is unsuitable.
+        Raises FAILED, and StreamRefused if the NATS server is unsuitable.
         """
         if not self._up.is_set():
             raise ConnectionResetError("the connection was lost")
@@ -240,7 +231,7 @@ class Link:
         return reply
 
     async def _answer(self, reply: str) -> Msg:
-        """Wait for the answer to a request. Raises PASSING."""
+        """Raises PASSING."""
         async with asyncio.timeout(ANSWER_SECONDS):
             answer = await self._answers[reply]
         if answer is None:
@@ -257,15 +248,16 @@ class Link:
             try:
                 reply = await self._send(subject, body)
                 return await self._answer(reply)
-            except PASSING as error:
+            except FAILED as error:
                 await self._again(until - clock(), error)
-            except errors.Error as error:
-                raise Unreachable(f"the connection to NATS has ended: {error}") from error
             finally:
                 self._answers.pop(reply, None)
 
     async def _again(self, left: float, error: Exception) -> None:
-        """Return when another attempt is worthwhile. Raises Unreachable if no time is left."""
+        """Return when another attempt is worthwhile. Raises Unreachable if no time is left, or if the
+        error does not pass."""
+        if not isinstance(error, PASSING):
+            raise Unreachable(f"the connection to NATS has ended: {error}") from error
         if left > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
@@ -287,7 +279,7 @@ def _unavailable(answer: Msg) -> bool:
     """Whether no NATS server could answer the request yet."""
     if answer.headers:
         return answer.headers.get("Status") == NO_RESPONDERS
-    error = cast("dict[str, Any]", json.loads(answer.data).get("error") or {})
+    error: dict[str, Any] = json.loads(answer.data).get("error") or {}
     # A lack of storage has the same code, but does not pass.
     full = error.get("err_code") in (STORE_FAILED, *NO_ROOM)
     return error.get("code") == int(NO_RESPONDERS) and not full
@@ -308,14 +300,9 @@ def _security(section: JournalSection) -> dict[str, Any]:
         options["user_credentials"] = str(section.credentials)
     if section.ca is not None or section.certificate is not None:
         try:
-            options["tls"] = _tls(section)
+            options["tls"] = context = ssl.create_default_context(cafile=section.ca)
+            if section.certificate is not None:
+                context.load_cert_chain(section.certificate, section.key)
         except OSError as error:
             raise StreamRefused(f"journal.ca, certificate, key: {error}", 0) from error
     return options
-
-
-def _tls(section: JournalSection) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=section.ca)
-    if section.certificate is not None:
-        context.load_cert_chain(section.certificate, section.key)
-    return context

@@ -1,12 +1,12 @@
 """The content of a journal's stream: taking it over, reading, appending, and removing obsolete messages.
 
-Ownership. A server that opens the stream asks which server writes to it. If no writer answers, and
-none starts to listen for a while, the server writes OWNER to the next sequence. Every later message
-of another server then finds its sequence occupied.
+A server that opens the stream asks which server writes to it. If no writer answers, and none starts to
+listen for a while, the server writes OWNER to the next sequence. Every later message of another server
+then finds its sequence occupied.
 
-The server counts the sequences itself, and NATS stores each message under its sequence or not at
-all. So no message is duplicated, and none is missing unless NATS lost power (see
-`reading`). Nothing after the BEGIN of the last whole snapshot is ever removed.
+The server counts the sequences itself, and NATS stores each message under its sequence or not at all. So
+no message is duplicated, and none is missing unless NATS lost power (see `reading`). Nothing after the
+BEGIN of the last whole snapshot is ever removed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ from penstock.server.journal.jetstream.frames import (
 from penstock.server.journal.jetstream.reading import (
     StreamReading,
     begin_of,
-    read_stored,
     replay_messages,
 )
 from penstock.server.journal.jetstream.stream import (
     fit_stream,
     list_outside,
     open_stream,
-    purge_log,
-    purge_outside,
+    purge,
     why_not_synced,
 )
 from penstock.server.journal.protocol import JournalInUse, JournalUnreadable, Record, Stored
@@ -60,15 +58,12 @@ INLINE_BYTES = 64 << 10
 
 
 class StreamLog:
-    """The content of one stream, and the connection to it."""
-
     def __init__(self, section: JournalSection) -> None:
         self._section = section
         synced = section.durability == "fsync"
         self.connection = Connection(section, self._why_not_synced if synced else None)
         self._packing = Packing(self.connection.subjects, MESSAGE_BYTES, INLINE_BYTES)
         self._next = 1
-        """Sequence of the next message."""
         self._begin = 1
         """Sequence from which a restarted server reads."""
         self._snapshot_end = 0
@@ -91,20 +86,21 @@ class StreamLog:
 
     async def _why_not_synced(self) -> str | None:
         assert self._section.monitor is not None, "required by the configuration"
-        return await why_not_synced(self._section.monitor, self.connection.server_id)
+        return await why_not_synced(self._section.monitor, self.connection.told("server_id"))
 
     # Opening
 
     async def open(self) -> None:
         """Connect and become the stream's writer. Raises JournalInUse and JournalUnreadable."""
-        stream = self._section.stream
         try:
             await self.connection.connect()
             await self._take()
         except Fenced as error:
             raise JournalInUse(str(error)) from error
         except (JetStreamError, FrameCorrupt) as error:
-            raise JournalUnreadable(f"the stream {stream} cannot be opened: {error}") from error
+            raise JournalUnreadable(
+                f"the stream {self._section.stream} cannot be opened: {error}"
+            ) from error
 
     async def _take(self) -> None:
         section, connection = self._section, self.connection
@@ -114,12 +110,13 @@ class StreamLog:
                 f"(max_payload), but the journal needs {MESSAGE_BYTES + MESSAGE_OVERHEAD}"
             )
         state = await self._own()
-        if section.durability == "fsync" and state.leader not in ("", connection.server_name):
+        monitored = connection.told("server_name")
+        if section.durability == "fsync" and state.leader not in ("", monitored):
             raise JournalUnreadable(
                 f"the stream {section.stream} is kept by the NATS server {state.leader}, but "
-                f"{section.monitor} monitors {connection.server_name}: cannot check that it syncs writes"
+                f"{section.monitor} monitors {monitored}: cannot check that it syncs writes"
             )
-        end = await connection.fetch_last(connection.subjects.end)
+        end = await connection.fetch_one({"last_by_subj": connection.subjects.end})
         if end is not None:
             self._begin = begin_of(end)
         elif state.first > 1:
@@ -157,7 +154,7 @@ class StreamLog:
                     raise
 
     async def replay(self) -> AsyncIterator[tuple[Record, Stored]]:
-        """Yield every record that the previous server left. Raises JournalUnreadable."""
+        """Raises JournalUnreadable."""
         synced = self._section.durability == "fsync"
         reading = StreamReading(self.connection, self._begin, self._next - 1, synced)
         try:
@@ -171,10 +168,6 @@ class StreamLog:
         self._outside_bytes = sum(reading.outside.values())
         self.log_bytes = reading.log_bytes
         self._snapshot_end = reading.snapshot_end
-
-    async def read(self, stored: Stored) -> bytes:
-        """Read a record again. Raises FrameCorrupt and JetStreamError."""
-        return await read_stored(self.connection, stored)
 
     # Writing
 
@@ -216,8 +209,7 @@ class StreamLog:
         JetStreamError.
         """
         gone = {first for first in self._outside if first < self._begin} - carried
-        await purge_log(self.connection, self._begin)
-        await purge_outside(self.connection, self._begin, set(self._outside) - gone, gone)
+        await purge(self.connection, self._begin, set(self._outside) - gone, gone)
         for first in gone:
             self._outside_bytes -= self._outside.pop(first)
         await self.make_room(0)
@@ -226,9 +218,4 @@ class StreamLog:
         """Remove what an interrupted compaction left behind. Raises JetStreamError."""
         present = await list_outside(self.connection)
         gone = {first for first in present if first < self._begin} - set(self._outside)
-        await purge_log(self.connection, self._begin)
-        await purge_outside(self.connection, self._begin, present - gone, gone)
-
-    async def close(self) -> None:
-        """Close the connection, which frees the stream for another server."""
-        await self.connection.close()
+        await purge(self.connection, self._begin, present - gone, gone)

@@ -5,9 +5,9 @@ was writing when it lost power: its sequence stays empty, and the next message i
 started afterwards. If NATS syncs each message before it acknowledges it, that message was never
 acknowledged. If not, other messages may be missing as well, and an empty sequence counts as a loss.
 
-Records appended while a snapshot was written lie between its records, but are newer. They are
-yielded after the end of the snapshot. Snapshots without an end are ignored, and so is whatever
-their server failed to remove.
+Records appended while a snapshot was written lie between its records, but are newer. They are yielded after
+the end of the snapshot. Snapshots without an end are ignored, and so is whatever their server failed to
+remove.
 """
 
 from __future__ import annotations
@@ -110,14 +110,12 @@ async def _record(
             data = reference.join([chunks[place] for place in places])
         else:
             data = await read_stored(connection, stored)
-    record = JournalRecord()
     try:
-        record.ParseFromString(data)
+        return JournalRecord.FromString(data)
     except Exception as error:  # protobuf raises several types.
         raise FrameCorrupt(
             f"message {stored.segment} at {stored.offset} is not a valid record: {error}"
         ) from error
-    return record
 
 
 async def read_stored(connection: Connection, stored: Stored) -> bytes:
@@ -125,13 +123,20 @@ async def read_stored(connection: Connection, stored: Stored) -> bytes:
     if isinstance(stored, StoredOutside):
         first = stored.reference.first
         last = first + stored.reference.count - 1
-        return stored.reference.join([m.body async for m in fetch_all(connection, first, last)])
+        bodies: list[bytes] = []
+        async with aclosing(_fetch_places(connection, first, last)) as places:
+            async for sequence, message in places:
+                if message is None:
+                    raise FrameCorrupt(f"message {sequence} is missing")
+                bodies.append(message.body)
+        return stored.reference.join(bodies)
     # Copy the location: a compaction may update `stored` during the fetch.
     sequence, offset = stored.segment, stored.offset
     message = await connection.fetch(sequence)
     if message is None:
         raise FrameCorrupt(f"message {sequence} is missing")
-    return bytes(read_at(sequence, message.body, offset).content)
+    found, _ = read_at(sequence, message.body, offset)
+    return bytes(found.content)
 
 
 async def _fetch_told(reading: StreamReading) -> AsyncIterator[Fetched]:
@@ -162,16 +167,6 @@ def _begins_anew(connection: Connection, message: Fetched) -> bool:
     if not connection.subjects.is_log(message.subject):
         return False
     return next(read_message(message.sequence, message.body)).kind is Kind.OWNER
-
-
-async def fetch_all(connection: Connection, first: int, last: int) -> AsyncIterator[Fetched]:
-    """Yield every message of a range, in order. Raises JetStreamError, and FrameCorrupt if one is
-    missing."""
-    async with aclosing(_fetch_places(connection, first, last)) as places:
-        async for sequence, message in places:
-            if message is None:
-                raise FrameCorrupt(f"message {sequence} is missing")
-            yield message
 
 
 async def _fetch_places(

@@ -1,12 +1,12 @@
 """Creates, checks and cleans up the stream of a journal.
 
-The stream keeps messages until they are removed explicitly: nothing expires, and reading removes
-nothing. It has work-queue retention, so that no other consumer can hold it up. When it is full it
-refuses messages (`discard new`) instead of dropping the oldest.
+The stream keeps messages until they are removed explicitly. It has work-queue retention, so that no other
+consumer can hold it up. When it is full it refuses messages (`discard new`) instead of dropping the
+oldest.
 
-A server killed during a compaction leaves a partial copy, which the next compaction removes.
-Several partial copies may leave too little room for the next one. The stream is then enlarged for
-that compaction, and reset to its normal size afterwards.
+A server killed during a compaction leaves a partial copy, which the next compaction removes. Several of
+them may leave too little room for the next one. The stream is then enlarged for that compaction, and reset
+to its normal size afterwards.
 
 NATS acknowledges a message once it is written. That survives a crash of NATS, but survives a loss of power
 only with `sync_interval: always`. Only the monitoring endpoint of NATS reports that setting.
@@ -35,7 +35,6 @@ DUPLICATE_WINDOW_NANOSECONDS = 120 * 10**9
 
 
 def wanted_config(connection: Connection, room: int) -> dict[str, Any]:
-    """Return the required configuration of the stream, with `room` bytes."""
     subjects = connection.subjects
     return {
         "name": subjects.stream,
@@ -102,8 +101,7 @@ async def fit_stream(
 
 
 async def _make_room(connection: Connection, verb: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Create or update a stream; NATS reserves its room. Raises StreamRefused, naming the setting to
-    change."""
+    """Raises StreamRefused, naming the setting to change if NATS cannot reserve the room."""
     try:
         return await connection.ask(verb, config)
     except StreamRefused as error:
@@ -145,31 +143,26 @@ def _read_monitor(url: str) -> dict[str, Any]:
         return cast("dict[str, Any]", json.load(answer))
 
 
-async def purge_log(connection: Connection, before: int) -> None:
-    """Remove log messages with a sequence below `before`. Raises StreamRefused and Unreachable."""
-    await _purge(connection, connection.subjects.all_of_log, before)
+async def purge(connection: Connection, before: int, kept: set[int], gone: set[int]) -> None:
+    """Remove the log's messages below `before`, where a snapshot starts, and records outside the log.
 
-
-async def _purge(connection: Connection, subject: str, before: int) -> None:
-    # NATS would take "before the first" as "all of them".
-    if before > 1:
-        await connection.ask("STREAM.PURGE", {"filter": subject, "seq": before})
-
-
-async def purge_outside(
-    connection: Connection, before: int, kept: set[int], gone: set[int]
-) -> None:
-    """Remove records outside the log. `gone` holds the sequences of their first messages.
-
-    All of them are below `before`, the start of a snapshot. Raises StreamRefused and Unreachable.
+    `kept` and `gone` hold the first sequences of those; the ones of `gone` are below `before`. Raises
+    StreamRefused and Unreachable.
     """
     subjects = connection.subjects
+    await _purge_below(connection, subjects.all_of_log, before)
     # Usually the oldest are removed, and one request covers all of those.
     oldest = min(kept | {before})
     if any(first < oldest for first in gone):
-        await _purge(connection, subjects.all_outside, oldest)
+        await _purge_below(connection, subjects.all_outside, oldest)
     for first in sorted(first for first in gone if first >= oldest):
         await connection.ask("STREAM.PURGE", {"filter": subjects.outside(first)})
+
+
+async def _purge_below(connection: Connection, subject: str, before: int) -> None:
+    # NATS would take "before the first" as "all of them".
+    if before > 1:
+        await connection.ask("STREAM.PURGE", {"filter": subject, "seq": before})
 
 
 async def list_outside(connection: Connection) -> set[int]:

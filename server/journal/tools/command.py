@@ -1,19 +1,21 @@
 """`penstock journal`: lists, verifies and exports what a server stored.
 
-The command only reads: it neither locks nor changes the folder, and a server may write to it
-meanwhile. The output then shows the state at the moment of reading.
+It neither locks nor changes the folder. If a server writes to it meanwhile, the output shows the state at
+the moment of reading.
 
-Exit status: 0; 1 if a record is corrupt; 2 if there is no journal, or if the output cannot be
-written.
+Exit status: 0; 1 if a record is corrupt; 2 if there is no journal, or if the output cannot be written.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec
 
 import click
 
@@ -34,7 +36,8 @@ from penstock.server.journal.tools.contents import (
     recover_stored,
 )
 from penstock.server.journal.tools.export import group_rows, open_writer, state_of
-from penstock.v1 import journal_pb2
+
+P = ParamSpec("P")
 
 EXPORTS = (".jsonl", ".parquet")
 OK, CORRUPT, UNREADABLE = 0, 1, 2
@@ -44,25 +47,39 @@ class NotExported(Exception):
     """The output file cannot be written. The message is shown to the user."""
 
 
+def _guarded(command: Callable[P, int]) -> Callable[P, int]:
+    """Explain errors on stderr and return their exit status."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return command(*args, **kwargs)
+        except SegmentCorrupt as error:
+            status, problem = CORRUPT, f"corrupt: {error}; `penstock journal verify` shows details"
+        except (NoJournal, NotExported) as error:
+            status, problem = UNREADABLE, str(error)
+        sys.stderr.write(f"penstock journal: {problem}\n")
+        return status
+
+    return run
+
+
 # list
 
 
+@_guarded
 def list_stored(folder: Path, as_json: bool) -> int:
     """Print what a journal holds; returns the exit status."""
-
-    def work() -> int:
-        with open_stored(folder) as journal:
-            contents = read_contents(journal)
-        if as_json:
-            click.echo(json.dumps(asdict(contents), indent=2))
-        elif sys.stdout.isatty():
-            _show_tables(contents)
-        else:
-            for line in _lines(contents):
-                click.echo(line)
-        return OK
-
-    return _guarded(work)
+    with open_stored(folder) as journal:
+        contents = read_contents(journal)
+    if as_json:
+        click.echo(json.dumps(asdict(contents), indent=2))
+    elif sys.stdout.isatty():
+        _show_tables(contents)
+    else:
+        for line in _lines(contents):
+            click.echo(line)
+    return OK
 
 
 def _head(contents: Contents) -> list[str]:
@@ -73,18 +90,14 @@ def _head(contents: Contents) -> list[str]:
         f"{contents.trainer_epoch}, {contents.starts} starts, {contents.stored_bytes} bytes"
     )
     if contents.torn_bytes:
-        lines.append(_tail(contents.torn_bytes, contents.writer))
+        torn = "are torn: they were never acknowledged"
+        state = torn if contents.writer is None else "are being written"
+        lines.append(f"{contents.torn_bytes} bytes at the end {state}")
     return lines
 
 
 def _writing(folder: str, writer: int) -> str:
     return f"a server (process {writer}) is writing to {folder}: this is a momentary view"
-
-
-def _tail(torn_bytes: int, writer: int | None) -> str:
-    if writer is not None:
-        return f"{torn_bytes} bytes at the end are being written"
-    return f"{torn_bytes} bytes at the end are torn: they were never acknowledged"
 
 
 def _lines(contents: Contents) -> Iterator[str]:
@@ -156,6 +169,7 @@ def _versions(group: FinishedLine) -> str:
 
 def _show_tables(contents: Contents) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -170,14 +184,8 @@ def _show_tables(contents: Contents) -> None:
             numeric = all(row[name].isdigit() or not row[name] for row in rows)
             table.add_column(name, justify="right" if numeric else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(_escaped(value) for value in row.values()))
+            table.add_row(*map(escape, row.values()))
         console.print(table)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 # verify
@@ -205,36 +213,29 @@ class SegmentReport:
     corrupt: Problem | None = None
 
 
+@_guarded
 def verify(folder: Path, as_json: bool) -> int:
     """Check every record of every segment and print the result; returns the exit status."""
-
-    def work() -> int:
-        with open_stored(folder) as journal:
-            reports, missing = check_all(journal.segments)
-        corrupt = _any_corrupt(reports) or bool(missing)
-        if as_json:
-            click.echo(
-                json.dumps(
-                    {
-                        "folder": str(folder),
-                        "whole": not corrupt,
-                        "writer": journal.writer,
-                        "missing": missing,
-                        "obsolete_files": [path.name for path in journal.obsolete],
-                        "segments": [asdict(report) for report in reports],
-                    },
-                    indent=2,
-                )
-            )
-        else:
-            for line in _report_lines(journal, reports):
-                click.echo(line)
-            for problem in missing:
-                click.echo(problem)
-            click.echo("corrupt" if corrupt else "whole")
-        return CORRUPT if corrupt else OK
-
-    return _guarded(work)
+    with open_stored(folder) as journal:
+        reports, missing = check_all(journal.segments)
+    corrupt = _any_corrupt(reports) or bool(missing)
+    if as_json:
+        found = {
+            "folder": str(folder),
+            "whole": not corrupt,
+            "writer": journal.writer,
+            "missing": missing,
+            "obsolete_files": [path.name for path in journal.obsolete],
+            "segments": [asdict(report) for report in reports],
+        }
+        click.echo(json.dumps(found, indent=2))
+    else:
+        for line in _report_lines(journal, reports):
+            click.echo(line)
+        for problem in missing:
+            click.echo(problem)
+        click.echo("corrupt" if corrupt else "whole")
+    return CORRUPT if corrupt else OK
 
 
 def check_all(segments: Sequence[SegmentReader]) -> tuple[list[SegmentReport], list[str]]:
@@ -294,7 +295,7 @@ def _check(segment: SegmentReader, state: Recovered | None) -> SegmentReport:
 def _report_lines(journal: StoredJournal, reports: list[SegmentReport]) -> Iterator[str]:
     if journal.writer is not None:
         yield _writing(str(journal.folder), journal.writer)
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for report in reports:
         records = sum(report.records.values())
         line = (
@@ -308,8 +309,7 @@ def _report_lines(journal: StoredJournal, reports: list[SegmentReport]) -> Itera
         yield line
         if report.corrupt is not None:
             yield f"{report.name} is corrupt at {report.corrupt.offset}: {report.corrupt.problem}"
-        for kind, count in report.records.items():
-            counts[kind] = counts.get(kind, 0) + count
+        counts.update(report.records)
     for kind, count in sorted(counts.items()):
         yield f"{kind} {count}"
     for path in journal.obsolete:
@@ -319,6 +319,7 @@ def _report_lines(journal: StoredJournal, reports: list[SegmentReport]) -> Itera
 # export
 
 
+@_guarded
 def export(folder: Path, out: Path, state: str) -> int:
     """Write finished groups to a file; returns the exit status.
 
@@ -330,43 +331,23 @@ def export(folder: Path, out: Path, state: str) -> int:
         raise click.UsageError(f"{out} is inside the journal's folder; choose another path")
     if out.exists():
         raise click.UsageError(f"{out} already exists; remove it, or choose another path")
-
-    def work() -> int:
-        with open_stored(folder) as journal:
-            found = recover_stored(journal, journal.records())
-            chosen = [g for g in found.finished.values() if state in ("all", state_of(g))]
-            try:
-                rows = _export(journal, chosen, out)
-            except OSError as error:
-                raise NotExported(f"{out}: {error.strerror or error}") from error
-        click.echo(f"{out}: {len(chosen)} groups, {rows} trajectories")
-        return OK
-
-    return _guarded(work)
+    with open_stored(folder) as journal:
+        found = recover_stored(journal, journal.records())
+        chosen = [g for g in found.finished.values() if state in ("all", state_of(g))]
+        try:
+            rows = _export(journal, chosen, out)
+        except OSError as error:
+            raise NotExported(f"{out}: {error.strerror or error}") from error
+    click.echo(f"{out}: {len(chosen)} groups, {rows} trajectories")
+    return OK
 
 
 def _export(journal: StoredJournal, groups: list[FinishedGroup], out: Path) -> int:
     count = 0
     with open_writer(out) as write:
         for group in groups:
-            rows = group_rows(_read_finished(journal, group), group)
+            rows = group_rows(journal.read(group.stored).group_finished, group)
             if rows:
                 write(rows)
             count += len(rows)
     return count
-
-
-def _read_finished(journal: StoredJournal, group: FinishedGroup) -> journal_pb2.GroupFinished:
-    return journal.read(group.stored).group_finished
-
-
-def _guarded(work: Callable[[], int]) -> int:
-    """Run `work` and return the exit status; errors are explained on stderr."""
-    try:
-        return work()
-    except SegmentCorrupt as error:
-        status, problem = CORRUPT, f"corrupt: {error}; `penstock journal verify` shows details"
-    except (NoJournal, NotExported) as error:
-        status, problem = UNREADABLE, str(error)
-    sys.stderr.write(f"penstock journal: {problem}\n")
-    return status

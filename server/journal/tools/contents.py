@@ -25,8 +25,6 @@ class WaitingTask:
 
 @dataclass(frozen=True)
 class AttemptLine:
-    """One attempt of a group under way."""
-
     trajectory_id: str
     retry_count: int
     leased: bool
@@ -35,8 +33,6 @@ class AttemptLine:
 
 @dataclass(frozen=True)
 class GroupUnderWay:
-    """A group that is not complete."""
-
     group_id: str
     task_id: str
     purpose: str
@@ -47,8 +43,6 @@ class GroupUnderWay:
 
 @dataclass(frozen=True)
 class OpenTrajectory:
-    """A trajectory that can be continued."""
-
     trajectory_id: str
     group_id: str
     sample_index: int
@@ -58,8 +52,6 @@ class OpenTrajectory:
 
 @dataclass(frozen=True)
 class FinishedLine:
-    """A group that is complete."""
-
     group_id: str
     task_id: str
     purpose: str
@@ -183,10 +175,7 @@ def _finished_line(group: FinishedGroup, token_count: int, newest: int) -> Finis
 
 
 def recover_stored(journal: StoredJournal, records: Iterator[tuple[Record, Stored]]) -> Recovered:
-    """Apply the records in order and return the state.
-
-    Raises SegmentCorrupt, and NoJournal if the records contradict each other.
-    """
+    """Raises SegmentCorrupt, and NoJournal if the records contradict each other."""
     try:
         return recover(records)
     except JournalUnreadable as error:

@@ -1,12 +1,9 @@
 """Exports the finished groups of a journal as a table: JSON lines or Parquet, one row per trajectory.
 
-Columns with a value per token are as long as `token_ids`. A context token has neither a
-log-probability nor a weight version; `loss_mask` is true for tokens that the policy sampled.
-Numbers are exported as stored: a float32 written as JSON reads back as the same float32. NaN and
-infinities are null in JSON, which cannot express them.
-
-The file appears whole or not at all: it is written under a temporary name and then renamed. At most
-one group is in memory at a time.
+Columns with a value per token are as long as `token_ids`. A context token has neither a log-probability nor
+a weight version; `loss_mask` is true for tokens that the policy sampled. Numbers are exported as stored: a
+float32 written as JSON reads back as the same float32. NaN and infinities are null in JSON, which cannot
+express them. The file appears whole or not at all. At most one group is in memory at a time.
 """
 
 from __future__ import annotations
@@ -32,12 +29,9 @@ if TYPE_CHECKING:
 
 State = Literal["waiting", "used"]
 
-# A row's values: JSON types or PerToken.
 Row = Mapping[str, object]
+"""Values are JSON types or PerToken."""
 Write = Callable[[Iterable[Row]], None]
-Schema = Any  # pyarrow has no type hints.
-
-PURPOSES = {trajectory_pb2.PURPOSE_EVAL: "eval"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +59,10 @@ def state_of(group: FinishedGroup) -> State:
 
 
 def purpose_name(purpose: trajectory_pb2.Purpose.ValueType) -> str:
-    """Return `train` or `eval`."""
-    return PURPOSES.get(purpose, "train")
+    return "eval" if purpose == trajectory_pb2.PURPOSE_EVAL else "train"
 
 
 def group_rows(finished: journal_pb2.GroupFinished, group: FinishedGroup) -> list[Row]:
-    """Return one row per trajectory, in the group's order."""
     return [
         {
             "group_id": group.group_id,
@@ -183,15 +175,14 @@ def _json_lines(path: Path) -> Generator[Write]:
 
         def write(rows: Iterable[Row]) -> None:
             for row in rows:
-                values = {name: _json_value(value) for name, value in row.items()}
+                values = {
+                    name: value.to_list() if isinstance(value, PerToken) else value
+                    for name, value in row.items()
+                }
                 file.write(json.dumps(values, ensure_ascii=False, allow_nan=False))
                 file.write("\n")
 
         yield write
-
-
-def _json_value(value: object) -> object:
-    return value.to_list() if isinstance(value, PerToken) else value
 
 
 @contextlib.contextmanager
@@ -215,7 +206,7 @@ def _parquet(path: Path, arrow: Any) -> Generator[Write]:
         yield write
 
 
-def parquet_schema(arrow: Any) -> Schema:
+def parquet_schema(arrow: Any) -> Any:
     """Return the columns, in the order of a row. User-defined structures are JSON strings."""
     text, long, whole = arrow.string(), arrow.int64(), arrow.int32()
     columns = {
@@ -264,9 +255,6 @@ def _arrow_column(arrow: Any, values: tuple[object, ...], kind: Any) -> Any:
         ]
         return arrow.ListArray.from_arrays(offsets, arrow.concat_arrays(items), type=kind)
     if arrow.types.is_map(kind):
-        return arrow.array([list(_mapping(value).items()) for value in values], kind)
+        maps = cast("tuple[Mapping[str, float], ...]", values)
+        return arrow.array([list(each.items()) for each in maps], kind)
     return arrow.array([json.dumps(v) if isinstance(v, dict) else v for v in values], kind)
-
-
-def _mapping(value: object) -> Mapping[str, float]:
-    return cast("Mapping[str, float]", value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from penstock.server.core.errors import DomainError
 from penstock.server.groups.admission import Admission
@@ -17,46 +18,38 @@ from penstock.server.rpc.trainer.session import Session
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
 from penstock.v1 import trainer_service_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import ExchangeResponse, Notice
 
 logger = logging.getLogger(__name__)
 
-ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
-Notice = twin(trainer_service_pb2.Notice)
 
 MAX_NOTICES = 1_000
 
 
+@dataclass(eq=False)
 class Drops:
     """Counts each drop by its reason. Methods return the records for the journal."""
 
-    def __init__(
-        self,
-        admission: Admission,
-        queue: TaskQueue,
-        buffer: GroupBuffer,
-        store: TrajectoryStore,
-        turns: TurnRunner,
-        drop_completed: Callable[[], list[str]],
-    ) -> None:
-        """`drop_completed` drops complete groups that are not in the buffer yet, and returns their ids."""
-        self._admission = admission
-        self._queue = queue
-        self._buffer = buffer
-        self._store = store
-        self._turns = turns
-        self._drop_completed = drop_completed
-        self._notices: deque[trainer_service_pb2.Notice] = deque(maxlen=MAX_NOTICES)
-        """Notices that no stream has taken yet. If a stream is lost, they go to the next."""
+    admission: Admission
+    queue: TaskQueue
+    buffer: GroupBuffer
+    store: TrajectoryStore
+    turns: TurnRunner
+    drop_completed: Callable[[], list[str]]
+    """Drops complete groups that are not in the buffer yet, and returns their ids."""
+    _notices: deque[trainer_service_pb2.Notice] = field(
+        default_factory=lambda: deque(maxlen=MAX_NOTICES)
+    )
+    """Notices that no stream has taken yet. If a stream is lost, they go to the next."""
 
     def late(self, group_id: str) -> list[Record]:
-        group = self._buffer.drop(group_id)
-        contract = self._admission.contract
+        group = self.buffer.drop(group_id)
+        contract = self.admission.contract
         assert contract is not None
         requeued = contract.late_policy is LatePolicy.REQUEUE and group.task is not None
         message = (
             f"group {group_id} has tokens of version {group.oldest_version}; "
-            f"the trainer is at version {self._admission.trainer_version}"
+            f"the trainer is at version {self.admission.trainer_version}"
         )
         reason = "GROUP_REQUEUED" if requeued else "GROUP_DROPPED"
         return self._drop(group, reason, message, requeue=requeued)
@@ -64,18 +57,18 @@ class Drops:
     def unreadable(self, group: BufferedGroup, error: DomainError) -> list[Record]:
         """Drop a group that cannot be read back, and queue its task again."""
         logger.error("dropping unreadable group %s: %s", group.group_id, error.message)
-        self._buffer.drop(group.group_id)
+        self.buffer.drop(group.group_id)
         # Frees its slot in the batch for another group.
-        self._admission.release(group.group_id)
+        self.admission.release(group.group_id)
         return self._drop(group, error.reason, error.message, requeue=True)
 
     def _drop(
         self, group: BufferedGroup, reason: str, message: str, *, requeue: bool
     ) -> list[Record]:
-        self._buffer.drops[reason] += 1
+        self.buffer.drops[reason] += 1
         records = [group_dropped(group.group_id, reason)]
         if requeue and group.task is not None:
-            self._queue.pending.resubmit(group.task)
+            self.queue.pending.resubmit(group.task)
             records.append(task_accepted(group.task, first=True))
         self._note(reason, message, group.group_id, group.task_id)
         return records
@@ -83,22 +76,22 @@ class Drops:
     def run(self, run_id: str, what: str) -> list[Record]:
         """Drop what the previous run left: another run begins, or the same one starts from scratch."""
         reason = "RUN_REPLACED"
-        buffered = self._buffer.drop_all()
+        buffered = self.buffer.drop_all()
         # Last, because it forgets the ids of all tasks, including those of the buffered groups.
-        tasks, groups = self._queue.drop_all()
+        tasks, groups = self.queue.drop_all()
         dropped = [group.group_id for group in (*groups, *buffered)]
-        dropped += self._drop_completed()
+        dropped += self.drop_completed()
         for group_id in dropped:
-            self._admission.release(group_id)
-            self._buffer.drops[reason] += 1
+            self.admission.release(group_id)
+            self.buffer.drops[reason] += 1
         # From now on, calls on open trajectories of those groups get LEASE_EXPIRED. Abort their turns,
         # because their tokens would not be read.
         gone = set(dropped)
-        for record in self._store.records():
+        for record in self.store.records():
             if record.group_id in gone:
                 if record.turn is not None and record.turn.in_flight:
-                    self._turns.abort_soon(record.turn)
-                self._store.forget(record.trajectory_id)
+                    self.turns.abort_soon(record.turn)
+                self.store.forget(record.trajectory_id)
         # Older notices are about groups that are gone.
         self._notices.clear()
         self._note(reason, f"run {run_id} {what}: {tasks} tasks, {len(dropped)} groups dropped")
@@ -112,7 +105,7 @@ class Drops:
     async def tell(self, session: Session) -> bool:
         """Send the notices that wait. Return whether there were any."""
         # The buffer drops groups that no message can carry.
-        for dropped in self._buffer.read_drops():
+        for dropped in self.buffer.read_drops():
             self._note(dropped.reason, dropped.message, dropped.group_id, dropped.task_id)
         if not self._notices:
             return False

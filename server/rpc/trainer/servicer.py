@@ -1,11 +1,7 @@
 """TrainerService: the trainer's one long-lived stream.
 
-A session begins with Hello and ends with the stream. Its messages go to the module that serves them:
-
-    Demand           `delivery`    groups in return
-    GroupReceipt     `receipts`
-    CheckpointNotice `receipts`
-    SwitchWeights    `switches`    weight receipts in return
+A session begins with Hello and ends with the stream. `Deliverer` answers Demand with groups, `Switches`
+answers SwitchWeights with weight receipts, and `Receipts` takes GroupReceipt and CheckpointNotice.
 """
 
 from __future__ import annotations
@@ -13,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
 from penstock.common.memory_file import host_id
 from penstock.server.core.aio import Broadcast
-from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.core.errors import DomainError, FieldInvalid, to_rejection
+from penstock.server.groups.admission import Admission
 from penstock.server.journal.protocol import Journal
 from penstock.server.journal.records import session_began
-from penstock.server.rpc.trainer.delivery import Deliverer
+from penstock.server.rpc.trainer.delivery import Deliverer, Receipts
 from penstock.server.rpc.trainer.drops import Drops
-from penstock.server.rpc.trainer.receipts import Receipts
 from penstock.server.rpc.trainer.session import (
     CurrentSession,
     Session,
@@ -29,40 +26,72 @@ from penstock.server.rpc.trainer.session import (
     Write,
     read_contract,
 )
-from penstock.server.rpc.trainer.switches import Switches
+from penstock.server.weights.header import read_in_flight
+from penstock.server.weights.switch import ProbeMismatch
+from penstock.server.weights.versions import WeightVersions
 from penstock.v1 import trainer_service_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import ExchangeResponse, WeightReceipt, Welcome
 from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
-ExchangeResponse = twin(trainer_service_pb2.ExchangeResponse)
-Welcome = twin(trainer_service_pb2.Welcome)
 
 Requests = AsyncIterator[trainer_service_pb2.ExchangeRequest]
 
 
-class TrainerServicer:
-    def __init__(
-        self,
-        changed: Broadcast,
-        journal: Journal,
-        current: CurrentSession,
-        deliverer: Deliverer,
-        receipts: Receipts,
-        drops: Drops,
-        switches: Switches,
-        on_session: Callable[[], Awaitable[None]],
-    ) -> None:
-        """`on_session` is called when a trainer has reported the version it holds."""
+class Switches:
+    """Weight switches that a trainer asks for."""
+
+    def __init__(self, changed: Broadcast, admission: Admission, weights: WeightVersions) -> None:
         self._changed = changed
-        self._journal = journal
-        self._current = current
-        self._deliverer = deliverer
-        self._receipts = receipts
-        self._drops = drops
-        self._switches = switches
-        self._on_session = on_session
+        self._admission = admission
+        self._weights = weights
+
+    async def ask(self, session: Session, request: trainer_service_pb2.SwitchWeights) -> None:
+        if (version := request.weight_version) < 0:
+            raise FieldInvalid("switch_weights.weight_version", "must not be negative", version)
+        # The trainer holds an uploaded version from now on, even if the switch fails.
+        if self._weights.has(version):
+            self._admission.advance(version)
+        await session.switches.put(request)
+
+    async def settled_version(self) -> int:
+        """The active version, once no switch is under way."""
+        await self._weights.settled()
+        return self._weights.active_version
+
+    async def run(self, session: Session) -> None:
+        """One at a time."""
+        while (request := await session.switches.get()) is not None:
+            receipt = WeightReceipt(weight_version=request.weight_version)
+            try:
+                switched = await self._weights.activate(
+                    request.weight_version, read_in_flight(request.in_flight)
+                )
+                receipt.pause.FromNanoseconds(int(switched.pause_seconds * 1e9))
+                probe = switched.probe
+            except DomainError as error:
+                receipt.rejection.CopyFrom(to_rejection(error))
+                probe = error.result if isinstance(error, ProbeMismatch) else None
+            if probe is not None:
+                receipt.probe.CopyFrom(probe.message())
+            receipt.active_weight_version = self._weights.active_version
+            # A new version may make admission possible again.
+            self._changed.notify()
+            await session.send(ExchangeResponse(weight_receipt=receipt))
+
+
+@dataclass(eq=False)
+class TrainerServicer:
+    changed: Broadcast
+    journal: Journal
+    current: CurrentSession
+    deliverer: Deliverer
+    receipts: Receipts
+    drops: Drops
+    switches: Switches
+    on_session: Callable[[], Awaitable[None]]
+    """Called when a trainer has reported the version it holds."""
 
     async def exchange(self, requests: Requests, write: Write) -> None:
         first = await anext(requests, None)
@@ -71,8 +100,8 @@ class TrainerServicer:
         session = await self._begin(first.hello, write)
         tasks = [
             asyncio.create_task(self._read(session, requests), name="exchange reader"),
-            asyncio.create_task(self._deliverer.run(session), name="exchange deliveries"),
-            asyncio.create_task(self._switches.run(session), name="exchange switches"),
+            asyncio.create_task(self.deliverer.run(session), name="exchange deliveries"),
+            asyncio.create_task(self.switches.run(session), name="exchange switches"),
         ]
         waiting: set[asyncio.Future[None]] = {session.failure, *tasks}
         try:
@@ -88,25 +117,19 @@ class TrainerServicer:
 
     async def _begin(self, hello: trainer_service_pb2.Hello, write: Write) -> Session:
         contract = read_contract(hello)
-        session = self._current.begin(hello, write)
+        session = self.current.begin(hello, write)
         try:
-            previous = self._current.begin_run(hello)
+            previous = self.current.begin_run(hello)
             if previous is not None:
-                await self._journal.append(self._drops.run(*previous))
-            self._deliverer.begin(contract, hello.weight_version, hello.resume_step)
+                await self.journal.append(self.drops.run(*previous))
+            self.deliverer.begin(contract, hello.weight_version, hello.resume_step)
             # Durable before the trainer sees it, so that no older trainer gets in after a restart either.
-            # The append comes in the same moment in which the groups wait again, so no snapshot falls in
-            # between.
-            await self._journal.append([session_began(*self._current.run, hello.resume_step)])
+            # No await since the groups wait again, so no snapshot falls in between.
+            await self.journal.append([session_began(*self.current.run, hello.resume_step)])
             welcome = await self._welcome()
-            logger.info(
-                "trainer of run %s holds version %d, resumes after step %d; %s",
-                hello.run_id,
-                hello.weight_version,
-                hello.resume_step,
-                contract,
-            )
-            await self._on_session()
+            message = "trainer of run %s holds version %d, resumes after step %d; %s"
+            logger.info(message, hello.run_id, hello.weight_version, hello.resume_step, contract)
+            await self.on_session()
             await session.send(ExchangeResponse(welcome=welcome))
         except BaseException:
             # The caller left before the answer, or the journal failed.
@@ -117,20 +140,20 @@ class TrainerServicer:
 
     async def _welcome(self) -> trainer_service_pb2.Welcome:
         welcome = Welcome(
-            active_weight_version=await self._switches.settled_version(),
-            buffered_group_count=self._deliverer.waiting_count,
+            active_weight_version=await self.switches.settled_version(),
+            buffered_group_count=self.deliverer.waiting_count,
         )
-        folder = self._journal.folder
+        folder = self.journal.folder
         if folder is not None:
-            told = welcome.group_folder
-            told.host_id, told.path = host_id(), str(folder.path)
-            told.device, told.inode = folder.device, folder.inode
+            place = welcome.group_folder
+            place.host_id, place.path = host_id(), str(folder.path)
+            place.device, place.inode = folder.device, folder.inode
         return welcome
 
     def _leave(self, session: Session) -> None:
         """Clean up after a stream that ended or never began."""
-        if self._current.leave(session):
-            self._deliverer.leave()
+        if self.current.leave(session):
+            self.deliverer.leave()
 
     async def _read(self, session: Session, requests: Requests) -> None:
         async for request in requests:
@@ -138,17 +161,17 @@ class TrainerServicer:
                 return  # Replaced: messages of an older trainer no longer count.
             kind = request.WhichOneof("message")
             if kind == "demand":
-                self._deliverer.demand(session, request.demand)
+                self.deliverer.demand(session, request.demand)
             elif kind == "receipt":
-                await self._receipts.receipt(session, request.receipt)
+                await self.receipts.receipt(session, request.receipt)
             elif kind == "switch_weights":
-                await self._switches.ask(session, request.switch_weights)
+                await self.switches.ask(session, request.switch_weights)
             elif kind == "checkpoint":
-                await self._receipts.finalize(request.checkpoint.step)
+                await self.receipts.finalize(request.checkpoint.step)
             elif kind == "hello":
                 raise FieldInvalid("hello", "must be the first message, and only that")
             else:
                 raise FieldInvalid("message", "must be set")
         session.move(SessionState.HALF_CLOSED)
         await session.switches.put(None)
-        self._changed.notify()
+        self.changed.notify()

@@ -21,7 +21,7 @@ from penstock.server.turns.encoding import Delivery
 from penstock.v1 import trainer_service_pb2
 from penstock.wire.reasons import Reason
 
-LATE_POLICIES = {
+LATE_POLICIES: Mapping[int, LatePolicy] = {
     trainer_service_pb2.LATE_POLICY_UNSPECIFIED: LatePolicy.MASK,
     trainer_service_pb2.LATE_POLICY_MASK: LatePolicy.MASK,
     trainer_service_pb2.LATE_POLICY_WAIT: LatePolicy.WAIT,
@@ -68,9 +68,7 @@ class Session:
     )
     """Fails with the error that ends the session from outside."""
     switches: asyncio.Queue[trainer_service_pb2.SwitchWeights | None] = field(
-        default_factory=lambda: asyncio.Queue[trainer_service_pb2.SwitchWeights | None](
-            MAX_WAITING_SWITCHES
-        )
+        default_factory=lambda: asyncio.Queue(MAX_WAITING_SWITCHES)
     )
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -78,13 +76,8 @@ class Session:
     def ended(self) -> bool:
         return self.state is SessionState.ENDED
 
-    @property
-    def half_closed(self) -> bool:
-        return self.state is SessionState.HALF_CLOSED
-
     def move(self, state: SessionState) -> None:
-        """A session that has ended stays so; otherwise raises RuntimeError for a state that cannot
-        follow."""
+        """An ended session stays so. Otherwise raises RuntimeError for a state that cannot follow."""
         if self.ended:
             return
         if state not in TRANSITIONS[self.state]:
@@ -145,21 +138,17 @@ class CurrentSession:
 
     def begin(self, hello: trainer_service_pb2.Hello, write: Write) -> Session:
         """Raises STALE_EPOCH."""
-        if hello.trainer_epoch <= self._epoch:
+        epoch = hello.trainer_epoch
+        if epoch <= self._epoch:
             raise DomainError(
                 Reason.STALE_EPOCH,
-                f"trainer epoch {hello.trainer_epoch} is not greater than {self._epoch}",
-                {"trainer_epoch": hello.trainer_epoch, "current": self._epoch},
+                f"trainer epoch {epoch} is not greater than {self._epoch}",
+                {"trainer_epoch": epoch, "current": self._epoch},
             )
-        self.end(
-            DomainError(
-                Reason.SESSION_REPLACED,
-                f"a trainer of epoch {hello.trainer_epoch} took over",
-                {"trainer_epoch": hello.trainer_epoch},
-            )
-        )
-        self._epoch = hello.trainer_epoch
-        self._fence_uploads(hello.trainer_epoch)
+        took_over = f"a trainer of epoch {epoch} took over"
+        self.end(DomainError(Reason.SESSION_REPLACED, took_over, {"trainer_epoch": epoch}))
+        self._epoch = epoch
+        self._fence_uploads(epoch)
         self._session = Session(hello.resume_step, write)
         return self._session
 
@@ -205,19 +194,13 @@ def read_contract(hello: trainer_service_pb2.Hello) -> StalenessContract:
             "hello.start_id", f"must have at most {MAX_ID_LENGTH} characters", hello.start_id
         )
     staleness = hello.staleness
-    if not 0 <= staleness.max_lag <= 1_000_000:
-        raise FieldInvalid(
-            "hello.staleness.max_lag", "must be from 0 to 1000000", staleness.max_lag
-        )
-    if not 1 <= staleness.groups_per_step <= 1_000_000:
-        raise FieldInvalid(
-            "hello.staleness.groups_per_step",
-            "must be from 1 to 1000000",
-            staleness.groups_per_step,
-        )
-    known = {int(number): value for number, value in LATE_POLICIES.items()}
-    if staleness.late_policy not in known:
+    for name, least in (("max_lag", 0), ("groups_per_step", 1)):
+        value = getattr(staleness, name)
+        if not least <= value <= 1_000_000:
+            problem = f"must be from {least} to 1000000"
+            raise FieldInvalid(f"hello.staleness.{name}", problem, value)
+    if staleness.late_policy not in LATE_POLICIES:
         raise FieldInvalid("hello.staleness.late_policy", "is unknown", staleness.late_policy)
     return StalenessContract(
-        staleness.max_lag, staleness.groups_per_step, known[staleness.late_policy]
+        staleness.max_lag, staleness.groups_per_step, LATE_POLICIES[staleness.late_policy]
     )

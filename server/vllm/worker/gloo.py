@@ -27,8 +27,6 @@ from penstock.wire.gloo_group import GlooGroup, GroupBroken, buckets, bytes_of, 
 from penstock.wire.reasons import Reason
 
 BACKEND = "gloo"
-BUCKET_BYTES = 64 * 1024 * 1024
-TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(kw_only=True)
@@ -38,9 +36,9 @@ class GlooInitInfo(WeightTransferInitInfo):
     rank_offset: int
     """Rank of the first worker. The trainer's processes have the ranks below."""
     world_size: int
-    timeout_seconds: float = TIMEOUT_SECONDS
+    timeout_seconds: float = 300.0
     """Longest time for joining, and for each round."""
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int = 64 << 20
     """Size of one broadcast, the same on both sides."""
 
     def __post_init__(self) -> None:
@@ -69,11 +67,10 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass(frozen=True)
 class _Incoming:
-    """A tensor of a round, and the position at which its bytes arrive."""
+    """A tensor of a round. Its bytes have arrived once the round has come to `end`."""
 
     name: str
     tensor: torch.Tensor
-    begin: int
     end: int
     xxh3: int | None
 
@@ -86,7 +83,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     """Until `finish_weight_update` the model is unchanged."""
 
     _group: GlooGroup | None = None
-    _bucket_bytes = BUCKET_BYTES
+    _bucket_bytes: int
     _received: dict[str, torch.Tensor]
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
@@ -148,20 +145,10 @@ def _expect(update_info: GlooUpdateInfo) -> tuple[list[_Incoming], torch.Tensor]
     hashes: list[int | None] = list(update_info.xxh3) or [None] * len(lengths)
     expected = [
         _Incoming(
-            name,
-            memory[offset : offset + length].view(dtype).view(shape),
-            offset,
-            offset + length,
-            xxh3,
+            name, memory[offset : offset + length].view(dtype).view(shape), offset + length, xxh3
         )
         for name, dtype, shape, offset, length, xxh3 in zip(
-            update_info.names,
-            dtypes,
-            update_info.shapes,
-            offsets,
-            lengths,
-            hashes,
-            strict=True,
+            update_info.names, dtypes, update_info.shapes, offsets, lengths, hashes, strict=True
         )
     ]
     return expected, memory

@@ -19,8 +19,6 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-__all__ = ["BLOCK", "draw"]
-
 BLOCK = 512
 """Tokens per block sum. The vocabulary's remainder is one shorter block."""
 

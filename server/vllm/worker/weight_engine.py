@@ -1,12 +1,12 @@
 """Loads new weights into the live model; runs inside vLLM's worker process.
 
-    StagedFileEngine     loads a complete version from a file in memory. One call does the whole update, so
-                         that a failure always ends vLLM's update session and the next upload can begin
-                         another. If the version was prepared ahead, while generation continued, that call
-                         only puts it in place: see `preparation`
-    WeightEngine         also supports any other backend of vLLM's registry, for versions that a collective
-                         brings. vLLM has one backend for an engine's whole life, so this one stands in
-                         front of the other, which it creates when a trainer asks to join
+A complete version comes as a file in memory. One call does the whole update, so that a failure always ends
+vLLM's update session and the next upload can begin another. If the version was prepared ahead, while
+generation continued, that call only puts it in place: see `preparation`.
+
+Versions that a collective brings come through any other backend of vLLM's registry. vLLM has one backend
+for an engine's whole life, so this one stands in front of the other, which it creates when a trainer asks
+to join.
 
 vLLM finds this module through `worker_extension_cls`, and importing it registers the backend "penstock". It
 also corrects what `reload` leaves wrong: on the CPU a tied `lm_head` keeps its own packed copy, which
@@ -83,91 +83,6 @@ class StagedFile(WeightTransferUpdateInfo):
     """Whether this is the version last prepared, if any was."""
 
 
-class StagedFileEngine(WeightTransferEngine[WeightTransferInitInfo, StagedFile]):
-    init_info_cls = WeightTransferInitInfo
-    update_info_cls = StagedFile
-    supports_draft_weight_update = False
-
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Do nothing: there is nothing to join, because the file is the transport."""
-
-    def start_weight_update(self) -> None:
-        """Do nothing: `receive_weights` does the whole update."""
-
-    _mappings: Mappings | None = None
-    _preparation: Preparation | None = None
-    _portion_ended = 0.0
-
-    def prepare(self, staged: StagedFile) -> bool:
-        """Begin to prepare a version, in place of any other. Returns whether `go_on` has work to do. If
-        not, or after `go_on` raised, `receive_weights` does everything."""
-        self.leave_preparation()
-        mapped = self._open(staged)
-        reason = why_not(self.model, self.vllm_config)
-        if reason is None and not has_room(len(mapped)):
-            reason = "there is no room for a second copy"
-        if reason is not None:
-            logger.info("not preparing weights ahead of the switch: %s", reason)
-            return False
-        self._preparation = Preparation(self.model, tensors_of(staged, mapped))
-        self._portion_ended = time.monotonic()
-        return True
-
-    def go_on(self) -> bool:
-        """Continue for as long as the previous step took, but at least `PORTION_SECONDS`. Returns whether
-        there is more to do. Raises what loading raises, and then gives the preparation up."""
-        if self._preparation is None:
-            return False
-        began = time.monotonic()
-        # Otherwise a model with long steps would get its weights hundreds of steps late.
-        limit = began + max(PORTION_SECONDS, began - self._portion_ended)
-        try:
-            while more := self._preparation.go_on():
-                if time.monotonic() >= limit:
-                    break
-        except BaseException:
-            self.leave_preparation()
-            raise
-        self._portion_ended = time.monotonic()
-        return more
-
-    def leave_preparation(self) -> None:
-        if self._preparation is not None:
-            self._preparation.end()
-            self._preparation = None
-
-    def receive_weights(self, update_info: StagedFile) -> None:
-        preparation = self._preparation
-        if update_info.prepared and preparation is not None and preparation.ready:
-            preparation.place()
-            self._preparation = None
-            return
-        self.leave_preparation()
-        mapped = self._open(update_info)
-        reload_model(self.model, self.model_config, tensors_of(update_info, mapped))
-        self._renew_tied_head()
-
-    def _open(self, staged: StagedFile) -> mmap.mmap:
-        self._mappings = self._mappings or Mappings()
-        return self._mappings.open(Path(staged.path))
-
-    def finish_weight_update(self) -> None:
-        """Do nothing: `receive_weights` does the whole update."""
-
-    def shutdown(self) -> None:
-        self.leave_preparation()
-        self._mappings = None
-
-    def _renew_tied_head(self) -> None:
-        config = cast(object, self.model_config.hf_text_config)
-        if self.device.type != "cpu" or not getattr(config, "tie_word_embeddings", False):
-            return
-        for module in self.model.modules():
-            if isinstance(module, ParallelLMHead):
-                method = cast(ProcessesWeights, module.quant_method)
-                method.process_weights_after_loading(module)
-
-
 class Mappings:
     """Files mapped for reading. The same few files carry versions again and again, and a fresh
     mapping costs a tenth of a load, during which generation stands still."""
@@ -214,11 +129,14 @@ class JoinInfo(WeightTransferInitInfo):
     """Maximum duration of each operation."""
 
 
-class WeightEngine(StagedFileEngine):
-    """Loads complete versions from a file in memory, or delegates to at most one other backend."""
-
+class WeightEngine(WeightTransferEngine[JoinInfo, StagedFile]):
     init_info_cls = JoinInfo
+    update_info_cls = StagedFile
+    supports_draft_weight_update = False
 
+    _mappings = Mappings()
+    _preparation: Preparation | None = None
+    _portion_ended = 0.0
     _other: OtherEngine | None = None
     _begun = False
     """Whether the other backend is in the middle of an update."""
@@ -226,9 +144,70 @@ class WeightEngine(StagedFileEngine):
     """Whether that update has changed the model."""
     _problem: BaseException | None = None
 
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+    # A version in a file
+
+    def prepare(self, staged: StagedFile) -> bool:
+        """Begin to prepare a version, in place of any other. Returns whether `go_on` has work to do. If
+        not, or after `go_on` raised, `receive_weights` does everything."""
+        self.leave_preparation()
+        mapped = self._mappings.open(Path(staged.path))
+        reason = why_not(self.model, self.vllm_config)
+        if reason is None and not has_room(len(mapped)):
+            reason = "there is no room for a second copy"
+        if reason is not None:
+            logger.info("not preparing weights ahead of the switch: %s", reason)
+            return False
+        self._preparation = Preparation(self.model, tensors_of(staged, mapped))
+        self._portion_ended = time.monotonic()
+        return True
+
+    def go_on(self) -> bool:
+        """Continue for as long as the previous step took, but at least `PORTION_SECONDS`. Returns whether
+        there is more to do. Raises what loading raises, and then gives the preparation up."""
+        if self._preparation is None:
+            return False
+        began = time.monotonic()
+        # Otherwise a model with long steps would get its weights hundreds of steps late.
+        limit = began + max(PORTION_SECONDS, began - self._portion_ended)
+        try:
+            while more := self._preparation.go_on():
+                if time.monotonic() >= limit:
+                    break
+        except BaseException:
+            self.leave_preparation()
+            raise
+        self._portion_ended = time.monotonic()
+        return more
+
+    def leave_preparation(self) -> None:
+        if self._preparation is not None:
+            self._preparation.end()
+            self._preparation = None
+
+    def receive_weights(self, update_info: StagedFile) -> None:
+        preparation = self._preparation
+        if update_info.prepared and preparation is not None and preparation.ready:
+            preparation.place()
+            self._preparation = None
+            return
+        self.leave_preparation()
+        mapped = self._mappings.open(Path(update_info.path))
+        reload_model(self.model, self.model_config, tensors_of(update_info, mapped))
+        self._renew_tied_head()
+
+    def _renew_tied_head(self) -> None:
+        config = cast(object, self.model_config.hf_text_config)
+        if self.device.type != "cpu" or not getattr(config, "tie_word_embeddings", False):
+            return
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                method = cast(ProcessesWeights, module.quant_method)
+                method.process_weights_after_loading(module)
+
+    # A version through another backend, and what vLLM calls for either
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Leaves the previous collective."""
-        assert isinstance(init_info, JoinInfo)
         self.shutdown()
         if init_info.backend == BACKEND:
             raise ValueError(f"{BACKEND!r} takes no collective")
@@ -323,15 +302,12 @@ class _Worker(Protocol):
 class WorkerExtension:
     def prepare_weights(self, update: dict[str, object] | None) -> bool:
         """Prepare one portion: the first one of the given file, or the next one for None. Returns whether
-        there is more to do. Raises what `StagedFileEngine.go_on` raises."""
+        there is more to do. Raises what `WeightEngine.go_on` raises."""
         worker = cast(_Worker, self)
         engine = worker.weight_transfer_engine
         with set_current_vllm_config(worker.vllm_config):
-            if update is not None:
-                staged = engine.parse_update_info(update)
-                assert isinstance(staged, StagedFile)
-                if not engine.prepare(staged):
-                    return False
+            if update is not None and not engine.prepare(engine.parse_update_info(update)):
+                return False
             return engine.go_on()
 
     def abandon_collective(self) -> Mapping[str, object]:

@@ -1,8 +1,7 @@
-"""Assembles one complete version, tensor by tensor, from its sources.
+"""Assembles one complete version: every tensor in full, one after another, whatever the sources.
 
 A delta is assembled from a payload and its base, a checkpoint from its files, and a version to be held from
-the file its uploader shares. The result always has the same layout: every tensor in full, one after
-another.
+the file its uploader shares.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.server.engine.protocol import StagedTensor
-from penstock.server.weights.staging.manifest import FLOATS, WeightRefused
+from penstock.server.weights.staging.manifest import FLOATS, field_refused
 from penstock.server.weights.staging.stage_memory import Buffer
 from penstock.server.weights.staging.verify import Check, pieces, read_into
+from penstock.v1 import weights_pb2
 from penstock.wire import sparse
-from penstock.wire.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Patch:
     source: Buffer
     offset_bytes: int
     length_bytes: int
-    coding: sparse.SparseCoding
+    coding: weights_pb2.SparseCoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +75,16 @@ def _write(place: memoryview, part: Part) -> None:
         if check is not None and not whole:
             # While the piece is in the cache.
             check.update(piece)
-    if part.patch is not None:
-        _apply(place, part.patch, part.tensor)
+    if (patch := part.patch) is not None:
+        payload = memoryview(bytearray(patch.length_bytes))
+        read_into(payload, patch.source, patch.offset_bytes, name)
+        try:
+            elements = np.frombuffer(place, FLOATS[part.tensor.dtype].bits)
+            sparse.apply(elements, patch.coding, payload)
+        except sparse.SparseInvalid as error:
+            problem = f"{name}: {error}"
+            raise field_refused("header.tensors.sparse", problem, tensor=name) from error
     if check is not None and part.xxh3 is not None:
         for piece in pieces(place) if whole else ():
             check.update(piece)
         check.finish(part.xxh3)
-
-
-def _apply(place: memoryview, patch: Patch, tensor: StagedTensor) -> None:
-    payload = memoryview(bytearray(patch.length_bytes))
-    read_into(payload, patch.source, patch.offset_bytes, tensor.name)
-    try:
-        sparse.apply(np.frombuffer(place, FLOATS[tensor.dtype].bits), patch.coding, payload)
-    except sparse.SparseInvalid as error:
-        raise WeightRefused(
-            Reason.FIELD_INVALID,
-            f"{tensor.name}: {error}",
-            field="header.tensors.sparse",
-            tensor=tensor.name,
-        ) from error

@@ -3,14 +3,10 @@
     header -> a thread follows the progress word -> commit, with the checksums -> the thread continues to
     the end, whatever the word is -> every tensor's verdict, in the header's order
 
-The thread reads the word, verifies the new bytes (XXH3 and a search for values that are not finite), and
-reads the word again. It reads every byte once. If it follows closely, it finds the bytes in the
-cache, where the uploader has just put them. That is the word's only purpose. If the word is wrong,
-goes back or never moves, the commit shows it: the checksums differ, or verification takes longer.
-While there are no new bytes the thread sleeps, for longer the longer that lasts.
-
-Await `end` before releasing the memory. It makes the thread stop, which takes at most one piece, and waits
-for that.
+The thread reads every byte once. If it follows the word closely, it finds the bytes in the cache, where the
+uploader has just put them. That is the word's only purpose. If the word is wrong, goes back or never moves,
+the commit shows it: the checksums differ, or verification takes longer. While there are no new bytes the
+thread sleeps, for longer the longer that lasts. Await `end` before releasing the memory.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ LONGEST_PAUSE_SECONDS = 5e-3
 PAUSE_RATIO = 1 / 8
 
 
-class _Looked:
+class _Progress:
     """How far one tensor has been verified."""
 
     def __init__(self, tensor: ManifestTensor) -> None:
@@ -41,7 +37,6 @@ class _Looked:
         self.check, self.position = begin_check(tensor)
         self.end = tensor.offset_bytes + tensor.length_bytes
         self.problem: WeightRefused | None = None
-        """Why it could not be read."""
 
 
 class Filling:
@@ -50,14 +45,14 @@ class Filling:
     def __init__(
         self, source: Buffer, manifest: Sequence[ManifestTensor], progress_offset_bytes: int
     ) -> None:
-        """Start to follow. An offset of zero means that there is no progress word."""
+        """An offset of zero means that there is no progress word."""
         self._source = source
         self._reader = Reader(source)
         self._progress_offset_bytes = progress_offset_bytes
-        self._in_order = [_Looked(tensor) for tensor in manifest]
+        self._in_order = [_Progress(tensor) for tensor in manifest]
         self._by_offset = sorted(
-            (looked for looked in self._in_order if looked.tensor.length_bytes),
-            key=lambda looked: looked.position,
+            (progress for progress in self._in_order if progress.tensor.length_bytes),
+            key=lambda progress: progress.position,
         )
         self._wake = threading.Event()
         self._committed = self._ended = False
@@ -69,13 +64,13 @@ class Filling:
         self._committed = True
         self._wake.set()
         await asyncio.shield(self._following)
-        for looked, announced in zip(self._in_order, xxh3, strict=True):
-            if looked.problem is not None:
-                raise looked.problem
-            looked.check.finish(announced)
+        for progress, announced in zip(self._in_order, xxh3, strict=True):
+            if progress.problem is not None:
+                raise progress.problem
+            progress.check.finish(announced)
 
     async def end(self) -> None:
-        """Return when the thread no longer reads, even if the caller is cancelled meanwhile."""
+        """Make the thread stop, after at most one piece, and wait for that even if cancelled."""
         self._ended = True
         self._wake.set()
         cancelled: asyncio.CancelledError | None = None
@@ -93,35 +88,34 @@ class Filling:
         place, moved = 0, time.monotonic()
         while not self._ended and place < len(self._by_offset):
             # Check for the commit before reading the word, because nothing changes after a commit.
-            filled = self._by_offset[-1].end if self._committed else self._filled()
-            looked = self._by_offset[place]
-            if whole_elements(looked.tensor, filled) <= looked.position:
+            filled = self._by_offset[-1].end
+            if not self._committed:
+                word = self._progress_offset_bytes
+                filled = read_word(self._source, word) if word else 0
+            progress = self._by_offset[place]
+            if whole_elements(progress.tensor, filled) <= progress.position:
                 now = time.monotonic()
                 pause = max(SHORTEST_PAUSE_SECONDS, PAUSE_RATIO * (now - moved))
                 self._wake.wait(min(pause, LONGEST_PAUSE_SECONDS))
                 continue
-            while place < len(self._by_offset) and self._look_at(self._by_offset[place], filled):
+            while place < len(self._by_offset) and self._verify_up_to(
+                self._by_offset[place], filled
+            ):
                 place += 1
             moved = time.monotonic()
 
-    def _filled(self) -> int:
-        """Bytes filled so far, according to the progress word."""
-        if not self._progress_offset_bytes:
-            return 0
-        return read_word(self._source, self._progress_offset_bytes)
-
-    def _look_at(self, looked: _Looked, filled: int) -> bool:
+    def _verify_up_to(self, progress: _Progress, filled: int) -> bool:
         """Returns whether the tensor is finished."""
-        stop = whole_elements(looked.tensor, filled)
+        stop = whole_elements(progress.tensor, filled)
         with contextlib.closing(
-            self._reader.read(looked.position, stop, looked.tensor.name)
+            self._reader.read(progress.position, stop, progress.tensor.name)
         ) as found:
             try:
                 for piece in found:
                     if self._ended:
                         return False
-                    looked.check.update(piece)
+                    progress.check.update(piece)
             except WeightRefused as error:
-                looked.problem, stop = error, looked.end
-        looked.position = max(looked.position, stop)
-        return looked.position == looked.end
+                progress.problem, stop = error, progress.end
+        progress.position = max(progress.position, stop)
+        return progress.position == progress.end

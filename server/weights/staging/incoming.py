@@ -1,12 +1,10 @@
 """One weight version being received, from its first byte until it is verified.
 
-    RECEIVING   `write_chunk` takes slices of an inline payload. Other payloads are there already, or are
-                verified while their uploader fills them
-    VERIFYING   every byte was sent, and is read once more where needed
-    STAGED      complete and verified: now a `Staged`, which owns the memory
-    ENDED       refused, cancelled or given up; the memory is released
-
-`end` releases the memory of an upload that is not STAGED once no thread reads it any more.
+RECEIVING   `write_chunk` takes slices of an inline payload. Other payloads are there already, or are
+            verified while their uploader fills them
+VERIFYING   every byte was sent, and is read once more where needed
+STAGED      complete and verified: now a `Staged`, which owns the memory
+ENDED       refused, cancelled or given up; the memory is released
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from penstock.server.core.aio import Broadcast, run_to_its_end
 from penstock.server.engine.protocol import StagedTensor, StagedWeights
 from penstock.server.weights.staging.assembly import Part, assemble
 from penstock.server.weights.staging.filling import Filling
-from penstock.server.weights.staging.manifest import ManifestTensor, WeightRefused
+from penstock.server.weights.staging.manifest import ManifestTensor, WeightRefused, field_refused
 from penstock.server.weights.staging.stage_memory import Buffer
 from penstock.server.weights.staging.verify import RunningCheck, pieces, verify_tensors
 from penstock.wire.reasons import Reason
@@ -53,8 +51,6 @@ class Staged:
 
 
 class UploadPhase(Enum):
-    """State of an upload; see the module's docstring."""
-
     RECEIVING = "receiving"
     VERIFYING = "verifying"
     STAGED = "staged"
@@ -78,13 +74,14 @@ class IncomingUpload:
         manifest: Sequence[ManifestTensor],
         payload: Buffer | None,
         target: Buffer,
-        parts: Sequence[Part] | None,
-        sources: Sequence[Buffer],
+        parts: Sequence[Part] | None = None,
+        sources: Sequence[Buffer] = (),
         *,
         inline: bool,
         filling: Filling | None = None,
     ) -> None:
-        """`target` is filled from `parts`, which read `sources`; without parts it is the payload itself."""
+        """`target` is filled from `parts`, which read `sources`; without parts it is the payload itself.
+        End an upload with `filling` by `end`, because a thread reads it."""
         self.manifest = manifest
         self._payload = payload
         self._target = target
@@ -95,40 +92,22 @@ class IncomingUpload:
         self._received = _Intervals()
         self._running = RunningCheck(manifest)
         self._in_order_bytes = 0
-        self._phase = UploadPhase.RECEIVING
+        self.phase = UploadPhase.RECEIVING
         self._progress = Broadcast()
         self.weight_version = weight_version
         self.length_bytes = (payload or target).length_bytes
         """Bytes that are sent or read."""
 
-    @classmethod
-    def filling(
-        cls,
-        weight_version: int,
-        manifest: Sequence[ManifestTensor],
-        payload: Buffer,
-        progress_offset_bytes: int,
-    ) -> IncomingUpload:
-        """An upload whose payload the uploader is still filling; it must be ended with `end`."""
-        filling = Filling(payload, manifest, progress_offset_bytes)
-        return cls(
-            weight_version, manifest, payload, payload, None, (), inline=False, filling=filling
-        )
-
-    @property
-    def phase(self) -> UploadPhase:
-        return self._phase
-
     def _move(self, phase: UploadPhase) -> None:
-        if phase not in _TRANSITIONS[self._phase]:
-            raise RuntimeError(f"an upload cannot go from {self._phase} to {phase}")
-        self._phase = phase
+        if phase not in _TRANSITIONS[self.phase]:
+            raise RuntimeError(f"an upload cannot go from {self.phase} to {phase}")
+        self.phase = phase
         self._progress.notify()
 
     @property
     def _over(self) -> bool:
         """Whether the upload no longer owns its memory."""
-        return self._phase in (UploadPhase.STAGED, UploadPhase.ENDED)
+        return self.phase in (UploadPhase.STAGED, UploadPhase.ENDED)
 
     def write_chunk(self, offset_bytes: int, data: bytes | memoryview, xxh3: int) -> None:
         """In any order, but each byte once. Raises WeightRefused."""
@@ -145,7 +124,7 @@ class IncomingUpload:
             return None
         return payload, payload.view
 
-    async def come(self, length_bytes: int) -> bool:
+    async def wait_for(self, length_bytes: int) -> bool:
         """Return when the first `length_bytes` bytes are there. False means that they never will be."""
         while self._in_order_bytes < length_bytes and not self._over:
             await self._progress.wait()
@@ -154,13 +133,8 @@ class IncomingUpload:
     async def verify(self, xxh3: Sequence[int] = ()) -> Staged:
         """`xxh3`: checksums if the manifest has none. Does not block the event loop. Raises
         WeightRefused."""
-        hashes = dict(
-            zip(
-                (tensor.name for tensor in self.manifest),
-                xxh3 or [tensor.xxh3 for tensor in self.manifest],
-                strict=True,
-            )
-        )
+        xxh3 = xxh3 or [tensor.xxh3 for tensor in self.manifest]
+        hashes = {t.name: found for t, found in zip(self.manifest, xxh3, strict=True)}
         try:
             self.check_complete()
             if self._inline:
@@ -168,8 +142,8 @@ class IncomingUpload:
                 self._in_order_bytes = self.length_bytes
             self._move(UploadPhase.VERIFYING)
             if self._filling is not None:
-                await self._filling.finish(list(hashes.values()))
-            places = await self._fill_target()
+                await self._filling.finish(xxh3)
+            places = await self._fill_target(hashes)
         except BaseException:
             await self.end()
             raise
@@ -179,7 +153,7 @@ class IncomingUpload:
         return Staged(weights, hashes, self._target)
 
     async def end(self) -> None:
-        """Release the memory once no thread reads the payload."""
+        """Release the memory, unless the version was staged, once no thread reads the payload."""
         try:
             if self._filling is not None:
                 await self._filling.end()
@@ -192,12 +166,12 @@ class IncomingUpload:
             self._move(UploadPhase.ENDED)
             release_all([self._target, *self._sources])
 
-    async def _fill_target(self) -> tuple[StagedTensor, ...]:
+    async def _fill_target(self, hashes: Mapping[str, int]) -> tuple[StagedTensor, ...]:
         target, parts = self._target, self._parts
         if parts is None:
             if self._filling is None:
                 begun = self._running.begun
-                await run_to_its_end(lambda: verify_tensors(target, self.manifest, begun))
+                await run_to_its_end(lambda: verify_tensors(target, self.manifest, hashes, begun))
             return tuple(
                 StagedTensor(t.name, t.shape, t.dtype, t.offset_bytes, t.length_bytes)
                 for t in self.manifest
@@ -208,13 +182,9 @@ class IncomingUpload:
     def check_complete(self) -> None:
         """Raise WeightRefused if bytes of an inline payload are missing."""
         if self._inline and (gap := self._received.first_gap(self.length_bytes)):
-            raise WeightRefused(
-                Reason.FIELD_INVALID,
-                f"chunks: bytes {gap[0]} to {gap[1]} of the payload are missing",
-                field="chunk.offset_bytes",
-                begin=gap[0],
-                end=gap[1],
-            )
+            begin, end = gap
+            problem = f"chunks: bytes {begin} to {end} of the payload are missing"
+            raise field_refused("chunk.offset_bytes", problem, begin=begin, end=end)
 
     def _take_chunk(self, offset: int, data: bytes | memoryview, xxh3: int) -> None:
         """By pieces, so that each is read from memory once and then from the cache. A refused chunk may be
@@ -245,23 +215,13 @@ class IncomingUpload:
         end = offset + length
         room = self._payload.view if self._payload is not None else None
         if not self._inline or self._over or room is None:
-            raise WeightRefused(
-                Reason.FIELD_INVALID, "chunk: this upload takes no chunks", field="chunk"
-            )
+            raise field_refused("chunk", "chunk: this upload takes no chunks")
         if offset < 0 or end > self.length_bytes or not length:
-            raise WeightRefused(
-                Reason.FIELD_INVALID,
-                f"chunk: bytes {offset} to {end} of a payload of {self.length_bytes}",
-                field="chunk.offset_bytes",
-                got=offset,
-            )
+            problem = f"chunk: bytes {offset} to {end} of a payload of {self.length_bytes}"
+            raise field_refused("chunk.offset_bytes", problem, got=offset)
         if not self._received.add(offset, end):
-            raise WeightRefused(
-                Reason.FIELD_INVALID,
-                f"chunk: some of bytes {offset} to {end} were sent before",
-                field="chunk.offset_bytes",
-                got=offset,
-            )
+            problem = f"chunk: some of bytes {offset} to {end} were sent before"
+            raise field_refused("chunk.offset_bytes", problem, got=offset)
         return room
 
 
@@ -279,23 +239,18 @@ class _Intervals:
 
     def add(self, begin: int, end: int) -> bool:
         """Returns False if [begin, end) overlaps an existing range."""
-        at = bisect.bisect_right(self._begins, begin)
-        if at and self._ends[at - 1] > begin:
+        begins, ends = self._begins, self._ends
+        at = bisect.bisect_right(ends, begin)
+        if at < len(begins) and begins[at] < end:
             return False
-        if at < len(self._begins) and self._begins[at] < end:
-            return False
-        follows = bool(at) and self._ends[at - 1] == begin
-        precedes = at < len(self._begins) and self._begins[at] == end
-        if follows and precedes:
-            self._ends[at - 1] = self._ends.pop(at)
-            del self._begins[at]
-        elif follows:
-            self._ends[at - 1] = end
-        elif precedes:
-            self._begins[at] = begin
+        if at < len(begins) and begins[at] == end:
+            end = ends.pop(at)
+            del begins[at]
+        if at and ends[at - 1] == begin:
+            ends[at - 1] = end
         else:
-            self._begins.insert(at, begin)
-            self._ends.insert(at, end)
+            begins.insert(at, begin)
+            ends.insert(at, end)
         return True
 
     def first_gap(self, length: int) -> tuple[int, int] | None:

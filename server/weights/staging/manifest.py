@@ -1,10 +1,4 @@
-"""The tensors an upload announces, and checks against the model before any byte of them is sent.
-
-check_full         a payload that is the version itself
-check_delta        a payload of differences from a version whose bytes are held
-check_checkpoint   a folder of safetensors files, which contain the positions of their tensors
-check_collective   tensors that a collective will bring, without a payload
-"""
+"""The tensors an upload announces, and their checks against the model before any of their bytes is sent."""
 
 from __future__ import annotations
 
@@ -16,9 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from penstock.common.memory_file import PROGRESS_BYTES
+from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import TensorMeta
+from penstock.v1.weights_pb2 import SparseCoding
 from penstock.wire.reasons import Reason
-from penstock.wire.sparse import SparseCoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +33,17 @@ FLOATS: Mapping[str, Float] = {
     "bfloat16": Float(np.dtype("<u2"), 0x7FFF, 0x7F80),
     "float16": Float(np.dtype("<u2"), 0x7FFF, 0x7C00),
 }
-
-
+# What compression may add to a payload that does not compress.
 FRAME_BYTES = 4096
-"""Allowance for what compression adds to a payload that does not compress."""
-
-
 # How much longer than its tensors a payload may be, so that it can end on a page.
 PADDING_BYTES = 4096
 
 
-# Size of a progress word.
-PROGRESS_BYTES = 8
-
-
-class WeightRefused(Exception):
+class WeightRefused(DomainError):
     """An upload was refused. The weights that serve are unchanged."""
 
     def __init__(self, reason: Reason, message: str, **metadata: object) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.message = message
-        self.metadata = {key: str(value) for key, value in metadata.items()}
+        super().__init__(reason, message, metadata)
 
 
 class Encoding(Enum):
@@ -76,9 +61,9 @@ class ManifestTensor:
     dtype: str
     offset_bytes: int
     length_bytes: int
-    """Length in the payload, after encoding."""
+    """In the payload, after encoding."""
     xxh3: int
-    """XXH3-64 of its decoded bytes."""
+    """Of its decoded bytes."""
     encoding: Encoding = Encoding.RAW
     coding: SparseCoding | None = None
     """Set with SPARSE."""
@@ -98,8 +83,8 @@ def check_full(
     weight_dtype: str,
     length_bytes: int,
 ) -> None:
-    """Raises WeightRefused unless all of the model's tensors are there, within `length_bytes` of
-    payload."""
+    """The payload is the version itself: all of the model's tensors, within `length_bytes`. Raises
+    WeightRefused."""
     _check_listed(manifest, expected, weight_dtype)
     for tensor in manifest:
         if tensor.encoding is not Encoding.RAW:
@@ -137,53 +122,46 @@ def check_delta(
 
 def check_length(manifest: Sequence[ManifestTensor], length_bytes: int) -> None:
     """Raise WeightRefused if an upload asks for memory that no tensor needs."""
-    end = max((tensor.offset_bytes + tensor.length_bytes for tensor in manifest), default=0)
+    end = end_of(manifest)
     if length_bytes > end + PADDING_BYTES:
-        raise WeightRefused(
-            Reason.FIELD_INVALID,
+        raise field_refused(
+            "header.inline.length_bytes",
             f"inline.length_bytes is {length_bytes}, but the last tensor ends at {end}",
-            field="header.inline.length_bytes",
             got=length_bytes,
         )
+
+
+def end_of(manifest: Sequence[ManifestTensor]) -> int:
+    """The end of the last tensor in the payload."""
+    return max((tensor.offset_bytes + tensor.length_bytes for tensor in manifest), default=0)
 
 
 def check_progress(
     manifest: Sequence[ManifestTensor], progress_offset_bytes: int, length_bytes: int
 ) -> None:
     """Raises WeightRefused if the payload's progress word overlaps a tensor."""
-    end = max((tensor.offset_bytes + tensor.length_bytes for tensor in manifest), default=0)
+    end = end_of(manifest)
     inside = end <= progress_offset_bytes <= length_bytes - PROGRESS_BYTES
     if progress_offset_bytes and not (inside and progress_offset_bytes % PROGRESS_BYTES == 0):
-        raise WeightRefused(
-            Reason.FIELD_INVALID,
+        raise field_refused(
+            "header.shared_memory.progress_offset_bytes",
             f"shared_memory.progress_offset_bytes is {progress_offset_bytes}; it must be a multiple of "
             f"{PROGRESS_BYTES} between the last tensor, which ends at {end}, and the end at {length_bytes}",
-            field="header.shared_memory.progress_offset_bytes",
             got=progress_offset_bytes,
         )
 
 
-def check_checkpoint(
-    manifest: Sequence[ManifestTensor], expected: Mapping[str, TensorMeta], weight_dtype: str
-) -> None:
-    """As `check_full`, without offsets into a payload. Raises WeightRefused."""
-    _check_listed(manifest, expected, weight_dtype)
-    _check_unplaced(manifest, "in a checkpoint")
-
-
-def check_collective(
+def check_unplaced(
     manifest: Sequence[ManifestTensor],
     expected: Mapping[str, TensorMeta],
     weight_dtype: str,
+    where: str,
     *,
-    whole: bool,
+    whole: bool = True,
 ) -> None:
-    """Only the model's tensors, and all of them for a `whole` version. Raises WeightRefused."""
+    """The bytes come from `where`, without a payload. Only the model's tensors, and all of them for a
+    `whole` version. Raises WeightRefused."""
     _check_listed(manifest, expected, weight_dtype, whole=whole)
-    _check_unplaced(manifest, "by a collective")
-
-
-def _check_unplaced(manifest: Sequence[ManifestTensor], where: str) -> None:
     for tensor in manifest:
         if tensor.encoding is not Encoding.RAW:
             raise invalid(tensor, "encoding", "must be raw", tensor.encoding.value)
@@ -204,7 +182,14 @@ def _check_listed(
         if tensor.name in names:
             raise invalid(tensor, "name", "appears twice", tensor.name)
         names.add(tensor.name)
-        _check_type(tensor, expected.get(tensor.name), weight_dtype)
+        meta = expected.get(tensor.name)
+        if meta is None:
+            problem = f"the model has no tensor {tensor.name!r}"
+            raise WeightRefused(Reason.TENSOR_UNKNOWN, problem, tensor=tensor.name)
+        if tensor.shape != meta.shape:
+            raise shape_mismatch(tensor.name, meta.shape, tensor.shape)
+        if tensor.dtype != weight_dtype:
+            raise dtype_mismatch(tensor.name, weight_dtype, tensor.dtype)
     missing = [n for n, meta in expected.items() if n not in names and not meta.optional]
     if missing and whole:
         raise WeightRefused(
@@ -213,16 +198,6 @@ def _check_listed(
             tensor=missing[0],
             count=len(missing),
         )
-
-
-def _check_type(tensor: ManifestTensor, expected: TensorMeta | None, weight_dtype: str) -> None:
-    name = tensor.name
-    if expected is None:
-        raise WeightRefused(Reason.TENSOR_UNKNOWN, f"the model has no tensor {name!r}", tensor=name)
-    if tensor.shape != expected.shape:
-        raise shape_mismatch(name, expected.shape, tensor.shape)
-    if tensor.dtype != weight_dtype:
-        raise dtype_mismatch(name, weight_dtype, tensor.dtype)
 
 
 def _check_raw(tensor: ManifestTensor, length_bytes: int) -> None:
@@ -263,14 +238,13 @@ def _check_apart(manifest: Sequence[ManifestTensor]) -> None:
             raise invalid(second, "offset_bytes", f"overlaps {first.name}", second.offset_bytes)
 
 
+def field_refused(field: str, message: str, **metadata: object) -> WeightRefused:
+    return WeightRefused(Reason.FIELD_INVALID, message, field=field, **metadata)
+
+
 def invalid(tensor: ManifestTensor, field: str, problem: str, got: object) -> WeightRefused:
-    return WeightRefused(
-        Reason.FIELD_INVALID,
-        f"{tensor.name}: {field} {problem}, got {got}",
-        field=f"header.tensors.{field}",
-        tensor=tensor.name,
-        got=got,
-    )
+    message = f"{tensor.name}: {field} {problem}, got {got}"
+    return field_refused(f"header.tensors.{field}", message, tensor=tensor.name, got=got)
 
 
 def shape_mismatch(name: str, expected: Sequence[int], got: Sequence[int]) -> WeightRefused:

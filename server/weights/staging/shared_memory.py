@@ -1,8 +1,8 @@
 """Opening a file that an uploader shares. It must be a regular file in memory of this host.
 
-The file remains the uploader's. A sealed file can never become shorter, so it is mapped. It stays
-mapped for later versions in the same file, because mapping it again costs as much as reading it.
-Any other file is read with `pread`, so that truncating it leads to a refusal and not to a SIGBUS.
+The file remains the uploader's. A sealed file can never become shorter, so it is mapped. It stays mapped
+for later versions in the same file, because mapping it again costs as much as reading it. Any other file
+is read with `pread`, so that truncating it leads to a refusal and not to a SIGBUS.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import re
 import stat
 from pathlib import Path
 
-from penstock.server.weights.staging.manifest import WeightRefused
+from penstock.common import memory_file
+from penstock.server.weights.staging.manifest import WeightRefused, field_refused
 from penstock.wire.reasons import Reason
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Folder of the segments that shm_open(3) names.
 SEGMENTS = Path("/dev/shm")
 # An unnamed file, as another process on this host reaches it.
@@ -35,8 +35,8 @@ class SharedFiles:
     """Opens files that uploaders share, and keeps the mapped ones."""
 
     def __init__(self) -> None:
-        # By device, inode and length; the one used last is at the end. While a file is mapped, its inode
-        # cannot be reused for another file.
+        # By device, inode and length, the last used one last. While a file is mapped, its inode cannot be
+        # reused for another file.
         self._mapped: dict[tuple[int, int, int], memoryview] = {}
 
     def open(self, name: str, host_namespace: str) -> tuple[int, int, memoryview | None]:
@@ -73,12 +73,8 @@ def open_shared(name: str, host_namespace: str) -> tuple[int, int]:
     if name and "/" not in name:
         name = str(SEGMENTS / name)
     if not name.startswith("/"):
-        raise WeightRefused(
-            Reason.FIELD_INVALID,
-            f"shared_memory.name must be an absolute path or a segment's name, got {name!r}",
-            field="header.shared_memory.name",
-            got=name,
-        )
+        problem = f"shared_memory.name must be an absolute path or a segment's name, got {name!r}"
+        raise field_refused("header.shared_memory.name", problem, got=name)
     follow = 0 if DESCRIPTOR_PATH.fullmatch(name) else os.O_NOFOLLOW
     try:
         # Only a handle at first, because opening a device could have side effects.
@@ -91,7 +87,7 @@ def open_shared(name: str, host_namespace: str) -> tuple[int, int]:
             raise _unavailable(name, "is not a regular file")
         if _file_system(handle) not in MEMORY_FILE_SYSTEMS:
             raise _unavailable(name, "is not in memory")
-        here = f"{BOOT_ID.read_text().strip()}:{status.st_dev}"
+        here = memory_file.host_namespace(handle)
         if host_namespace != here:
             raise _unavailable(name, f"is of another host: {host_namespace!r}, here {here!r}")
         return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC), status.st_size

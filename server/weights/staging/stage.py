@@ -1,8 +1,6 @@
 """Receiving and verifying one weight version, without touching what serves.
 
-    begin_inline      chunks of the stream      )
-    begin_shared      a file the uploader shares ) -> IncomingUpload -> verify -> Staged
-    begin_checkpoint  a folder of safetensors   )
+    begin_inline, begin_shared, begin_checkpoint -> IncomingUpload -> verify -> Staged
 
 With a base, the payload is a delta, and the base with the delta applied is staged. So a `Staged` is always
 one complete, dense, verified version. Later code does not depend on how it was sent.
@@ -10,30 +8,31 @@ one complete, dense, verified version. Later code does not depend on how it was 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.server.core.aio import run_to_its_end
 from penstock.server.engine.protocol import StagedTensor, StagedWeights, TensorMeta
 from penstock.server.weights.staging.assembly import Part, Patch, assemble, lay_out
-from penstock.server.weights.staging.checkpoint import Checkpoint, open_checkpoint
+from penstock.server.weights.staging.checkpoint import Checkpoint, Stored, open_checkpoint
+from penstock.server.weights.staging.filling import Filling
 from penstock.server.weights.staging.incoming import IncomingUpload, Staged, release_all
 from penstock.server.weights.staging.manifest import (
     FLOATS,
     Encoding,
     ManifestTensor,
     WeightRefused,
-    check_checkpoint,
     check_delta,
     check_full,
     check_length,
     check_progress,
+    check_unplaced,
+    field_refused,
 )
 from penstock.server.weights.staging.shared_memory import SharedFiles
 from penstock.server.weights.staging.stage_memory import Buffer, StageMemory
-from penstock.server.weights.staging.verify import verify_again
-from penstock.wire.reasons import Reason
+from penstock.server.weights.staging.verify import verify_tensors
 
 
 class WeightStage:
@@ -65,14 +64,15 @@ class WeightStage:
         self._check(manifest, length_bytes, base, expected)
         check_length(manifest, length_bytes)
         # Before the first await, because a switch may release the base meanwhile.
-        kept = None if base is None else base.retain()
+        if base is not None:
+            base.retain()
         try:
             payload = await self._memory.allocate(length_bytes)
         except BaseException:
-            if kept is not None:
-                kept.release()
+            if base is not None:
+                base.release()
             raise
-        return await self._begin(weight_version, manifest, payload, kept, inline=True)
+        return await self._begin(weight_version, manifest, payload, base, inline=True)
 
     async def begin_shared(
         self,
@@ -97,36 +97,25 @@ class WeightStage:
             payload.release()
             raise
         if progress_offset_bytes is not None:
-            return IncomingUpload.filling(weight_version, manifest, payload, progress_offset_bytes)
-        kept = None if base is None else base.retain()
-        return await self._begin(weight_version, manifest, payload, kept, inline=False)
+            filling = Filling(payload, manifest, progress_offset_bytes)
+            return IncomingUpload(
+                weight_version, manifest, payload, payload, inline=False, filling=filling
+            )
+        if base is not None:
+            base.retain()
+        return await self._begin(weight_version, manifest, payload, base, inline=False)
 
     async def begin_checkpoint(
         self, weight_version: int, manifest: Sequence[ManifestTensor], folder: str
     ) -> IncomingUpload:
         """The bytes are in a folder of safetensors files. Raises WeightRefused."""
         if not folder.startswith("/"):
-            raise WeightRefused(
-                Reason.FIELD_INVALID,
-                f"checkpoint.path must be absolute, got {folder!r}",
-                field="header.checkpoint.path",
-                got=folder,
-            )
-        check_checkpoint(manifest, self._expected, self._weight_dtype)
-        checkpoint = await run_to_its_end(lambda: open_checkpoint(Path(folder)), Checkpoint.close)
-        sources = [self._memory.adopt(descriptor, 0) for descriptor in checkpoint.descriptors]
-        try:
-            found = checkpoint.find_all(manifest)
-            places, length = _dense(manifest)
-            target = await self._memory.allocate(length)
-        except BaseException:
-            release_all(sources)
-            raise
-        files = {source.descriptor: source for source in sources}
-        parts = [
-            Part(place, files[descriptor], stored.offset_bytes, wanted.xxh3)
-            for place, (wanted, descriptor, stored) in zip(places, found, strict=True)
-        ]
+            problem = f"checkpoint.path must be absolute, got {folder!r}"
+            raise field_refused("header.checkpoint.path", problem, got=folder)
+        check_unplaced(manifest, self._expected, self._weight_dtype, "in a checkpoint")
+        target, parts, sources = await self._open(
+            Path(folder), lambda found: [(*found.find(wanted), wanted.xxh3) for wanted in manifest]
+        )
         return IncomingUpload(weight_version, manifest, None, target, parts, sources, inline=False)
 
     async def hold(self, staged: Staged) -> Staged:
@@ -151,26 +140,19 @@ class WeightStage:
     async def check_again(self, staged: Staged) -> None:
         """Raises WeightRefused if the version was written to since it was verified."""
         if not staged.buffer.owned:
-            await run_to_its_end(
-                lambda: verify_again(staged.buffer, staged.weights.tensors, staged.hashes)
-            )
+            tensors, hashes = staged.weights.tensors, staged.hashes
+            await run_to_its_end(lambda: verify_tensors(staged.buffer, tensors, hashes, {}))
 
     async def read_base_model(self, weight_version: int, folder: Path) -> Staged:
         """In the dtypes stored in `folder`. Raises WeightRefused."""
-        checkpoint = await run_to_its_end(lambda: open_checkpoint(folder), Checkpoint.close)
-        sources = [self._memory.adopt(descriptor, 0) for descriptor in checkpoint.descriptors]
+        target, parts, sources = await self._open(
+            folder, lambda found: [(*stored, None) for stored in found.tensors.values()]
+        )
         try:
-            found = list(checkpoint.tensors.values())
-            places, length = lay_out((s.name, s.shape, s.dtype, s.length_bytes) for _, s in found)
-            target = await self._memory.allocate(length)
-            files = {source.descriptor: source for source in sources}
-            parts = [
-                Part(place, files[descriptor], stored.offset_bytes, None)
-                for place, (descriptor, stored) in zip(places, found, strict=True)
-            ]
             await _assembled(target, parts)
         finally:
             release_all(sources)
+        places = tuple(part.tensor for part in parts)
         return Staged(StagedWeights(weight_version, target.path, places), {}, target)
 
     def forget_shared(self) -> None:
@@ -181,6 +163,29 @@ class WeightStage:
         """Release all memory, including buffers still in use."""
         self._memory.close()
         self._shared.forget()
+
+    async def _open(
+        self, folder: Path, choose: Callable[[Checkpoint], Sequence[tuple[*Stored, int | None]]]
+    ) -> tuple[Buffer, Sequence[Part], Sequence[Buffer]]:
+        """Allocate room for the tensors of a checkpoint that `choose` returns, with the XXH3-64 that each
+        must have. Also returns its parts and the files that they read. Raises WeightRefused."""
+        checkpoint = await run_to_its_end(lambda: open_checkpoint(folder), Checkpoint.close)
+        files = {file: self._memory.adopt(file, 0) for file in checkpoint.descriptors}
+        sources = tuple(files.values())
+        try:
+            chosen = choose(checkpoint)
+            places, length = lay_out(
+                (s.name, s.shape, s.dtype, s.length_bytes) for _, s, _ in chosen
+            )
+            target = await self._memory.allocate(length)
+        except BaseException:
+            release_all(sources)
+            raise
+        parts = [
+            Part(place, files[file], stored.offset_bytes, xxh3)
+            for place, (file, stored, xxh3) in zip(places, chosen, strict=True)
+        ]
+        return target, parts, sources
 
     def _check(
         self,
@@ -206,11 +211,9 @@ class WeightStage:
     ) -> IncomingUpload:
         """`base` was retained for this upload."""
         if base is None:
-            return IncomingUpload(
-                weight_version, manifest, payload, payload, None, (), inline=inline
-            )
+            return IncomingUpload(weight_version, manifest, payload, payload, inline=inline)
         try:
-            places, length = _dense(manifest)
+            places, length = lay_out((t.name, t.shape, t.dtype, t.decoded_bytes) for t in manifest)
             target = await self._memory.allocate(length)
         except BaseException:
             release_all([payload, base.buffer])
@@ -220,10 +223,6 @@ class WeightStage:
         return IncomingUpload(
             weight_version, manifest, payload, target, parts, sources, inline=inline
         )
-
-
-def _dense(manifest: Sequence[ManifestTensor]) -> tuple[tuple[StagedTensor, ...], int]:
-    return lay_out((t.name, t.shape, t.dtype, t.decoded_bytes) for t in manifest)
 
 
 def _delta_parts(
@@ -241,8 +240,7 @@ def _delta_parts(
         patch = None
         if tensor.coding is not None and tensor.encoding is Encoding.SPARSE:
             patch = Patch(payload, tensor.offset_bytes, tensor.length_bytes, tensor.coding)
-        place_in_base = there[tensor.name]
-        parts.append(Part(place, base.buffer, place_in_base, tensor.xxh3, patch))
+        parts.append(Part(place, base.buffer, there[tensor.name], tensor.xxh3, patch))
     return parts
 
 

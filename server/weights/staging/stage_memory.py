@@ -1,11 +1,8 @@
 """Memory for weights: unnamed files, which other processes on this host can map.
 
-A buffer is reached as `/proc/<pid>/fd/<n>`. Its memory disappears when it is released, and also when the
-server is killed. References are counted, because a version can be held, be the base of a delta and be
-loaded again, all at once.
-
-This process maps a buffer once, for as long as its memory lives. Mapping it again costs more than
-filling it.
+Its memory disappears when a buffer is released, and also when the server is killed. References are counted,
+because a version can be held, be the base of a delta and be loaded again, all at once. This process maps a
+buffer once, for as long as its memory lives, because mapping it again costs more than filling it.
 """
 
 from __future__ import annotations
@@ -15,9 +12,9 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.common.memory_file import host_namespace
 from penstock.server.core.aio import run_to_its_end
 from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
@@ -25,48 +22,34 @@ from penstock.wire.reasons import Reason
 SHARED_MEMORY = Path("/dev/shm")
 
 
+@dataclass(eq=False)
 class Buffer:
     """A file descriptor with its bytes; created by `StageMemory`, with one reference."""
 
-    def __init__(
-        self,
-        descriptor: int,
-        length_bytes: int,
-        view: memoryview | None,
-        *,
-        owned: bool,
-        ended: Callable[[Buffer], None],
-    ) -> None:
-        self.descriptor = descriptor
-        self.length_bytes = length_bytes
-        self.owned = owned
-        """Whether the memory is this server's, so that no other process writes to it."""
-        self.view = view
-        """Its bytes, writable if owned; None if they can only be read from the file."""
-        self._ended = ended
-        self._references = 1
+    descriptor: int
+    length_bytes: int
+    view: memoryview | None
+    """Its bytes, writable if owned; None if they can only be read from the file."""
+    owned: bool
+    """Whether the memory is this server's, so that no other process writes to it."""
+    ended: Callable[[Buffer], None]
+    _references: int = 1
 
     @property
     def path(self) -> Path:
         """A path that any process on this host can open."""
         return Path(f"/proc/{os.getpid()}/fd/{self.descriptor}")
 
-    @property
-    def host_namespace(self) -> str:
-        """Boot id and device of the file, in the format of SharedMemorySource."""
-        return host_namespace(self.descriptor)
-
-    def retain(self) -> Buffer:
+    def retain(self) -> None:
         if not self._references:
             raise RuntimeError("the buffer is released already")
         self._references += 1
-        return self
 
     def release(self) -> None:
         """Remove a reference. The last one releases the memory."""
         self._references -= 1
         if not self._references:
-            self._ended(self)
+            self.ended(self)
 
 
 class _File:
@@ -119,13 +102,11 @@ class _File:
 
 class StageMemory:
     def __init__(self, folder: Path | None) -> None:
-        """`folder` is where buffers live. None means shared memory, or the folder for temporary files if
-        shared memory has no room."""
+        """None means shared memory, or the folder for temporary files if shared memory has no room."""
         self._folders = [folder] if folder else [SHARED_MEMORY, Path(tempfile.gettempdir())]
         # Each live buffer, with its file if this server owns it.
         self._live: dict[Buffer, _File | None] = {}
-        # The largest buffer given back. Its pages are allocated already, and new ones cost more
-        # than a copy.
+        # The largest file given back. Its pages are allocated, and new ones cost more than a copy.
         self._spare: _File | None = None
 
     @property
@@ -143,13 +124,13 @@ class StageMemory:
             return _new_file(self._folders, length_bytes)
 
         file = await run_to_its_end(find, _File.close)
-        buffer = Buffer(file.descriptor, length_bytes, file.view, owned=True, ended=self._take_back)
+        buffer = Buffer(file.descriptor, length_bytes, file.view, True, self._take_back)
         self._live[buffer] = file
         return buffer
 
     def adopt(self, descriptor: int, length_bytes: int, view: memoryview | None = None) -> Buffer:
         """The buffer closes `descriptor`, another process's file."""
-        buffer = Buffer(descriptor, length_bytes, view, owned=False, ended=self._take_back)
+        buffer = Buffer(descriptor, length_bytes, view, False, self._take_back)
         self._live[buffer] = None
         return buffer
 
@@ -199,15 +180,12 @@ def _new_file(folders: Iterable[Path], length: int) -> _File:
     problems: list[str] = []
     for folder in folders:
         try:
-            # Allocate its full size at once. A disk found full by a later chunk would be too late.
+            # Allocated at once, because a disk found full by a later chunk would be too late.
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 if length:
                     os.posix_fallocate(file.fileno(), 0, length)
                 return _File(os.dup(file.fileno()), length)
         except OSError as error:
             problems.append(f"{folder}: {error.strerror}")
-    raise WeightRefused(
-        Reason.DISK_FULL,
-        f"no room for {length} bytes ({'; '.join(problems)})",
-        length_bytes=length,
-    )
+    problem = f"no room for {length} bytes ({'; '.join(problems)})"
+    raise WeightRefused(Reason.DISK_FULL, problem, length_bytes=length)

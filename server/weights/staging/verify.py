@@ -8,10 +8,10 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 import numpy as np
 import xxhash
 
+from penstock.common.memory_file import PROGRESS_BYTES
 from penstock.server.engine.protocol import StagedTensor
 from penstock.server.weights.staging.manifest import (
     FLOATS,
-    PROGRESS_BYTES,
     ManifestTensor,
     WeightRefused,
     checksum_mismatch,
@@ -21,6 +21,8 @@ from penstock.wire.reasons import Reason
 
 PIECE_BYTES = 512 << 10
 """Few enough to stay in a core's cache from one pass to the next, and a multiple of every itemsize."""
+
+Tensor = ManifestTensor | StagedTensor
 
 
 class Check:
@@ -41,11 +43,8 @@ class Check:
         if (got := self._digest.intdigest()) != xxh3:
             raise checksum_mismatch(self._name, xxh3, got)
         if not self._finite:
-            raise WeightRefused(
-                Reason.NOT_FINITE,
-                f"{self._name} contains a NaN or an infinity",
-                tensor=self._name,
-            )
+            problem = f"{self._name} contains a NaN or an infinity"
+            raise WeightRefused(Reason.NOT_FINITE, problem, tensor=self._name)
 
     def _is_finite(self, piece: memoryview) -> bool:
         """Without a copy: positive values are the largest as signed, negative ones as unsigned numbers."""
@@ -63,7 +62,7 @@ class RunningCheck:
         self._manifest = sorted(manifest, key=lambda tensor: tensor.offset_bytes)
         self._index = 0
         self.begun: dict[str, tuple[Check, int]] = {}
-        """For each tensor's name: its check, and how far in the payload that has come."""
+        """By tensor name: the check, and the offset in the payload that it has reached."""
 
     def follow(self, payload: memoryview, end: int) -> None:
         """All bytes before `end` have arrived."""
@@ -81,7 +80,7 @@ class RunningCheck:
             self._index += 1
 
 
-def begin_check(tensor: ManifestTensor) -> tuple[Check, int]:
+def begin_check(tensor: Tensor) -> tuple[Check, int]:
     """Also returns the tensor's offset in the payload."""
     return Check(tensor.name, tensor.dtype), tensor.offset_bytes
 
@@ -94,26 +93,16 @@ def whole_elements(tensor: ManifestTensor, end: int) -> int:
 
 def verify_tensors(
     source: Buffer,
-    manifest: Iterable[ManifestTensor],
+    tensors: Iterable[Tensor],
+    hashes: Mapping[str, int],
     begun: Mapping[str, tuple[Check, int]],
 ) -> None:
-    """`begun` has the checks that a `RunningCheck` started. Raises WeightRefused."""
-    reader = Reader(source)
-    for tensor in manifest:
-        check, offset = begun.get(tensor.name) or begin_check(tensor)
-        for piece in reader.read(offset, tensor.offset_bytes + tensor.length_bytes, tensor.name):
-            check.update(piece)
-        check.finish(tensor.xxh3)
-
-
-def verify_again(
-    source: Buffer, tensors: Iterable[StagedTensor], hashes: Mapping[str, int]
-) -> None:
-    """Raises WeightRefused if the bytes have changed since they were verified."""
+    """`hashes` has each tensor's XXH3-64, `begun` the checks that a `RunningCheck` started. Raises
+    WeightRefused."""
     reader = Reader(source)
     for tensor in tensors:
-        check, offset = Check(tensor.name, tensor.dtype), tensor.offset_bytes
-        for piece in reader.read(offset, offset + tensor.length_bytes, tensor.name):
+        check, offset = begun.get(tensor.name) or begin_check(tensor)
+        for piece in reader.read(offset, tensor.offset_bytes + tensor.length_bytes, tensor.name):
             check.update(piece)
         check.finish(hashes[tensor.name])
 
@@ -162,8 +151,7 @@ def read_into(target: memoryview, source: Buffer, offset: int, name: str) -> Non
         except OSError as error:
             raise _unreadable(name, f"cannot be read: {error.strerror}") from error
         if not count:
-            where = f"ends at {offset + filled}, before the tensor does"
-            raise _unreadable(name, where)
+            raise _unreadable(name, f"ends at {offset + filled}, before the tensor does")
         filled += count
 
 

@@ -1,15 +1,14 @@
 """Weights by a collective: joining it, and the rounds of an upload while the engine is paused.
 
-The bytes go directly from the trainer to the engine's workers. Only the trainer's description of them, and
-the order of events, pass through here:
+The bytes go directly from the trainer to the engine's workers. Only their description passes through here:
 
     join                                       -> READY, and the engine joins       -> the stream ends
     header -> gate closed, engine paused -> READY -> round -> READY -> ... -> commit -> finished, resumed
 
-An upload is therefore a load that lasts as long as its trainer takes, and every step has a deadline. If an
-upload ends in any way before its commit, the engine leaves the collective, which must be joined again. The
-engine decides whether its weights are unchanged then. A backend that keeps what it receives until
-the commit (gloo) has changed nothing; one that writes into the model (nccl) may have.
+An upload is therefore a load that lasts as long as its trainer takes, and every step has a deadline. If it
+ends before its commit, the engine leaves the collective, which must be joined again. A backend that keeps
+what it receives until the commit (gloo) has changed no weights then; one that writes into the model (nccl)
+may have.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from penstock.server.weights.header import Announced, CollectiveSource
 from penstock.server.weights.staging.manifest import (
     ManifestTensor,
     WeightRefused,
-    check_collective,
+    check_unplaced,
     checksum_mismatch,
     dtype_mismatch,
     shape_mismatch,
@@ -66,30 +65,29 @@ class Collective:
     def switch(self) -> EngineSwitch:
         """Raises WeightRefused on a hub."""
         if self._switch is None:
-            raise WeightRefused(
-                Reason.SOURCE_UNAVAILABLE,
-                "a hub has no local engine to join a collective; upload through the stream",
-            )
+            problem = "a hub has no local engine to join a collective; upload through the stream"
+            raise WeightRefused(Reason.SOURCE_UNAVAILABLE, problem)
         return self._switch
 
     async def join(self, join: Join) -> None:
         """Replaces the previous collective. Raises WeightRefused and EngineLost."""
         self.backend = None
-        engine = self.switch.engine
-        await engine.join_collective(join.backend, join.rendezvous, self.seconds)
+        await self.switch.engine.join_collective(join.backend, join.rendezvous, self.seconds)
         self.backend = join.backend
 
     def check_joined(self, backend: str) -> None:
         """Raise WeightRefused unless the engine has joined this backend."""
         if backend != self.backend:
-            raise WeightRefused(
-                Reason.SOURCE_UNAVAILABLE,
-                f"the engine has not joined {backend!r}"
-                + (f" but {self.backend!r}" if self.backend else "")
-                + ": join first",
-                backend=backend,
-                joined=self.backend or "",
-            )
+            but = f" but {self.backend!r}" if self.backend else ""
+            problem = f"the engine has not joined {backend!r}{but}: join first"
+            joined = self.backend or ""
+            raise WeightRefused(Reason.SOURCE_UNAVAILABLE, problem, backend=backend, joined=joined)
+
+
+def kind_of(message: UploadMessage) -> str:
+    if isinstance(message, Header):
+        return "header"
+    return "chunk" if isinstance(message, Chunk) else message.WhichOneof("message") or "unset"
 
 
 def read_join(join: weights_pb2.CollectiveJoin) -> Join:
@@ -120,15 +118,16 @@ def check_announced(
             base,
         )
     if base and base != active_version:
-        raise WeightRefused(
-            Reason.BASE_VERSION_MISMATCH,
-            f"a delta of version {base} does not apply: {active_version or 'none'} is active",
-            base=base,
-            active=active_version or 0,
-        )
+        problem = f"a delta of version {base} does not apply: {active_version or 'none'} is active"
+        active = active_version or 0
+        raise WeightRefused(Reason.BASE_VERSION_MISMATCH, problem, base=base, active=active)
     collective.check_joined(backend)
-    check_collective(
-        announced.manifest, description.tensors, description.weight_dtype, whole=not base
+    check_unplaced(
+        announced.manifest,
+        description.tensors,
+        description.weight_dtype,
+        "by a collective",
+        whole=not base,
     )
 
 
@@ -196,22 +195,19 @@ class Rounds:
     async def _next_update(self) -> CollectiveUpdate | None:
         """None at the commit. Raises DomainError and WeightRefused."""
         request = await self._read()
-        if isinstance(request, Header | Chunk):
-            got = "header" if isinstance(request, Header) else "chunk"
-            raise FieldInvalid("message", "must be a round or the commit here", got)
-        kind = request.WhichOneof("message")
+        kind = kind_of(request)
+        if isinstance(request, Header | Chunk) or kind not in ("round", "commit"):
+            raise FieldInvalid("message", "must be a round or the commit here", kind)
         if kind == "round":
             update = read_update(request.round)
             self._check_update(update)
             return update
-        if kind != "commit":
-            raise FieldInvalid("message", "must be a round or the commit here", kind or "unset")
         self._announced.read_commit(request.commit)
         return None
 
     async def _read(self) -> UploadMessage:
         """Raises WeightRefused if the message does not arrive."""
-        reading = asyncio.ensure_future(_next_of(self._requests))
+        reading = asyncio.ensure_future(anext(self._requests, None))
         lost = asyncio.ensure_future(self._lost.wait())
         try:
             await asyncio.wait(
@@ -255,13 +251,9 @@ class Rounds:
 
     def _check_complete(self) -> None:
         if self._named and self._waiting:
-            first = next(iter(self._waiting))
-            raise WeightRefused(
-                Reason.TENSOR_MISSING,
-                f"{len(self._waiting)} announced tensors were never sent, first {first}",
-                tensor=first,
-                count=len(self._waiting),
-            )
+            count, first = len(self._waiting), next(iter(self._waiting))
+            problem = f"{count} announced tensors were never sent, first {first}"
+            raise WeightRefused(Reason.TENSOR_MISSING, problem, tensor=first, count=count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +267,7 @@ class _Described:
 
 
 def read_update(message: weights_pb2.CollectiveRound) -> CollectiveUpdate:
-    """A JSON object, or one for each worker. Raises FIELD_INVALID."""
+    """Raises FIELD_INVALID."""
     field = "round.update_json"
     update = _read_json(field, message.update_json)
     if isinstance(update, dict):
@@ -318,20 +310,16 @@ def _shape(value: object) -> tuple[int, ...]:
 
 def _integer(value: object) -> int:
     if not isinstance(value, int):
-        raise FieldInvalid(
-            "round.update_json", "has a size or checksum that is not an integer", value
-        )
+        problem = "has a size or checksum that is not an integer"
+        raise FieldInvalid("round.update_json", problem, value)
     return value
 
 
 def _check_described(found: _Described, announced: Mapping[str, ManifestTensor]) -> None:
     wanted = announced.get(found.name)
     if wanted is None:
-        raise WeightRefused(
-            Reason.TENSOR_UNKNOWN,
-            f"a round brings {found.name!r}, which the header does not announce",
-            tensor=found.name,
-        )
+        problem = f"a round brings {found.name!r}, which the header does not announce"
+        raise WeightRefused(Reason.TENSOR_UNKNOWN, problem, tensor=found.name)
     if found.shape is not None and found.shape != wanted.shape:
         raise shape_mismatch(found.name, wanted.shape, found.shape)
     if found.dtype is not None and found.dtype != wanted.dtype:
@@ -347,10 +335,6 @@ def _read_json(field: str, text: str) -> object:
         raise FieldInvalid(field, f"is not JSON: {error}") from error
     except RecursionError as error:
         raise FieldInvalid(field, "is nested too deeply") from error
-
-
-async def _next_of(requests: AsyncIterator[UploadMessage]) -> UploadMessage | None:
-    return await anext(requests, None)
 
 
 def _trainer_gone(problem: str) -> WeightRefused:

@@ -1,12 +1,9 @@
 """FetchWeights: hands a version that this server has, or is receiving, on to another server.
 
-Order: the requested tensors are compared with the present ones by name, length and checksum ->
-slices of the payload in the caller's layout, in order. If the version is still being received, a
-slice is sent as soon as its bytes have arrived. Along a chain of servers, the last one has a
-version hardly later than the first.
-
-Nothing is verified on the way. The receiver verifies the bytes, against checksums from the header that
-referred it to this server.
+The requested tensors are compared with the present ones by name, length and checksum, then sent in the
+caller's layout, in order. If the version is still being received, a slice is sent as soon as its bytes have
+arrived, so that along a chain of servers the last one has a version hardly later than the first. Nothing is
+verified on the way: the receiver has the checksums from the header that referred it to this server.
 
 Failures: a version that is not here, or has other weights, is refused before a byte is sent. If the upload
 of a version ends without being verified, the calls that follow it end too. Memory that a call reads is kept
@@ -36,27 +33,20 @@ class Readable:
     view: memoryview
     places: Mapping[str, tuple[int, int, int]]
     """For each tensor: its offset in `view`, its length, its XXH3-64."""
-    come: Callable[[int], Awaitable[bool]]
+    wait_for: Callable[[int], Awaitable[bool]]
     """Returns once that many bytes from the beginning of `view` are there; False if they never will be."""
 
 
+Slice = tuple[int | None, int]
+"""A tensor or a gap between two: where it begins in the version, or None for zeros, and its length."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Slice:
-    """A tensor or a gap between two: `length` bytes from `begin`, or zeros if `begin` is None."""
-
-    begin: int | None
-    length: int
-
-
 class WeightHandout:
-    """Serves FetchWeights from staged, held and arriving versions."""
-
-    def __init__(
-        self, find: Callable[[int], Staged | None], arriving: Callable[[], IncomingUpload | None]
-    ) -> None:
-        """`find` returns a verified version by number, `arriving` the upload under way."""
-        self._find = find
-        self._arriving = arriving
+    find: Callable[[int], Staged | None]
+    """Returns a verified version."""
+    arriving: Callable[[], IncomingUpload | None]
+    """Returns the upload under way."""
 
     async def fetch_weights(
         self, request: weights_pb2.FetchWeightsRequest
@@ -67,10 +57,9 @@ class WeightHandout:
             problem = "must be a version that was uploaded"
             raise FieldInvalid("weight_version", problem, request.weight_version)
         with self._opened(request.weight_version) as readable:
-            slices = _slices(request, readable)
             place = 0
-            for begin, length in _cut(slices):
-                if begin is not None and not await readable.come(begin + length):
+            for begin, length in _cut(_slices(request, readable)):
+                if begin is not None and not await readable.wait_for(begin + length):
                     raise _missing(request.weight_version, "its upload ended without it")
                 piece: Piece = bytes(length)
                 if begin is not None:
@@ -80,9 +69,11 @@ class WeightHandout:
 
     @contextlib.contextmanager
     def _opened(self, weight_version: int) -> Generator[Readable]:
-        staged, upload = self._find(weight_version), self._arriving()
+        staged, upload = self.find(weight_version), self.arriving()
         if staged is not None and staged.buffer.view is not None:
-            buffer, readable = staged.buffer, _of_staged(staged, staged.buffer.view)
+            buffer, tensors, hashes = staged.buffer, staged.weights.tensors, staged.hashes
+            places = {t.name: (t.offset_bytes, t.length_bytes, hashes[t.name]) for t in tensors}
+            readable = Readable(staged.buffer.view, places, _at_once)
         elif (
             upload is not None
             and upload.weight_version == weight_version
@@ -90,7 +81,7 @@ class WeightHandout:
         ):
             buffer, view = arriving
             places = {t.name: (t.offset_bytes, t.length_bytes, t.xxh3) for t in upload.manifest}
-            readable = Readable(view, places, upload.come)
+            readable = Readable(view, places, upload.wait_for)
         else:
             raise _missing(weight_version, "it is not here")
         buffer.retain()
@@ -100,22 +91,14 @@ class WeightHandout:
             buffer.release()
 
 
-def _of_staged(staged: Staged, view: memoryview) -> Readable:
-    places = {
-        tensor.name: (tensor.offset_bytes, tensor.length_bytes, staged.hashes[tensor.name])
-        for tensor in staged.weights.tensors
-    }
-    return Readable(view, places, _at_once)
-
-
 async def _at_once(_: int) -> bool:
     return True
 
 
-def _slices(request: weights_pb2.FetchWeightsRequest, readable: Readable) -> list[_Slice]:
+def _slices(request: weights_pb2.FetchWeightsRequest, readable: Readable) -> list[Slice]:
     """Slices of the requested payload, from its beginning to the end of its last tensor."""
-    slices: list[_Slice] = []
-    end = 0
+    slices: list[Slice] = []
+    end = empty = 0
     for spec in sorted(request.tensors, key=lambda spec: spec.offset_bytes):
         found = readable.places.get(spec.name)
         if found is None:
@@ -135,10 +118,9 @@ def _slices(request: weights_pb2.FetchWeightsRequest, readable: Readable) -> lis
         if spec.offset_bytes < end:
             problem = f"of {spec.name} is inside another tensor, which ends at {end}"
             raise FieldInvalid("tensors.offset_bytes", problem, spec.offset_bytes)
-        slices.append(_Slice(None, spec.offset_bytes - end))
-        slices.append(_Slice(begin, length))
+        slices += [(None, spec.offset_bytes - end), (begin, length)]
+        empty += spec.offset_bytes - end
         end = spec.offset_bytes + length
-    empty = sum(part.length for part in slices if part.begin is None)
     most = readable.view.nbytes + EMPTY_BYTES
     if empty > most:
         # Gaps are sent as zeros, so without a bound a caller could request them without limit.
@@ -147,12 +129,11 @@ def _slices(request: weights_pb2.FetchWeightsRequest, readable: Readable) -> lis
     return slices
 
 
-def _cut(slices: Sequence[_Slice]) -> Generator[tuple[int | None, int]]:
-    """Cut slices into pieces of at most CHUNK_BYTES, each as (begin, length)."""
-    for whole in slices:
-        for done in range(0, whole.length, CHUNK_BYTES):
-            begin = None if whole.begin is None else whole.begin + done
-            yield begin, min(CHUNK_BYTES, whole.length - done)
+def _cut(slices: Sequence[Slice]) -> Generator[Slice]:
+    """Cut slices into pieces of at most CHUNK_BYTES."""
+    for begin, length in slices:
+        for done in range(0, length, CHUNK_BYTES):
+            yield None if begin is None else begin + done, min(CHUNK_BYTES, length - done)
 
 
 def _missing(weight_version: int, problem: str) -> DomainError:

@@ -1,6 +1,5 @@
 """Fetching a version from another server that has it or is receiving it.
 
-Connect -> request every tensor by name, length and checksum -> write slices into the upload as they arrive.
 Any problem with the peer is SOURCE_UNAVAILABLE and leaves no trace of the upload. The sender of the header
 may then send the bytes instead.
 """
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 
@@ -25,11 +25,11 @@ from penstock.wire.upload_messages import Chunk, read_upload_message
 FETCH_WEIGHTS = "/penstock.v1.RolloutService/FetchWeights"
 
 
+@dataclass(frozen=True, slots=True)
 class PeerFetcher:
-    def __init__(self, security: Security, silent_seconds: float) -> None:
-        """`silent_seconds` is how long a peer may send nothing, including the time to connect."""
-        self._security = security
-        self._silent_seconds = silent_seconds
+    security: Security
+    silent_seconds: float
+    """How long a peer may send nothing, including the time to connect."""
 
     async def fetch(
         self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: IncomingUpload
@@ -42,8 +42,8 @@ class PeerFetcher:
             name = failure.reason or failure.code.name
             raise _unavailable(source, f"{name}: {failure.message}") from error
         except TimeoutError as error:
-            problem = f"it sent nothing for {self._silent_seconds:g} s"
-            raise _unavailable(source, problem) from error
+            silent = f"it sent nothing for {self.silent_seconds:g} s"
+            raise _unavailable(source, silent) from error
         except CredentialsUnusable as error:
             raise _unavailable(source, str(error)) from error
         except (WeightRefused, codec.MalformedMessage) as error:
@@ -52,8 +52,7 @@ class PeerFetcher:
     async def _fetch(
         self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: IncomingUpload
     ) -> None:
-        channel = open_channel(source.address, self._security, own_connection=True)
-        async with channel:
+        async with open_channel(source.address, self.security, own_connection=True) as channel:
             method: grpc.aio.UnaryStreamMultiCallable[weights_pb2.FetchWeightsRequest, object] = (
                 channel.unary_stream(
                     FETCH_WEIGHTS,
@@ -61,10 +60,21 @@ class PeerFetcher:
                     response_deserializer=read_upload_message,
                 )
             )
-            call = method(_request(source, manifest))
+            specs = [
+                weights_pb2.TensorSpec(
+                    name=tensor.name,
+                    offset_bytes=tensor.offset_bytes,
+                    length_bytes=tensor.length_bytes,
+                    xxh3=tensor.xxh3,
+                )
+                for tensor in manifest
+            ]
+            call = method(
+                weights_pb2.FetchWeightsRequest(weight_version=source.weight_version, tensors=specs)
+            )
             try:
                 while True:
-                    async with asyncio.timeout(self._silent_seconds):
+                    async with asyncio.timeout(self.silent_seconds):
                         answer = await call.read()
                     if answer is grpc.aio.EOF:
                         break
@@ -74,23 +84,6 @@ class PeerFetcher:
             finally:
                 call.cancel()
             upload.check_complete()
-
-
-def _request(
-    source: PeerSource, manifest: Sequence[ManifestTensor]
-) -> weights_pb2.FetchWeightsRequest:
-    return weights_pb2.FetchWeightsRequest(
-        weight_version=source.weight_version,
-        tensors=[
-            weights_pb2.TensorSpec(
-                name=tensor.name,
-                offset_bytes=tensor.offset_bytes,
-                length_bytes=tensor.length_bytes,
-                xxh3=tensor.xxh3,
-            )
-            for tensor in manifest
-        ],
-    )
 
 
 def _unavailable(source: PeerSource, problem: str) -> WeightRefused:

@@ -1,30 +1,27 @@
 """UpdateWeights: header -> payload -> commit, verified.
 
 Order of an upload: header checked (order, epoch, base, manifest) -> READY -> payload -> commit -> every
-tensor verified -> STAGED -> with immediate activation, switched to -> ACTIVE. The payload comes as chunks
-of this stream, or from a shared file, a folder or another server. Verification runs off the event
-loop while generation continues. If the uploader is still filling a shared file, its bytes are
+tensor verified -> STAGED -> with immediate activation, switched to -> ACTIVE. Verification runs off the
+event loop while generation continues. If the uploader is still filling a shared file, its bytes are
 verified as they arrive and the commit carries the checksums.
 
 Failures: a refused upload, or a stream that ends without a commit, releases what was staged and leaves the
 active version exactly as it was. A repeated version and header is answered with the outcome of the first.
 If the commit carries the checksums, that answer comes at the commit, and the checksums must match too.
-One upload runs at a time. An upload or switch of an older trainer is refused.
 
-With a collective (see `collective`) no byte passes through here: header -> gate closed, engine
-paused -> READY -> rounds -> commit -> ACTIVE. Nothing is staged or held afterwards.
+With a collective (see `collective`) no byte passes through here, and nothing is staged or held afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+from penstock.common.memory_file import host_namespace
 from penstock.server.core.aio import SAY_AGAIN_SECONDS, OwnTasks, said_again
-from penstock.server.core.errors import DomainError, FieldInvalid
-from penstock.server.engine.protocol import EngineDescription, EngineLost
+from penstock.server.core.errors import FieldInvalid
+from penstock.server.engine.protocol import EngineDescription
 from penstock.server.weights.header import (
     Announced,
     CheckpointSource,
@@ -36,27 +33,27 @@ from penstock.server.weights.header import (
     read_in_flight,
 )
 from penstock.server.weights.staging.incoming import IncomingUpload, Staged
-from penstock.server.weights.staging.manifest import WeightRefused
+from penstock.server.weights.staging.manifest import WeightRefused, end_of
 from penstock.server.weights.staging.stage import WeightStage
-from penstock.server.weights.switch import InFlight, Switched
+from penstock.server.weights.switch import InFlight, Switched, engine_needed
 from penstock.server.weights.upload.collective import (
     Collective,
     Join,
     Rounds,
     check_announced,
+    kind_of,
     read_join,
 )
 from penstock.server.weights.upload.peers import PeerFetcher
 from penstock.server.weights.upload.slot import Claim, UploadSlot
 from penstock.server.weights.versions import Version, WeightVersions
 from penstock.v1 import weights_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import UpdateWeightsResponse
 from penstock.wire.reasons import Reason
 from penstock.wire.upload_messages import Chunk, Header, UploadMessage
 
 logger = logging.getLogger(__name__)
 
-UpdateWeightsResponse = twin(weights_pb2.UpdateWeightsResponse)
 
 Respond = Callable[[weights_pb2.UpdateWeightsResponse], Awaitable[None]]
 Requests = AsyncIterator[UploadMessage]
@@ -91,26 +88,24 @@ class UploadService:
         self._slot.fence(trainer_epoch)
 
     async def close(self) -> None:
-        """End what is under way. Requires that no call is open any more and the engine is closed."""
+        """Requires that no call is open any more and the engine is closed."""
         await self._tasks.cancel()
         # A thread may still be reading what a cancelled upload left.
         await self._slot.wait_free()
 
     async def update_weights(self, requests: Requests, respond: Respond) -> None:
-        """Take one upload; see the module's docstring."""
         first = await anext(requests, None)
-        with _refusals():
-            if isinstance(first, Header):
-                announced = read_header(first, self._description)
-                if isinstance(announced.source, CollectiveSource):
-                    await self._take_collective(announced, requests, respond)
-                else:
-                    async with said_again(respond, SAY_AGAIN_SECONDS) as say:
-                        await self._take(announced, requests, say)
-            elif first is not None and not isinstance(first, Chunk) and first.HasField("join"):
-                await self._join(read_join(first.join), respond)
+        if isinstance(first, Header):
+            announced = read_header(first, self._description)
+            if isinstance(announced.source, CollectiveSource):
+                await self._take_collective(announced, requests, respond)
             else:
-                raise FieldInvalid("message", "must be a header or a join first")
+                async with said_again(respond, SAY_AGAIN_SECONDS) as say:
+                    await self._take(announced, requests, say)
+        elif first is not None and not isinstance(first, Chunk) and first.HasField("join"):
+            await self._join(read_join(first.join), respond)
+        else:
+            raise FieldInvalid("message", "must be a header or a join first")
 
     async def _take(self, announced: Announced, requests: Requests, respond: Respond) -> None:
         if await self._repeated(announced, requests, respond):
@@ -122,19 +117,8 @@ class UploadService:
         accepted = await self._exclusively(announced, requests, respond)
         if accepted is None:
             return
-        await respond(self._staged_response(accepted))
-        if announced.immediate:
-            await self._activate_at_once(announced, accepted, respond)
-        else:
-            await self._activate_when_told(announced, requests, respond)
-
-    async def _activate_at_once(
-        self, announced: Announced, accepted: Version, respond: Respond
-    ) -> None:
-        """Switch to what was staged, unless its trainer was replaced meanwhile."""
-        self._slot.check_epoch(announced.trainer_epoch)
-        self._on_trainer_version(announced.weight_version)
-        await self._activate_and_tell(accepted, respond)
+        await self._tell_staged(accepted, respond)
+        await self._activate_when_told(announced, requests, respond)
 
     async def _activate_when_told(
         self,
@@ -144,28 +128,22 @@ class UploadService:
         *,
         skip_payload: bool = False,
     ) -> None:
-        """Switch to what this stream has staged once it requests that."""
+        """Switch to what this stream has staged once it requests that, unless that was immediate."""
         if announced.immediate:
             return
         request = await anext(requests, None)
-        while skip_payload and request is not None and _is_payload(request):
+        while skip_payload and request is not None and kind_of(request) in ("chunk", "commit"):
             request = await anext(requests, None)
         if request is None:
             return
         if isinstance(request, Header | Chunk) or not request.HasField("activate"):
             raise FieldInvalid("message", "may only activate what this stream has staged")
-        in_flight = read_in_flight(request.activate.in_flight) or announced.in_flight
+        in_flight = read_in_flight(request.activate.in_flight)
         self._slot.check_epoch(announced.trainer_epoch)
         accepted = self._versions.staged(announced) or self._versions.active(announced)
         if accepted is None:
-            version, active = announced.weight_version, self._versions.active_version
-            raise DomainError(
-                Reason.WEIGHT_VERSION_NOT_STAGED,
-                f"version {version} was released meanwhile",
-                {"weight_version": version, "active": active},
-            )
-        self._on_trainer_version(announced.weight_version)
-        await self._activate_and_tell(accepted, respond, in_flight)
+            raise self._versions.not_staged(announced.weight_version, "was released meanwhile")
+        await self._activate(accepted, respond, in_flight)
 
     async def _repeated(self, announced: Announced, requests: Requests, respond: Respond) -> bool:
         """Answer a repeated upload from the earlier one's outcome. Returns False if there is none."""
@@ -173,7 +151,7 @@ class UploadService:
         if earlier is None:
             return False
         if not announced.filling:
-            return await self._tell_what_became(announced, respond)
+            return await self._answer_repeated(announced, respond)
         # Its bytes are not read again; the checksums show whether they are the same.
         version = announced.weight_version
         await respond(self._response(version, weights_pb2.WEIGHT_STATE_READY))
@@ -181,21 +159,15 @@ class UploadService:
         if checksums is None:
             return True
         same = checksums == tuple(earlier.hashes[tensor.name] for tensor in announced.manifest)
-        if same and await self._tell_what_became(announced, respond):
+        if same and await self._answer_repeated(announced, respond):
             return True
         # Different weights under the same number.
         self._versions.check_order(version)
-        raise DomainError(
-            Reason.WEIGHT_VERSION_NOT_STAGED,
-            f"version {version} was released meanwhile",
-            {"weight_version": version, "active": self._versions.active_version},
-        )
+        raise self._versions.not_staged(version, "was released meanwhile")
 
-    async def _tell_what_became(self, announced: Announced, respond: Respond) -> bool:
+    async def _answer_repeated(self, announced: Announced, respond: Respond) -> bool:
         if (staged := self._versions.staged(announced)) is not None:
-            await respond(self._staged_response(staged))
-            if announced.immediate:
-                await self._activate_at_once(announced, staged, respond)
+            await self._tell_staged(staged, respond)
             return True
         if (active := self._versions.active(announced)) is not None:
             version = announced.weight_version
@@ -220,10 +192,18 @@ class UploadService:
         finally:
             self._slot.free()
 
-    async def _activate_and_tell(
+    async def _tell_staged(self, accepted: Version, respond: Respond) -> None:
+        """With immediate activation also switch to it, unless its trainer was replaced meanwhile."""
+        await respond(self._staged_response(accepted))
+        if accepted.announced.immediate:
+            self._slot.check_epoch(accepted.announced.trainer_epoch)
+            await self._activate(accepted, respond)
+
+    async def _activate(
         self, accepted: Version, respond: Respond, in_flight: InFlight | None = None
     ) -> None:
         announced = accepted.announced
+        self._on_trainer_version(announced.weight_version)
         policy = in_flight or announced.in_flight
         switched = await self._versions.activate(announced.weight_version, policy)
         await respond(self._active_response(accepted, switched))
@@ -260,7 +240,7 @@ class UploadService:
         try:
             return await self._begin_upload(announced, base)
         except WeightRefused as error:
-            held = self._versions.held_version
+            held = self._versions.held.weight_version
             if error.reason is not Reason.DISK_FULL or base is not None or not held:
                 raise
             # A new version matters more than the way back from it.
@@ -270,7 +250,7 @@ class UploadService:
                 held,
                 error,
             )
-            self._versions.let_go_of_held()
+            self._versions.held.release()
             return await self._begin_upload(announced, base)
 
     async def _begin_upload(self, announced: Announced, base: Staged | None) -> IncomingUpload:
@@ -291,8 +271,7 @@ class UploadService:
                 progress_offset_bytes=source.progress_offset_bytes,
             )
         if isinstance(source, PeerSource):
-            end = max((t.offset_bytes + t.length_bytes for t in manifest), default=0)
-            return await self._stage.begin_inline(version, manifest, end)
+            return await self._stage.begin_inline(version, manifest, end_of(manifest))
         assert isinstance(source, CheckpointSource)
         return await self._stage.begin_checkpoint(version, manifest, source.path)
 
@@ -300,7 +279,6 @@ class UploadService:
         self, announced: Announced, upload: IncomingUpload | None, requests: Requests
     ) -> tuple[int, ...] | None:
         """Returns the checksums of the tensors, or None if the stream ends before the commit."""
-        expected = "must be a chunk or the commit here"
         async for request in requests:
             if isinstance(request, Chunk):
                 if not isinstance(announced.source, InlineSource):
@@ -308,11 +286,10 @@ class UploadService:
                 if upload is not None:
                     upload.write_chunk(request.offset_bytes, request.data, request.xxh3)
                 continue
-            if isinstance(request, Header):
-                raise FieldInvalid("message", expected, "header")
-            kind = request.WhichOneof("message")
-            if kind != "commit":
-                raise FieldInvalid("message", expected, kind or "unset")
+            if isinstance(request, Header) or not request.HasField("commit"):
+                raise FieldInvalid(
+                    "message", "must be a chunk or the commit here", kind_of(request)
+                )
             return announced.read_commit(request.commit)
         return None
 
@@ -332,10 +309,8 @@ class UploadService:
             self._slot.free,
         )
         await respond(self._response(0, weights_pb2.WEIGHT_STATE_READY))
-        try:
+        with engine_needed():
             await asyncio.shield(joining)
-        except EngineLost as error:
-            raise DomainError(Reason.ENGINE_LOST, f"the engine is lost: {error}") from error
 
     async def _take_collective(
         self, announced: Announced, requests: Requests, respond: Respond
@@ -391,7 +366,7 @@ class UploadService:
         memory = self._versions.memory_of(version) if told and not announced.adapter else None
         if memory is not None:
             response.memory.name = str(memory.path)
-            response.memory.host_namespace = memory.host_namespace
+            response.memory.host_namespace = host_namespace(memory.descriptor)
         return response
 
     def _active_response(
@@ -418,22 +393,7 @@ class UploadService:
         )
 
 
-def _is_payload(request: UploadMessage) -> bool:
-    return isinstance(request, Chunk) or (
-        not isinstance(request, Header) and request.HasField("commit")
-    )
-
-
 def _claim(announced: Announced) -> Claim:
     version = announced.weight_version
     doing = f"version {version} is being uploaded"
     return Claim(announced.trainer_epoch, doing, {"weight_version": version})
-
-
-@contextlib.contextmanager
-def _refusals() -> Generator[None]:
-    """Turn the refusal of a payload into a status."""
-    try:
-        yield
-    except WeightRefused as error:
-        raise DomainError(error.reason, error.message, error.metadata) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
@@ -14,8 +14,8 @@ from penstock.wire.reasons import Reason
 class Claim:
     trainer_epoch: int
     doing: str
-    """Error message for another upload that arrives meanwhile."""
-    metadata: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Tells another upload that arrives meanwhile."""
+    metadata: Mapping[str, object]
 
 
 class UploadSlot:

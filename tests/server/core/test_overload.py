@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from penstock.server.core.memory_budget import KEPT_PART
-from penstock.server.core.reason_counts import MOST_REASONS, OTHER
+from penstock.server.core.telemetry import MOST_REASONS, OTHER
 from penstock.wire.channel import client_options
 from penstock.wire.failure import read_failure
 from tests.support.harness import (

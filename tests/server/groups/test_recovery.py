@@ -27,7 +27,7 @@ from penstock.server.turns.encoding import encode_group, group_finished
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure
-from penstock.wire.messages import JournalRecord
+from penstock.wire.messages import JournalRecord, Segment, TrajectoryOpened, TurnChanged
 from penstock.wire.reasons import Reason
 from tests.support.fakes import expected_tokens
 from tests.support.harness import (
@@ -51,10 +51,6 @@ from tests.support.harness import (
     sequence,
     serve,
 )
-
-Segment = codec.twin(trajectory_pb2.Segment)
-TrajectoryOpened = codec.twin(journal_pb2.TrajectoryOpened)
-TurnChanged = codec.twin(journal_pb2.TurnChanged)
 
 SEEDS = int(os.environ.get("PENSTOCK_TEST_SEEDS", "10"))
 ABORTED = trajectory_pb2.FINISH_REASON_ABORTED

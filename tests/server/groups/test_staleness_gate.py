@@ -94,7 +94,12 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="-7"):
         make_gate(1, 1, version=-7)
     gate.release("unknown")
-    assert (gate.running, gate.completed, gate.delivered, gate.trainer_version) == (1, 1, 0, 0)
+    assert (len(gate.running), len(gate.completed), gate.delivered, gate.trainer_version) == (
+        1,
+        1,
+        0,
+        0,
+    )
 
 
 def test_a_group_may_not_start_where_the_gate_says_no() -> None:
@@ -206,7 +211,7 @@ def test_groups_with_a_token_past_the_bound_are_discarded_at_selection(policy: L
     gate.complete("b", 0, 0.0)
     assert gate.select(0, 0.0) == Selection(), "without demand nothing is decided"
     assert gate.select(3, 0.0) == Selection(delivered=("a",), late=("b",))
-    assert (gate.running, gate.completed, gate.delivered) == (1, 0, 1)
+    assert (len(gate.running), len(gate.completed), gate.delivered) == (1, 0, 1)
     gate.admit("b", 2)
 
 
@@ -342,7 +347,7 @@ def test_groups_delivered_again_are_taken_before_new_ones_are_admitted(policy: L
     gate.advance(0, 0.0)
     for group_id in delivered:
         gate.restore(group_id, 0)
-    assert (gate.running, gate.completed, gate.delivered) == (2, 4, 0)
+    assert (len(gate.running), len(gate.completed), gate.delivered) == (2, 4, 0)
     assert not gate.may_admit(1)
     assert set(gate.select(2, 0.0).delivered) == {"g0", "g1"}
     assert gate.select(0, 0.0).late == ()
@@ -392,7 +397,7 @@ def test_a_new_gate_takes_over_what_is_under_way(policy: LatePolicy) -> None:
     gate.adopt("old", 1)
     gate.adopt("young", 3)
     gate.restore("done", 3)
-    assert (gate.running, gate.completed) == (2, 1)
+    assert (len(gate.running), len(gate.completed)) == (2, 1)
     assert not gate.may_admit(3)
     with pytest.raises(ValueError, match="'old' is admitted already"):
         gate.adopt("old", 1)
@@ -836,7 +841,10 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def the_books_agree(self) -> None:
-        assert (self.gate.running, self.gate.completed) == (len(self.running), len(self.finished))
+        assert (len(self.gate.running), len(self.gate.completed)) == (
+            len(self.running),
+            len(self.finished),
+        )
         contract = self.gate.contract
         assert contract.fewest_outstanding <= self.gate.target <= contract.max_outstanding
 

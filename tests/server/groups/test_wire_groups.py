@@ -12,9 +12,10 @@ import grpc
 import pytest
 from google.protobuf import struct_pb2
 
+from penstock.server.config.limits import LeasesSection
 from penstock.server.core.aio import Broadcast
 from penstock.server.groups.admission import Admission
-from penstock.server.groups.attempts import Holder, LeaseRules
+from penstock.server.groups.attempts import Holder
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.rollouts import buffering
 from penstock.v1 import trajectory_pb2
@@ -81,7 +82,7 @@ async def test_the_id_of_a_finished_group_is_refused(harness: Harness, trainer: 
     # The refused call takes neither the trajectory's id nor a slot.
     await finish(harness, "second", "other")
     assert harness.serving.buffer.buffered_count == harness.serving.admission.outstanding == 2
-    assert harness.serving.queue.open_group_count == 0
+    assert len(harness.serving.queue.groups) == 0
 
 
 async def test_the_id_of_a_delivered_group_is_refused_at_every_version(harness: Harness) -> None:
@@ -129,10 +130,10 @@ def test_a_group_the_gate_refuses_leaves_nothing_behind() -> None:
             raise ValueError(group_id)
 
     changed = Broadcast()
-    queue = TaskQueue(changed, Refuses(changed, lambda: 0.0, 8), LeaseRules(), lambda: 0.0)
+    queue = TaskQueue(changed, Refuses(changed, lambda: 0.0, 8), LeasesSection(), lambda: 0.0)
     with pytest.raises(ValueError, match="mine"):
         queue.join("mine", 1, 0, "t", 0)
-    assert queue.open_group_count == 0
+    assert len(queue.groups) == 0
 
 
 # A group's size
@@ -301,7 +302,7 @@ async def test_evaluation_groups_nobody_demands_are_bounded(tmp_path: Path) -> N
 def test_an_evaluation_group_counts_until_it_is_released() -> None:
     changed = Broadcast()
     admission = Admission(changed, lambda: 0.0, 8)
-    queue = TaskQueue(changed, admission, LeaseRules(), lambda: 0.0, max_evaluation_groups=1)
+    queue = TaskQueue(changed, admission, LeasesSection(), lambda: 0.0, max_evaluation_groups=1)
     queue.pending.submit(Task(task_id=f"e{i}", group_size=1, purpose=EVAL) for i in range(2))
     holder = Holder("a", 4, EVAL)
     lease = queue.lease(holder, 0)

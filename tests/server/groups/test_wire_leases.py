@@ -110,7 +110,7 @@ async def test_a_deadline_that_moves_just_before_it_is_waited_for_counts(harness
     async with leasing(harness) as call:
         await take(call)
         queue.next_deadline = and_then_it_moves  # type: ignore[method-assign]
-        queue.deadline_sooner.notify()
+        queue.leases.sooner.notify()
         assert (await take(call)).retry_count == 1
 
 
@@ -239,13 +239,13 @@ async def test_leases_that_run_out_together_wait_for_the_journal_together(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 20
-    journal = harness.serving.closing._journal
-    begin_append, waiting, go_on = journal.begin_append, 0, asyncio.Event()
+    journal = harness.serving.closing.journal
+    append, waiting, go_on = journal.append, 0, asyncio.Event()
 
     def slow(records: Any, **fields: Any) -> Any:
         async def end() -> Any:
             nonlocal waiting
-            appending = begin_append(records, **fields)
+            appending = append(records, **fields)
             waiting += records[0].WhichOneof("record") == "leases_expired"
             await go_on.wait()
             return await appending
@@ -255,7 +255,7 @@ async def test_leases_that_run_out_together_wait_for_the_journal_together(
     await submit(harness, *(f"task-{number}" for number in range(count)))
     async with leasing(harness, count) as call:
         first = {(await take(call)).trajectory_id for _ in range(count)}
-        monkeypatch.setattr(journal, "begin_append", slow)
+        monkeypatch.setattr(journal, "append", slow)
         harness.pass_lease_time()
         await until(lambda: waiting == count)
         go_on.set()

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from penstock.server.rollouts.start import StreamRules
 from penstock.server.text.messages import Message
-from penstock.server.text.renderer import TokenizerRenderer
+from penstock.server.text.renderer import Renderer
 from penstock.server.vllm.parsers import VllmParsers
 from tests.support.chat_templates import make_tokenizer
 from tests.support.fakes import EOS, FakeEngine
@@ -55,12 +55,12 @@ class Scripted(FakeEngine):
 
 
 @pytest.fixture(scope="module")
-def renderer() -> TokenizerRenderer:
-    return TokenizerRenderer(TOKENIZER, [EOS], VllmParsers(TOKENIZER, "hermes", "qwen3"))
+def renderer() -> Renderer:
+    return Renderer(TOKENIZER, [EOS], VllmParsers(TOKENIZER, "hermes", "qwen3"))
 
 
 @pytest.fixture
-async def server(tmp_path: Path, renderer: TokenizerRenderer) -> AsyncGenerator[Harness]:
+async def server(tmp_path: Path, renderer: Renderer) -> AsyncGenerator[Harness]:
     parts: dict[str, Any] = {"renderer": renderer, "make_engine": Scripted}
     async with serve(tmp_path, "http.listen=127.0.0.1:0", **parts) as running:
         yield running
@@ -169,7 +169,7 @@ FORMS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
 @pytest.mark.parametrize("form", FORMS)
 @SURFACES
 async def test_history_in_another_form_goes_on_with_the_tokens_that_were_sampled(
-    server: Harness, renderer: TokenizerRenderer, surface: Any, form: str, stream: bool
+    server: Harness, renderer: Renderer, surface: Any, form: str, stream: bool
 ) -> None:
     base = f"{server.http}/attempts/a"
     base = base if surface is not messages else base.removesuffix("/v1")

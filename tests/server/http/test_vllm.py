@@ -21,7 +21,7 @@ import xxhash
 from transformers import AutoModelForCausalLM
 
 from penstock.server.text.messages import Message, Tool
-from penstock.server.text.renderer import TokenizerRenderer, load_tokenizer
+from penstock.server.text.renderer import Renderer, load_tokenizer
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
 from tests.support.harness import InlineSource, TensorSpec, WeightHeader, Wire, messages
@@ -53,7 +53,7 @@ def taught(folder: Path) -> Path:
     then states the tool's answer."""
     make_tiny_model(folder, tied=True, hidden=128)
     tokenizer: Any = load_tokenizer(str(folder))
-    renderer = TokenizerRenderer(tokenizer, [EOS_ID])
+    renderer = Renderer(tokenizer, [EOS_ID])
     tool = Tool("weather", "", SCHEMA)
     asked = renderer.render([Message("user", USER["content"])], [tool])
     called = np.asarray(tokenizer.encode(CALLED, add_special_tokens=False))
@@ -138,7 +138,8 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ru
     from penstock.server.http.server import open_http
     from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.security.gate import open_gate
-    from penstock.server.vllm.engine import VllmEngine, engine_arguments
+    from penstock.server.vllm.engine import VllmEngine
+    from penstock.server.vllm.options import engine_arguments
     from penstock.server.vllm.parsers import VllmParsers
 
     model = taught(tmp_path_factory.mktemp("model"))
@@ -150,7 +151,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ru
     engine = await VllmEngine.start(engine_arguments(options))
     tokenizer = load_tokenizer(str(model))
     parser = VllmParsers(tokenizer, "hermes", "")
-    renderer = TokenizerRenderer(tokenizer, engine.description.eos_token_ids, parser)
+    renderer = Renderer(tokenizer, engine.description.eos_token_ids, parser)
     serving = Serving(engine, renderer, loaded, gate=gate, http=http)
     life = Lifecycle(serving, server)
     await life.start()

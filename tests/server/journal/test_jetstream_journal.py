@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 pytest.importorskip("nats", reason="nats-py is not installed (the extra jetstream)")
 
 from penstock.server.core.errors import DomainError
-from penstock.server.journal import compaction_pace
+from penstock.server.journal import appending
 from penstock.server.journal.jetstream import journal as jetstream_journal
 from penstock.server.journal.jetstream import log as jetstream_log
 from penstock.server.journal.jetstream import stream as jetstream_stream
@@ -356,7 +356,7 @@ async def test_appends_and_reads_wait_for_nats(store: JetStreamStore, nats: Nats
     async with store.opened() as (journal, _):
         (stored,) = await journal.append([record("before", 200_000)], hold_last=True)
         nats.kill()
-        waiting = [journal.begin_append([record(f"{n}", 100_000 * (n % 2))]) for n in range(20)]
+        waiting = [journal.append([record(f"{n}", 100_000 * (n % 2))]) for n in range(20)]
         reading = asyncio.create_task(journal.read(stored))
         await asyncio.sleep(0.3)
         assert not reading.done() and not any(done.done() for done in waiting)
@@ -375,9 +375,7 @@ async def test_nats_killed_again_and_again_loses_and_doubles_nothing(
         for _ in range(8):
             for _ in range(25):
                 size = rng.choice([0, 1_000, 90_000])
-                waiting.append(
-                    journal.begin_append([record(f"{len(waiting)}", size)], hold_last=True)
-                )
+                waiting.append(journal.append([record(f"{len(waiting)}", size)], hold_last=True))
                 await asyncio.sleep(rng.choice([0, 0.002]))
             nats.kill()
             await asyncio.to_thread(nats.start)
@@ -500,7 +498,7 @@ async def test_a_compaction_has_room_however_often_it_was_killed_before(
                 await journal.append(state)
             else:
                 assert len(names) == len(state)
-            journal._pace.press()
+            journal._pace.pressed = True
             await journal.append([record("more")])
             state = [*state, record("more")]
             async with asyncio.timeout(20):
@@ -553,8 +551,8 @@ async def test_what_a_killed_server_did_not_remove_counts_for_nothing_and_goes(
 async def test_a_compaction_that_failed_is_tried_again(
     store: JetStreamStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(compaction_pace, "TIMES_AS_LONG", 1)
+    monkeypatch.setattr(appending, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(appending, "TIMES_AS_LONG", 1)
     remove, failures = jetstream_log.StreamLog.remove, 0
 
     async def refused(log: Any, carried: set[int]) -> None:
@@ -581,7 +579,7 @@ async def test_what_is_refused_has_it_compacted(
 ) -> None:
     """When records are refused, the journal compacts again, because earlier
     live records no longer count."""
-    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(appending, "SHORTEST_WAIT_SECONDS", 0.01)
     state = [record(f"open{n}", 100_000) for n in range(8)]
     asked: list[int] = []
     async with store.opened(lambda: state, asked.append) as (journal, _):

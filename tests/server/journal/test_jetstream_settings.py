@@ -65,7 +65,7 @@ async def test_nats_that_comes_back_without_syncing_is_given_nothing_more(tmp_pa
             for sync in (True, False):
                 nats.stop()
                 nats.sync = sync
-                waiting = asyncio.create_task(journal.append([record(f"while away {sync}")]))
+                waiting = asyncio.ensure_future(journal.append([record(f"while away {sync}")]))
                 nats.start()
                 if sync:
                     await waiting

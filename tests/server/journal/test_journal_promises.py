@@ -56,7 +56,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 async def test_what_was_appended_is_there_in_its_order(store: Store) -> None:
     async with store.opened() as (journal, names):
         assert names == []
-        waiting = [journal.begin_append([record(f"{i}a"), record(f"{i}b")]) for i in range(50)]
+        waiting = [journal.append([record(f"{i}a"), record(f"{i}b")]) for i in range(50)]
         await waiting[-1]
         assert all(done.done() for done in waiting)
         await journal.append(())
@@ -69,7 +69,7 @@ async def test_what_was_appended_is_there_in_its_order(store: Store) -> None:
 
 async def test_an_append_of_nothing_waits_for_all_before_it(store: Store) -> None:
     async with store.opened() as (journal, _):
-        before = journal.begin_append([record("before", 300_000)])
+        before = journal.append([record("before", 300_000)])
         assert await journal.append(()) == []
         assert before.done()
 
@@ -147,8 +147,7 @@ async def test_what_was_answered_is_there_after_a_kill_at_any_moment(store: Stor
         expected = names
         await journal.start(lambda: [record(name) for name in names])  # noqa: B023
         futures = [
-            journal.begin_append([record(f"{life}-{n}", rng.choice([0, 100, 90_000]))])
-            for n in range(30)
+            journal.append([record(f"{life}-{n}", rng.choice([0, 100, 90_000]))]) for n in range(30)
         ]
         await futures[rng.randrange(len(futures))]
         await store.crash(journal)

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.server.config.journal import JournalSection
 from penstock.server.core.errors import DomainError
-from penstock.server.journal import compaction_pace
+from penstock.server.journal import appending
 from penstock.server.journal.disk import journal as log_journal
 from penstock.server.journal.disk import snapshot as journal_snapshot
 from penstock.server.journal.disk.journal import LogJournal
@@ -127,7 +127,7 @@ async def test_the_disk_is_never_used_beyond_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
     """Records stay live; whenever one is refused, the oldest are released."""
-    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(appending, "SHORTEST_WAIT_SECONDS", 0.01)
     most = 32 * MEBIBYTE
     live: list[tuple[Record, Stored | None]] = []
 
@@ -161,7 +161,7 @@ async def test_a_server_never_uses_the_disk_beyond_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tasks, turns and groups; whenever one is refused, waiting ones are given up."""
-    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(appending, "SHORTEST_WAIT_SECONDS", 0.01)
     most = 16 * MEBIBYTE
     folder = tmp_path / "journal"
     async with serve(
@@ -218,8 +218,8 @@ async def test_a_compaction_that_failed_is_tried_again(
     caplog: pytest.LogCaptureFixture,
     point: str,
 ) -> None:
-    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(compaction_pace, "TIMES_AS_LONG", 1)
+    monkeypatch.setattr(appending, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(appending, "TIMES_AS_LONG", 1)
     failures = 0
 
     def fail(name: str) -> None:
@@ -258,7 +258,7 @@ async def test_a_disk_that_was_full_is_written_again_once_something_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed_of: int
 ) -> None:
     """The disk is smaller than the configured limit."""
-    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(appending, "SHORTEST_WAIT_SECONDS", 0.01)
     SmallDisk(tmp_path, 8 * MEBIBYTE, monkeypatch)
     held: list[Stored] = []
     async with watched(tmp_path, lambda: held, 64 << 30) as (journal, _):

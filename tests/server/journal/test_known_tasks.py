@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.server.groups.known_tasks import KnownTasks
+from penstock.server.groups.pending_tasks import KnownTasks
 
 
 def test_what_is_held_is_known_however_many_others_left() -> None:

@@ -57,7 +57,7 @@ from tests.support.harness import (
     until,
 )
 from tests.support.harness import header as full_header
-from tests.support.pools import Pool, serve_hub, serve_pool
+from tests.support.pools import Pool, is_idle, serve_hub, serve_pool
 from tests.support.processes import Server
 from tests.support.weight_checks import held_bytes
 
@@ -130,7 +130,7 @@ async def engine_server(folder: Path, **fields: Any) -> AsyncGenerator[Harness]:
 def listed(pool: Pool, *engines: Harness) -> None:
     """Set the engines of a pool."""
     pool.engines[:] = engines
-    pool.engine.set_addresses([engine.address for engine in engines])
+    pool.engine.roster.set_addresses([engine.address for engine in engines])
 
 
 def wire_numbers(pool: Pool) -> list[int]:
@@ -232,7 +232,7 @@ async def test_turns_in_flight_by_policy(tmp_path: Path, policy: str) -> None:
             else:
                 assert len(turn.tokens) == 60
                 assert set(turn.versions) == ({1, 2} if policy == "recompute" else {1})
-        assert pool.engine.requests_lost == 0
+        assert pool.engine.turns.lost_count == 0
         # Unneeded adapters are freed, and the hub learns of it.
         await until(lambda: pool.engine.weights.adapter_versions == [2])
         assert all(engine.engine.pauses == 0 for engine in pool.engines)
@@ -285,7 +285,7 @@ async def test_twelve_adapters_under_eight_turns_label_every_token(tmp_path: Pat
             assert len(turn.tokens) == 40
         assert sum(len(set(turn.versions)) > 1 for _, turn in turns) > 3
         assert len({v for _, turn in turns for v in turn.versions}) > 6
-        assert pool.engine.turns.is_idle
+        assert is_idle(pool.engine.turns)
 
 
 # Engines that join and leave
@@ -323,7 +323,7 @@ async def test_a_turn_goes_on_under_the_adapter_of_the_engine_it_is_placed_on_ne
             check(turn, [n + 1])
             assert len(turn.tokens) == 150
         assert sorted(sorted(set(turn.versions)) for turn in turns) == [[1], [1, 2]]
-        assert pool.engine.requests_lost == 1
+        assert pool.engine.turns.lost_count == 1
 
 
 async def test_one_that_joins_late_is_given_the_adapter_alone_where_the_base_is_the_model(
@@ -438,10 +438,10 @@ async def test_a_hub_that_starts_again_has_the_trainer_publish_its_adapter_again
     journal = f"journal.folder={tmp_path / 'journal'}"
     async with engine_server(tmp_path / "engine") as engine:
         async with serve_hub(tmp_path / "hub", [engine.address], journal) as (hub, pooled):
-            await until(lambda: pooled.serving_count == 1)
+            await until(lambda: len(pooled.roster.rotation) == 1)
             await push(hub, 4)
         async with serve_hub(tmp_path / "hub", [engine.address], journal) as (hub, pooled):
-            member = pooled.members[0]
+            member = pooled.roster.members[0]
             await until(lambda: "trainer" in member.problem)
             exchange = await hello(hub.wire, weight_version=4, epoch=1 << 62)
             await push(hub, 4)
@@ -462,22 +462,22 @@ async def test_a_killed_engine_process_is_given_the_adapter_by_the_hub(tmp_path:
         await asyncio.gather(*(server.start() for server in servers))
         addresses = [server.address for server in servers]
         async with serve_hub(tmp_path / "hub", addresses) as (hub, pooled):
-            await until(lambda: pooled.serving_count == 2)
+            await until(lambda: len(pooled.roster.rotation) == 2)
             for version in (1, 2):
                 await push(hub, version)
             calls = [begin(hub, f"t{n}", [n + 1], 200) for n in range(4)]
             for n in range(4):
                 await begun(hub.wire, f"t{n}", 3)
             await servers[0].restart()
-            await until(lambda: pooled.serving_count == 2)
-            assert [member.version for member in pooled.members] == [2, 2]
+            await until(lambda: len(pooled.roster.rotation) == 2)
+            assert [member.version for member in pooled.roster.members] == [2, 2]
             calls += [begin(hub, f"u{n}", [n + 1], 20) for n in range(4)]
             for n, turn in enumerate([await call for call in calls]):
                 # A restarted engine process has its pool's version numbers.
                 assert turn.versions == [2] * len(turn.tokens)
                 assert turn.tokens == expected_tokens([n % 4 + 1], turn.versions)[0]
-            assert pooled.requests_lost == 2
-            assert pooled.members[0].given > 2
+            assert pooled.turns.lost_count == 2
+            assert pooled.roster.members[0].given > 2
     finally:
         for process in [process for server in servers for process in server.processes]:
             process.kill()
@@ -494,7 +494,7 @@ async def test_an_engine_that_refuses_an_adapter_is_given_it_again_and_serves(
         pool.engines[0].engine.fail_adapters = 1
         assert (await push(pool.hub, 1))[-1].state == ACTIVE
         await pool.serving()
-        assert [member.version for member in pool.engine.members] == [1, 1]
+        assert [member.version for member in pool.engine.roster.members] == [1, 1]
         for n in range(4):
             turn = await pool.hub.generate(f"t{n}")
             check(turn)
@@ -553,7 +553,7 @@ async def test_an_adapter_that_every_engine_refuses_is_refused(tmp_path: Path, b
         await pool.serving()
         (*_, answer) = await push(pool.hub, 2, probe=probe(2))
         assert answer.probe.mean_difference == pytest.approx(0.0, abs=1e-6)
-        assert [member.version for member in pool.engine.members] == [2, 2]
+        assert [member.version for member in pool.engine.roster.members] == [2, 2]
 
 
 async def test_full_weights_after_an_adapter_are_refused_by_the_hub_itself(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ async def test_one_that_joins_late_is_brought_up_by_a_peer(tmp_path: Path) -> No
         late.serving.info._host_id = "c"
         addresses = [engine.address for engine in pool.engines]
         pool.engines.append(late)
-        pool.engine.set_addresses([*addresses, late.address])
+        pool.engine.roster.set_addresses([*addresses, late.address])
         await pool.serving()
         source = source_of(late)
         assert isinstance(source, PeerSource) and source.address in addresses
@@ -230,13 +230,13 @@ async def test_one_that_joins_late_is_brought_up_by_the_hub_where_no_peer_can(
     async with contextlib.AsyncExitStack() as stack:
         pool = await stack.enter_async_context(serve_pool(tmp_path, 1, hosts="a"))
         await pool.hub.upload(3)
-        pool.engines[0].serving.weights.let_go_of_held()
+        pool.engines[0].serving.weights.held.release()
         (tmp_path / "late").mkdir()
         late = await stack.enter_async_context(serve(tmp_path / "late"))
         late.serving.info._host_id = "b"
         pool.engines.append(late)
-        pool.engine.set_addresses([engine.address for engine in pool.engines])
-        await until(lambda: len(pool.engine.members) == 2)
+        pool.engine.roster.set_addresses([engine.address for engine in pool.engines])
+        await until(lambda: len(pool.engine.roster.members) == 2)
         await pool.serving()
         assert isinstance(source_of(late), InlineSource)
         assert loaded(late) == tensors_of(3)

@@ -43,7 +43,7 @@ def bases(pool: Pool) -> list[int]:
 
 async def holding(pool: Pool, version: int) -> None:
     """Wait until the hub knows that every engine holds a version."""
-    await until(lambda: all(member.delta_base == version for member in pool.engine.members))
+    await until(lambda: all(member.delta_base == version for member in pool.engine.roster.members))
 
 
 async def test_each_host_is_sent_what_changed(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ async def test_who_does_not_hold_it_after_all_is_sent_all(
         # The hub relies on the engine's earlier report until its next
         # look, which these tests block.
         monkeypatch.setattr(Member, "heard", lambda member, info: False)
-        pool.engines[1].serving.weights.let_go_of_held()
+        pool.engines[1].serving.weights.held.release()
         await pool.hub.upload(2)
         assert bases(pool) == [1, 0, 1]
         for engine in pool.engines:

@@ -33,7 +33,7 @@ async def joining(
 def listed(pool: Pool, *engines: Harness) -> None:
     """Add engines to the pool."""
     pool.engines += engines
-    pool.engine.set_addresses([engine.address for engine in pool.engines])
+    pool.engine.roster.set_addresses([engine.address for engine in pool.engines])
 
 
 async def problems(pool: Pool) -> list[str]:
@@ -91,7 +91,7 @@ async def test_one_that_hung_before_takes_no_place_of_others(tmp_path: Path) -> 
         listed(pool, hung)
         await until(lambda: pool.member(1).problem.startswith("did not have all"))
         # From now on it never times out.
-        pool.engine.weights._rules = replace(rules, stage_seconds=600.0)
+        pool.engine.weights.rules = replace(rules, stage_seconds=600.0)
         await until(lambda: pool.member(1).problem.startswith("is being given"))
         listed(pool, other)
         await pool.serving(2)
@@ -170,5 +170,5 @@ async def test_each_version_that_joining_engines_are_given_is_let_go_of(tmp_path
         hang(gone)
         listed(pool, gone)
         await until(lambda: pool.member(2).problem == "is being given version 6")
-        pool.engine.set_addresses([engine.address for engine in pool.engines[:2]])
+        pool.engine.roster.set_addresses([engine.address for engine in pool.engines[:2]])
         await until(lambda: not pool.engine.weights._sharing._open)

@@ -281,6 +281,6 @@ async def test_siblings_stay_together_after_their_engine_has_gone(tmp_path: Path
             await until(lambda: members[home].state is State.LOST)
         else:
             others = [engine.address for engine in pool.engines if engine is not pool.engines[home]]
-            pool.engine.set_addresses(others)
+            pool.engine.roster.set_addresses(others)
         await sample(2, 8)
         assert Counter(member.given for member in members) == {2: 1, 8: 1, 0: 2}

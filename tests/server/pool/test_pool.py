@@ -34,7 +34,7 @@ from tests.support.harness import (
     serve,
     until,
 )
-from tests.support.pools import QUICK, Pool, serve_hub, serve_pool
+from tests.support.pools import QUICK, Pool, is_idle, serve_hub, serve_pool
 
 PROMPT = [1, 2, 3]
 SLOW = 0.01
@@ -75,7 +75,7 @@ async def test_a_turn_is_what_an_engine_samples_and_nothing_is_left_of_it_there(
         check(more, [*PROMPT, *turn.tokens, 7, 8])
         for engine in pool.engines:
             assert not engine.serving.store.records()
-        assert pool.engine.turns.is_idle
+        assert is_idle(pool.engine.turns)
 
 
 async def test_a_trajectory_stays_where_its_cache_is_and_its_siblings_go_there_too(
@@ -163,7 +163,7 @@ async def test_a_turn_whose_engine_stops_goes_on_at_the_exact_token_elsewhere(
         turn = await turning
         assert len(turn.tokens) == 200
         check(turn)
-        assert pool.engine.requests_lost >= 1
+        assert pool.engine.turns.lost_count >= 1
         assert pool.member(1 - number).given == 1
         await until(lambda: pool.member(number).state is State.LOST)
 
@@ -177,7 +177,7 @@ async def test_with_no_engine_left_turns_wait_for_one_that_comes(tmp_path: Path)
         folder = tmp_path / "another"
         folder.mkdir()
         another = await stack.enter_async_context(serve(folder))
-        pool.engine.set_addresses([another.address])
+        pool.engine.roster.set_addresses([another.address])
         turn = await turning
         assert len(turn.tokens) == 100
         check(turn)
@@ -187,7 +187,7 @@ async def test_a_turn_of_which_only_the_end_is_lost_ends_as_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serve_pool(tmp_path, 2) as pool:
-        for member in pool.engine.members:
+        for member in pool.engine.roster.members:
             original = member.server.generate
 
             async def without_end(message, metadata, original=original):  # type: ignore[no-untyped-def]
@@ -255,7 +255,7 @@ async def test_an_engine_that_refuses_turns_is_left_alone_and_they_go_elsewhere(
 
         await asyncio.gather(*(agent(name) for name in range(8)))
         assert 0 < broken.given < 20
-        assert pool.engine.requests_lost == broken.given
+        assert pool.engine.turns.lost_count == broken.given
         assert broken.state is State.SERVING
         assert broken.problem == f"refused a turn: {code.name}: broken"
         repair()
@@ -271,7 +271,7 @@ async def test_a_turn_that_breaks_engines_ends_with_the_third(tmp_path: Path) ->
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await pool.hub.generate("a", PROMPT)
         assert read_failure(refused.value).reason == "INTERNAL_ERROR"
-        assert sorted(member.given for member in pool.engine.members) == [0, 1, 1, 1]
+        assert sorted(member.given for member in pool.engine.roster.members) == [0, 1, 1, 1]
         for repair in repairs:
             repair()
         check(await pool.hub.generate("b", PROMPT))
@@ -306,7 +306,7 @@ async def test_an_engine_that_loses_turns_and_answers_looks_is_left_alone_for_lo
                 number += 1
                 check(await pool.hub.generate(f"t{number}", PROMPT))
         assert broken.closed_until - broken.clock() > 1.0
-        assert pool.engine.requests_lost == broken.given == 4
+        assert pool.engine.turns.lost_count == broken.given == 4
         repair()
         await pool.serving()
         async with asyncio.timeout(30):
@@ -324,7 +324,7 @@ async def test_a_turn_that_every_engine_dies_of_fails(tmp_path: Path) -> None:
         found = read_failure(failed.value)
         assert found.reason == "INTERNAL_ERROR"
         assert "lost 8 times in a row before a token of it was sampled: cut off" in found.message
-        assert sum(member.given for member in pool.engine.members) == 8
+        assert sum(member.given for member in pool.engine.roster.members) == 8
         for repair in repairs:
             repair()
         check(await pool.hub.generate("b", PROMPT))
@@ -354,10 +354,10 @@ async def test_an_engine_server_with_a_journal_serves_again_once_its_hub_has_giv
         address = first.address
         async with contextlib.AsyncExitStack() as stack:
             hub, engine = await stack.enter_async_context(serve_hub(tmp_path / "hub", [address]))
-            await until(lambda: engine.members[0].state is State.SERVING)
+            await until(lambda: engine.roster.members[0].state is State.SERVING)
             await hub.upload(1)
             await first.life.stop(0.0)
-            await until(lambda: engine.members[0].state is State.LOST)
+            await until(lambda: engine.roster.members[0].state is State.LOST)
             await stack.enter_async_context(serve(again, f"listen={address}", *settings))
             async with asyncio.timeout(20):
                 turn = await hub.generate("t", PROMPT)
@@ -372,7 +372,7 @@ async def test_a_turn_that_is_too_large_for_the_engines_ends(tmp_path: Path) -> 
         # The hub admits a request that its engines refuse, so it is misconfigured.
         assert read_failure(refused.value).reason == "INTERNAL_ERROR"
         await pool.hub.generate("small")
-        assert pool.engine.requests_lost == 0
+        assert pool.engine.turns.lost_count == 0
 
 
 async def test_a_turn_that_all_engines_refuse_ends_and_the_next_waits_for_the_first_to_be_tried(
@@ -392,7 +392,7 @@ async def test_an_engine_of_another_model_is_not_taken(tmp_path: Path) -> None:
         folder = tmp_path / "other"
         folder.mkdir()
         other = await stack.enter_async_context(serve(folder, max_context=64))
-        pool.engine.set_addresses([pool.engines[0].address, other.address])
+        pool.engine.roster.set_addresses([pool.engines[0].address, other.address])
         pool.engines.append(other)
         await until(lambda: pool.member(1).state is State.REFUSED)
         info = await pool.hub.wire.GetServerInfo(GetServerInfoRequest())
@@ -415,7 +415,7 @@ async def test_an_engine_of_a_longer_context_is_one_of_the_pool(tmp_path: Path) 
         folder.mkdir()
         longest = pool.engine.description.max_context_length
         other = await stack.enter_async_context(serve(folder, max_context=2 * longest))
-        pool.engine.set_addresses([other.address])
+        pool.engine.roster.set_addresses([other.address])
         pool.engines = [other]
         await pool.serving()
         info = await pool.hub.wire.GetServerInfo(GetServerInfoRequest())
@@ -430,8 +430,8 @@ async def test_an_engine_that_is_listed_under_two_addresses_is_one_engine(tmp_pa
         await pool.hub.upload(1)
         fake, address = pool.engines[0].engine, pool.engines[0].address
         other = address.replace("127.0.0.1", "localhost")
-        pool.engine.set_addresses([address, other])
-        members = {member.address: member for member in pool.engine.members}
+        pool.engine.roster.set_addresses([address, other])
+        members = {member.address: member for member in pool.engine.roster.members}
         await until(lambda: members[other].state is State.REFUSED)
         assert address in members[other].message().problem
         for _ in range(5):
@@ -442,7 +442,7 @@ async def test_an_engine_that_is_listed_under_two_addresses_is_one_engine(tmp_pa
         check(await pool.hub.generate("a", PROMPT))
         assert len(fake.payloads) == 2
         # With only this address listed, the pool uses this address.
-        pool.engine.set_addresses([other])
+        pool.engine.roster.set_addresses([other])
         await until(lambda: members[other].state is State.SERVING)
         turn = await pool.hub.generate("b", PROMPT)
         assert set(turn.versions) == {2}
@@ -467,7 +467,7 @@ async def test_a_version_is_active_once_every_engine_has_it(tmp_path: Path, at_o
         answers = await pool.hub.upload(3)
         assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
         assert [engine.engine.version for engine in pool.engines] == [3, 3, 3]
-        assert [member.version for member in pool.engine.members] == [3, 3, 3]
+        assert [member.version for member in pool.engine.roster.members] == [3, 3, 3]
         assert pool.hub.serving.switch.active_version == 3
         for turn in await asyncio.gather(*turns):
             check(turn)
@@ -543,7 +543,7 @@ async def test_an_engine_that_refuses_a_version_is_brought_up_to_date_and_serves
         answers = await pool.hub.upload(1)
         assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
         await pool.serving()
-        assert [member.version for member in pool.engine.members] == [1, 1]
+        assert [member.version for member in pool.engine.roster.members] == [1, 1]
         assert pool.engines[0].engine.payloads[-1] == pool.engines[1].engine.payloads[-1]
         for number in range(6):
             turn = await pool.hub.generate(f"t{number}", PROMPT)
@@ -565,7 +565,7 @@ async def test_a_version_that_every_engine_refuses_is_refused(tmp_path: Path) ->
         check(turn)
         assert set(turn.versions) == {1}
         await pool.hub.upload(2)
-        assert [member.version for member in pool.engine.members] == [2, 2]
+        assert [member.version for member in pool.engine.roster.members] == [2, 2]
 
 
 async def test_an_engine_that_joins_late_is_given_the_active_version(tmp_path: Path) -> None:
@@ -575,7 +575,7 @@ async def test_an_engine_that_joins_late_is_given_the_active_version(tmp_path: P
         folder = tmp_path / "late"
         folder.mkdir()
         late = await stack.enter_async_context(serve(folder))
-        pool.engine.set_addresses([pool.engines[0].address, late.address])
+        pool.engine.roster.set_addresses([pool.engines[0].address, late.address])
         pool.engines.append(late)
         await pool.serving()
         assert late.engine.version == 5
@@ -592,7 +592,7 @@ async def test_an_engine_server_that_is_further_on_is_brought_to_the_pool_s_vers
         folder.mkdir()
         further = await stack.enter_async_context(serve(folder))
         await further.upload(9, trainer_epoch=7)
-        pool.engine.set_addresses([further.address])
+        pool.engine.roster.set_addresses([further.address])
         pool.engines[0] = further
         await pool.serving()
         assert further.engine.version == 10
@@ -608,10 +608,10 @@ async def test_a_hub_that_starts_again_trusts_no_weights_it_has_not_given(tmp_pa
         engine = await stack.enter_async_context(serve(folder))
         journal = f"journal.folder={tmp_path / 'journal'}"
         async with serve_hub(tmp_path / "hub", [engine.address], journal) as (hub, pooled):
-            await until(lambda: pooled.serving_count == 1)
+            await until(lambda: len(pooled.roster.rotation) == 1)
             await hub.upload(4)
         async with serve_hub(tmp_path / "hub", [engine.address], journal) as (hub, pooled):
-            member = pooled.members[0]
+            member = pooled.roster.members[0]
             await until(lambda: "trainer" in member.problem)
             assert member.state is State.JOINING
             (replica,) = (await hub.wire.GetServerInfo(GetServerInfoRequest())).replicas
@@ -671,7 +671,7 @@ async def test_who_joins_while_the_version_is_not_held_waits_for_the_next_one(
         folder = tmp_path / "late"
         folder.mkdir()
         late = await stack.enter_async_context(serve(folder))
-        pool.engine.set_addresses([pool.engines[0].address, late.address])
+        pool.engine.roster.set_addresses([pool.engines[0].address, late.address])
         pool.engines.append(late)
         await until(lambda: "not held" in pool.member(1).problem)
         looks = 0
@@ -716,9 +716,9 @@ async def test_an_engine_that_is_not_listed_any_more_ends_its_turns_and_is_let_g
         turning = await begin(pool, "a", 40)
         number = holder(pool)
         member = pool.member(number)
-        pool.engine.set_addresses([pool.engines[1 - number].address])
+        pool.engine.roster.set_addresses([pool.engines[1 - number].address])
         check(await turning)
-        assert not pool.engine.requests_lost and not member.turns
+        assert not pool.engine.turns.lost_count and not member.turns
         assert (await pool.hub.generate("b", PROMPT)).finished.policy_token_count == 16
         assert member.given == 1
 

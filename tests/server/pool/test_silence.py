@@ -21,7 +21,7 @@ from penstock.server.pool.member import State
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from tests.support.fakes import FakeEngine, expected_tokens
 from tests.support.harness import GetServerInfoRequest, Turn, sampling, until
-from tests.support.pools import QUICK, Pool, serve_hub, serve_pool
+from tests.support.pools import QUICK, Pool, is_idle, serve_hub, serve_pool
 from tests.support.processes import Server
 
 PROMPT = [1, 2, 3]
@@ -63,7 +63,7 @@ async def test_turns_of_an_engine_that_samples_nothing_go_on_at_the_exact_token_
         member = pool.member(silent)
         async with frozen(pool.engines[silent].engine):
             check(await turning)
-            assert pool.engine.requests_lost == 1
+            assert pool.engine.turns.lost_count == 1
             assert member.state is State.LOST and not member.turns
             info = await pool.hub.wire.GetServerInfo(GetServerInfoRequest())
             replica = info.replicas[silent]
@@ -80,7 +80,7 @@ async def test_turns_of_an_engine_that_samples_nothing_go_on_at_the_exact_token_
         given = member.given
         for turn in await asyncio.gather(*[await begin(pool, f"{n}") for n in range(4)]):
             check(turn)
-        assert member.given > given and pool.engine.requests_lost == 1
+        assert member.given > given and pool.engine.turns.lost_count == 1
         assert not pool.engines[silent].serving.store.records()
 
 
@@ -99,7 +99,7 @@ async def test_turns_of_a_silent_engine_that_is_not_listed_any_more_go_on_elsewh
         turning = await begin(pool, "a")
         silent = holder(pool)
         async with frozen(pool.engines[silent].engine):
-            pool.engine.set_addresses([pool.engines[1 - silent].address])
+            pool.engine.roster.set_addresses([pool.engines[1 - silent].address])
             check(await turning)
 
 
@@ -134,7 +134,7 @@ async def test_a_turn_whose_engine_does_not_abort_it_ends_all_the_same(
                 asyncio.get_running_loop().call_later(1.0, answers.set)
             assert turn.finished.finish_reason == trajectory_pb2.FINISH_REASON_ABORTED
             assert 3 <= len(turn.tokens) < 60 and set(turn.versions) == {1}
-            assert not member.turns and not pool.engine.requests_lost
+            assert not member.turns and not pool.engine.turns.lost_count
         await uploading
         await pool.serving()
         assert member.version == 2
@@ -157,7 +157,7 @@ async def test_an_engine_that_stands_still_for_other_weights_is_not_silent(tmp_p
         turn = await turning
         check(turn)
         assert set(turn.versions) == {0, 1}
-        assert not pool.engine.requests_lost
+        assert not pool.engine.turns.lost_count
 
 
 async def test_a_turn_that_waits_for_others_in_its_engine_is_not_lost(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ async def test_a_turn_that_waits_for_others_in_its_engine_is_not_lost(tmp_path: 
         while member.clock() < began + 2.5 * PATIENT.silent_seconds:
             await pool.hub.generate(f"{count}", PROMPT, sampling_params=sampling(10))
             count += 1
-        assert not pool.engine.requests_lost
+        assert not pool.engine.turns.lost_count
         pool.engines[0].engine.freeze_at = None
         check(await waiting)
 
@@ -182,8 +182,8 @@ async def test_an_engine_without_turns_is_not_silent(tmp_path: Path) -> None:
         for name in "ab":
             check(await pool.hub.generate(name, PROMPT, sampling_params=sampling(60)))
             await asyncio.sleep(1.5 * PATIENT.silent_seconds)
-        assert not pool.engine.requests_lost and pool.member(0).state is State.SERVING
-        assert pool.engine.turns.is_idle
+        assert not pool.engine.turns.lost_count and pool.member(0).state is State.SERVING
+        assert is_idle(pool.engine.turns)
 
 
 # Engines that do not answer either
@@ -247,7 +247,7 @@ async def test_turns_of_a_process_whose_event_loop_stands_still_go_on_elsewhere(
         addresses = [server.address for server in servers]
         async with serve_hub(tmp_path / "hub", addresses) as (hub, engine):
             pool = Pool(hub, engine, [])
-            members = engine.members
+            members = engine.roster.members
             await until(lambda: all(member.state is State.SERVING for member in members))
             turning = [await begin(pool, f"{n}", 300) for n in range(4)]
             assert [len(member.turns) for member in members] == [2, 2]
@@ -255,7 +255,7 @@ async def test_turns_of_a_process_whose_event_loop_stands_still_go_on_elsewhere(
             servers[0].process.signal(signal.SIGUSR1)
             for turn in await asyncio.gather(*turning):
                 check(turn, 300)
-            assert engine.requests_lost == 2
+            assert engine.turns.lost_count == 2
             assert members[0].state is State.LOST and not members[0].turns
             # Once the process answers, it is back in the pool.
             standing.unlink()
@@ -263,7 +263,7 @@ async def test_turns_of_a_process_whose_event_loop_stands_still_go_on_elsewhere(
             given = members[0].given
             for turn in await asyncio.gather(*[await begin(pool, f"more {n}") for n in range(4)]):
                 check(turn)
-            assert members[0].given > given and engine.requests_lost == 2
+            assert members[0].given > given and engine.turns.lost_count == 2
     finally:
         for process in [process for server in servers for process in server.processes]:
             process.kill()
@@ -282,7 +282,7 @@ async def test_one_look_that_runs_out_of_time_moves_no_turns(tmp_path: Path) -> 
             await until(lambda: pool.member(number).state is State.LOST)
             await until(lambda: pool.member(number).state is State.SERVING)
         check(await turning, 300)
-        assert left == [1] and not pool.engine.requests_lost
+        assert left == [1] and not pool.engine.turns.lost_count
 
 
 @pytest.mark.usefixtures("quick_looks")
@@ -295,7 +295,7 @@ async def test_an_engine_that_samples_and_is_too_busy_for_looks_keeps_its_turns(
         async with unanswering(pool, number) as left:
             check(await turning, 300)
             assert pool.member(number).state is State.LOST and left[0] >= 3
-        assert not pool.engine.requests_lost
+        assert not pool.engine.turns.lost_count
 
 
 @pytest.mark.usefixtures("quick_looks")
@@ -319,7 +319,7 @@ async def test_an_engine_that_does_not_answer_while_it_takes_weights_keeps_its_t
         assert loading.is_set()
         await pool.serving()
         check(await turning)
-        assert not pool.engine.requests_lost
+        assert not pool.engine.turns.lost_count
 
 
 # How long

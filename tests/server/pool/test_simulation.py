@@ -360,9 +360,9 @@ def test_no_group_is_lost_and_no_trained_token_is_too_old(
     simulation, trained = asyncio.run(play(setup, 8, seed))
     gate = simulation.gate
     assert simulation.trained_count == 8 * groups == len(trained)
-    held = len(simulation.batch) + len(simulation.finished) + gate.running
+    held = len(simulation.batch) + len(simulation.finished) + len(gate.running)
     assert simulation.admitted_count == simulation.trained_count + simulation.discarded_count + held
-    assert gate.outstanding == len(simulation.finished) + gate.running
+    assert gate.outstanding == len(simulation.finished) + len(gate.running)
     assert gate.outstanding <= setup.contract.max_outstanding
     assert simulation.tally.oldest <= max_lag
     if policy is not LatePolicy.MASK or not max_lag:

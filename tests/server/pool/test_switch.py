@@ -59,7 +59,7 @@ async def test_engines_switch_while_another_is_still_being_staged(tmp_path: Path
         gate.set()
         answers = await uploading
         assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
-        assert [member.version for member in pool.engine.members] == [1, 1, 1]
+        assert [member.version for member in pool.engine.roster.members] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -117,13 +117,13 @@ async def test_who_is_not_listed_any_more_is_not_waited_for(tmp_path: Path, part
                 )
                 for name in ("a", "b")
             ]
-            await until(lambda: all(member.turns for member in pool.engine.members))
+            await until(lambda: all(member.turns for member in pool.engine.roster.members))
         uploading = asyncio.create_task(pool.hub.upload(1))
         if part == "staging":
             await until(lambda: pool.engines[1].engine.version == 1)
         else:
             await until(lambda: member.state is State.SWITCHING)
-        pool.engine.set_addresses([pool.engines[1].address])
+        pool.engine.roster.set_addresses([pool.engines[1].address])
         async with asyncio.timeout(30):
             answers = await uploading
         assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
@@ -159,13 +159,13 @@ async def test_a_version_that_nobody_has_in_time_is_refused_and_all_go_on(tmp_pa
             await pool.hub.upload(1)
         assert read_failure(refused.value).reason == "WEIGHT_LOAD_FAILED"
         assert "did not have all of version 1 after 2 s" in read_failure(refused.value).message
-        assert [member.state for member in pool.engine.members] == [State.SERVING] * 2
+        assert [member.state for member in pool.engine.roster.members] == [State.SERVING] * 2
         turn = await pool.hub.generate("a")
         assert set(turn.versions) == {0}
         for gate in gates:
             gate.set()
         await pool.hub.upload(1)
-        assert [member.version for member in pool.engine.members] == [1, 1]
+        assert [member.version for member in pool.engine.roster.members] == [1, 1]
 
 
 async def test_who_refused_it_is_not_given_it_again_while_others_are_staged(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ async def test_who_refused_it_is_not_given_it_again_while_others_are_staged(tmp_
         gate.set()
         await uploading
         await pool.serving()
-        assert [member.version for member in pool.engine.members] == [1, 1, 1]
+        assert [member.version for member in pool.engine.roster.members] == [1, 1, 1]
 
 
 async def test_who_refused_it_goes_on_with_the_version_before_where_no_other_takes_turns(
@@ -197,7 +197,7 @@ async def test_who_refused_it_goes_on_with_the_version_before_where_no_other_tak
         uploading = asyncio.create_task(pool.hub.upload(1))
         await until(lambda: pool.member(1).state is State.JOINING)
         held = hold_looks(pool.member(0), monkeypatch)
-        pool.engine._roster.lose(pool.member(0), "as if it were out of reach")
+        pool.engine.roster.lose(pool.member(0), "as if it were out of reach")
         turn = await pool.hub.generate("a")
         assert set(turn.versions) == {0}
         with pytest.raises(grpc.aio.AioRpcError):
@@ -229,7 +229,7 @@ async def test_a_version_that_is_refused_is_taken_from_who_has_it_all_the_same(
         async def unheard(there: StagedThere, in_flight: object) -> object:
             await activate(there, in_flight)  # type: ignore[arg-type]
             if how == "it is seen to be lost":
-                pool.engine._roster.lose(pool.member(0), how)
+                pool.engine.roster.lose(pool.member(0), how)
                 await asyncio.sleep(3600)
             raise Unanswered(how)
 
@@ -243,14 +243,14 @@ async def test_a_version_that_is_refused_is_taken_from_who_has_it_all_the_same(
         monkeypatch.setattr(StagedThere, "activate", activate)
         held.set()
         await pool.serving()
-        assert [member.version for member in pool.engine.members] == [1, 1]
+        assert [member.version for member in pool.engine.roster.members] == [1, 1]
         # The same number again with other bytes: no engine may count as having it.
         data, specs = payload(9)
         head, _ = header(2, tensors=specs)
         answers = await send(pool.hub, messages(head, data))
         assert answers[-1].state == weights_pb2.WEIGHT_STATE_ACTIVE
         await pool.serving()
-        assert [member.version for member in pool.engine.members] == [2, 2]
+        assert [member.version for member in pool.engine.roster.members] == [2, 2]
         assert pool.engines[0].engine.payloads[-1] == pool.engines[1].engine.payloads[-1]
 
 
@@ -275,7 +275,7 @@ async def test_who_was_lost_as_it_switched_and_comes_back_is_given_it_again(
         assert calls == 3 and pool.hub.serving.switch.active_version == 0
         gate.set()
         await uploading
-        assert [member.version for member in pool.engine.members] == [1, 1, 1]
+        assert [member.version for member in pool.engine.roster.members] == [1, 1, 1]
 
 
 async def test_one_that_has_the_version_no_more_is_given_it_again(
@@ -296,11 +296,11 @@ async def test_one_that_has_the_version_no_more_is_given_it_again(
         monkeypatch.setattr(StagedThere, "activate", gone)
         await pool.hub.upload(1)
         assert calls == 3
-        assert [member.version for member in pool.engine.members] == [1, 1]
-        assert all(member.state is State.SERVING for member in pool.engine.members)
-        assert not any(member.failures or member.setback for member in pool.engine.members)
+        assert [member.version for member in pool.engine.roster.members] == [1, 1]
+        assert all(member.state is State.SERVING for member in pool.engine.roster.members)
+        assert not any(member.failures or member.setback for member in pool.engine.roster.members)
         await pool.hub.upload(2)
-        assert [member.version for member in pool.engine.members] == [2, 2] and calls == 5
+        assert [member.version for member in pool.engine.roster.members] == [2, 2] and calls == 5
 
 
 async def test_a_turn_of_the_version_that_is_being_switched_to_waits_for_it(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ async def test_another_process_at_the_address_of_one_is_given_it_from_the_beginn
         assert {version for turn in turns for version in turn.versions} == {2}
         # The pool's version when it joined, and the version of the switch.
         assert len(another.engine.payloads) == 2
-        assert pool.engine.requests_lost == 0
+        assert pool.engine.turns.lost_count == 0
 
 
 async def test_a_host_that_hangs_holds_up_none_that_would_take_it_from_there(

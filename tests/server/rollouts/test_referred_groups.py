@@ -26,17 +26,14 @@ from penstock.server.turns.records import trajectory_opened, turn_changed
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
 from penstock.server.turns.turn import TurnAttempt, TurnSampling
 from penstock.trainer.exchange.stored_groups import GroupUnreadable, StoredGroups
-from penstock.v1 import journal_pb2, trajectory_pb2
+from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
-from penstock.wire.messages import JournalRecord
+from penstock.wire.messages import GroupReferred, JournalRecord, Outcome, TurnChanged
 from penstock.wire.referred import put_together
 from tests.server.groups.test_recovery import ContinueRequest, killed, on_disk
 from tests.server.rpc.test_wire_exchange import finish_groups
 from tests.support.harness import Harness, hello, sampling, sequence
 
-Outcome = codec.twin(trajectory_pb2.Outcome)
-GroupReferred = codec.twin(journal_pb2.GroupReferred)
-TurnChanged = codec.twin(journal_pb2.TurnChanged)
 POLICY_BYTES = 4 * 8
 """Bytes of the four tokens that a turn of `finish_groups` samples."""
 

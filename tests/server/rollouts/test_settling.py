@@ -67,7 +67,7 @@ class Disk:
     def __init__(self, harness: Harness, kind: str) -> None:
         self.reached, self.go_on = asyncio.Event(), asyncio.Event()
         journal: Any = harness.serving.journal
-        begin_append = journal.begin_append
+        append = journal.append
 
         def late(records: Any, **fields: Any) -> Any:
             async def end() -> Any:
@@ -76,10 +76,10 @@ class Disk:
                 await self.go_on.wait()
                 return found
 
-            appending = begin_append(records, **fields)
+            appending = append(records, **fields)
             return asyncio.ensure_future(end()) if kind in kinds(records, **fields) else appending
 
-        journal.begin_append = late
+        journal.append = late
 
 
 async def compact(harness: Harness) -> None:
@@ -111,7 +111,7 @@ async def test_siblings_that_run_out_together_are_written_down_together(tmp_path
         call.cancel()
     async with on_disk(left) as harness:
         assert await delivered(harness) == [("LEASE_EXPIRED", 0.0)] * 2
-        assert harness.serving.queue.open_group_count == 0
+        assert len(harness.serving.queue.groups) == 0
 
 
 async def test_a_sibling_that_ends_while_others_run_out_is_delivered_with_what_became_of_them(
@@ -126,7 +126,7 @@ async def test_a_sibling_that_ends_while_others_run_out_is_delivered_with_what_b
         (group,) = harness.serving.queue.groups
         for attempt in group.attempts[:2]:
             attempt.deadline -= 3600
-        harness.serving.queue.deadline_sooner.notify()
+        harness.serving.queue.leases.sooner.notify()
         await disk.reached.wait()
         await harness.complete(leases[2].trajectory_id, 0.5)
         disk.go_on.set()
@@ -173,7 +173,7 @@ async def test_an_attempt_with_a_branch_that_ran_out_waits_for_its_sibling_over_
         await harness.generate("branch", **branch)
         (group,) = harness.serving.queue.groups
         group.attempts[0].deadline -= 3600
-        harness.serving.queue.deadline_sooner.notify()
+        harness.serving.queue.leases.sooner.notify()
         await until(lambda: group.attempts[0].state.final)
         await harness.serving.journal.append(())
         left = killed(tmp_path / "s")
@@ -222,7 +222,7 @@ async def test_a_race_is_over_in_one_place(tmp_path: Path) -> None:
 
         harness.engine.abort = slow  # type: ignore[method-assign]
         last = asyncio.ensure_future(harness.complete(second.trajectory_id, 0.5))
-        await until(lambda: harness.serving.queue.open_group_count == 0)
+        await until(lambda: len(harness.serving.queue.groups) == 0)
         await compact(harness)
         left = killed(tmp_path / "s")
         go_on.set()
@@ -369,11 +369,11 @@ async def test_a_compaction_does_not_bring_back_what_went_with_its_run(tmp_path:
             count = len(journal._batch)
             written = await write_batch()
             if count > 1:
-                journal._pace.press()
+                journal._pace.pressed = True
             return written
 
         journal._segments.write = late
-        journal.begin_append([step_final(0)])
+        journal.append([step_final(0)])
         await until(lambda: not journal._queue)
         last = asyncio.ensure_future(harness.complete(given.trajectory_id))
         await until(lambda: len(journal._queue) == 1)
@@ -547,15 +547,15 @@ async def test_the_trainer_holds_a_version_that_it_uploads_again(tmp_path: Path)
         exchange = await hello(harness.wire, 1)
         request = messages(*header(5, trainer_epoch=1))
         uploads: Any = harness.serving.uploads
-        activate = uploads._activate_at_once
+        activate = uploads._activate
 
         async def lost(*_: Any) -> None:
             raise DomainError(Reason.ENGINE_LOST, "the connection breaks")
 
-        uploads._activate_at_once = lost
+        uploads._activate = lost
         with pytest.raises(grpc.aio.AioRpcError):
             await send(harness, request)
-        uploads._activate_at_once = activate
+        uploads._activate = activate
         await send(harness, request)
         assert harness.serving.weights.active_version == 5
         assert harness.serving.admission.trainer_version == 5
@@ -590,7 +590,7 @@ async def test_a_version_is_told_to_be_active_once_its_uploader_may_write_again(
 ) -> None:
     async with on_disk(tmp_path / "s") as harness:
         exchange = await hello(harness.wire, 1)
-        held: Any = harness.serving.weights._held
+        held: Any = harness.serving.weights.held
         replace, reached, go_on = held.replace, asyncio.Event(), asyncio.Event()
 
         async def late(staged: Any) -> None:
@@ -653,7 +653,7 @@ async def test_what_agents_and_trainers_nest_can_be_read_wherever_it_is_held(
         call.cancel()
     async with on_disk(left) as harness:
         queue = harness.serving.queue
-        assert queue.pending.count + queue.open_group_count == 1
+        assert queue.pending.count + len(queue.groups) == 1
         assert len(list(harness.serving.buffer.groups)) == 1
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.server.journal import compaction_pace
+from penstock.server.journal import appending
 from penstock.wire.failure import read_failure
 from tests.support.harness import (
     AbortRequest,
@@ -115,7 +115,7 @@ async def asked_until_it_fits(ask: Callable[[], Awaitable[Any]]) -> int:
 async def test_closed_ones_give_way_to_what_needs_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction_pace, "SHORTEST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(appending, "SHORTEST_WAIT_SECONDS", 0.01)
     settings = (f"journal.folder={tmp_path / 'journal'}", "journal.max_bytes=16777216")
     async with serve(tmp_path, *settings, max_context=40_000) as harness:
         refusals = 0

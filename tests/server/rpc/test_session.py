@@ -15,10 +15,8 @@ from penstock.server.rpc.trainer.session import (
     SessionState,
 )
 from penstock.v1 import trainer_service_pb2
-from penstock.wire.codec import twin
+from penstock.wire.messages import Hello
 from penstock.wire.reasons import Reason
-
-Hello = twin(trainer_service_pb2.Hello)
 
 BY_STATE = {
     SessionState.WELCOMING: (),

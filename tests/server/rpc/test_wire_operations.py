@@ -14,7 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from penstock.server.lifecycle import AddressInUse, bind
+from penstock.server.config.settings import AddressInUse
+from penstock.server.lifecycle import bind
 from penstock.server.rpc.boundary import SERVICES
 from penstock.v1 import trajectory_pb2
 from penstock.wire.failure import read_failure

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from penstock.server.http.reply import _Sent  # pyright: ignore[reportPrivateUsage]
-from penstock.server.text.streaming import ParsedStream, PlainStream, TextStream
+from penstock.server.text.streaming import TextStream, TurnStream
 from tests.support.fakes import decode_bytes
 
 MARK, END = 256, 257
@@ -29,7 +29,7 @@ def test_characters_come_whole(step: int) -> None:
     pieces = [stream.add(tokens[at : at + step]) for at in range(0, len(tokens), step)]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
-    assert PlainStream(decode_bytes).add(tokens) == (text, "")
+    assert TurnStream(decode_bytes).add(tokens) == (text, "")
 
 
 def test_control_tokens_leave_no_text_and_the_end_is_not_parsed() -> None:
@@ -39,7 +39,7 @@ def test_control_tokens_leave_no_text_and_the_end_is_not_parsed() -> None:
         seen.extend(token_ids)
         return text, text.upper()
 
-    stream = ParsedStream(decode, parse, {MARK, END}, {END})
+    stream = TurnStream(decode, parse, {MARK, END}, {END})
     # The same text in ordinary tokens is the policy's own.
     assert stream.add(list(b"<mark>")) == ("<mark>", "<MARK>")
     assert stream.add([*b"ab", MARK, *b"c", END]) == ("abc", "AB<MARK>C")
@@ -52,7 +52,7 @@ def test_a_parser_that_fails_ends_the_reading_and_not_the_turn() -> None:
             raise KeyError(text)
         return text, ""
 
-    stream = ParsedStream(decode, parse, (), ())
+    stream = TurnStream(decode, parse, (), ())
     assert [stream.add(list(piece)) for piece in (b"one", b"!", b"two")] == [
         ("one", ""),
         ("", ""),

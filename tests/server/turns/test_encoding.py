@@ -8,13 +8,9 @@ from penstock.server.engine.protocol import Delta
 from penstock.server.turns import encoding
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
 from penstock.server.turns.turn import TurnSampling
-from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2, trajectory_pb2
+from penstock.v1 import journal_pb2, trainer_service_pb2, trajectory_pb2
 from penstock.wire import codec
-from penstock.wire.messages import JournalRecord
-
-Task = codec.twin(task_service_pb2.Task)
-Outcome = codec.twin(trajectory_pb2.Outcome)
-TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
+from penstock.wire.messages import JournalRecord, Outcome, Task, TrajectoryGroup
 
 
 def trajectory(name: str, tokens: int) -> TrajectoryRecord:

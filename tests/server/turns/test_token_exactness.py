@@ -27,7 +27,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from penstock.server.text.renderer import TokenizerRenderer
+from penstock.server.text.renderer import Renderer
 from penstock.server.vllm.parsers import VllmParsers
 from penstock.trainer.batching.batching import read_group
 from penstock.v1 import trajectory_pb2, weights_pb2
@@ -98,7 +98,7 @@ class Family:
         self.tokenizer = make_merging_tokenizer(self.name)
         self.parsers = VllmParsers(self.tokenizer, *PARSERS[self.name])
 
-    def renderer(self, encoded: list[str]) -> TokenizerRenderer:
+    def renderer(self, encoded: list[str]) -> Renderer:
         """A renderer with its own tokenizer, which records every text it encodes."""
         tokenizer: Any = make_merging_tokenizer(self.name)
         encode = tokenizer.encode
@@ -108,7 +108,7 @@ class Family:
             return encode(text, **fields)
 
         tokenizer.encode = spy
-        return TokenizerRenderer(tokenizer, [EOS], self.parsers)
+        return Renderer(tokenizer, [EOS], self.parsers)
 
 
 async def disturb(server: Harness, engine: WritingEngine, seed: float, used: list[int]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.server.text.messages import Message, Tool
-from penstock.server.text.renderer import Parsed, ParsedCall, TokenizerRenderer
+from penstock.server.text.renderer import Parsed, ParsedCall, Renderer
 from penstock.server.turns.matching import MatchKind, match
 from penstock.trainer.batching.batching import read_group
 from penstock.v1 import conversation_pb2, trajectory_pb2
@@ -82,11 +82,11 @@ def conversation(*messages: Any, tool: Any = TOOL) -> Any:
 
 
 @pytest.fixture(scope="module")
-def renderer() -> TokenizerRenderer:
-    return TokenizerRenderer(make_tokenizer("chatml"), [EOS], Calls())
+def renderer() -> Renderer:
+    return Renderer(make_tokenizer("chatml"), [EOS], Calls())
 
 
-def scripted(folder: Path, renderer: TokenizerRenderer, *settings: str) -> Any:
+def scripted(folder: Path, renderer: Renderer, *settings: str) -> Any:
     return serve(folder, *settings, renderer=renderer, make_engine=Scripted)
 
 
@@ -102,9 +102,7 @@ def tokens_of(trajectory: Any) -> list[int]:
     return [int(t) for s in trajectory.segments for t in codec.token_ids(s)]
 
 
-async def test_a_turn_comes_back_as_calls_and_reasoning(
-    tmp_path: Path, renderer: TokenizerRenderer
-) -> None:
+async def test_a_turn_comes_back_as_calls_and_reasoning(tmp_path: Path, renderer: Renderer) -> None:
     async with scripted(tmp_path, renderer) as server:
         turn = await server.generate("t", conversation=conversation(ASK), **LONG)
         message = turn.finished.message
@@ -120,9 +118,7 @@ async def test_a_turn_comes_back_as_calls_and_reasoning(
         assert other.tool_call_id != call.tool_call_id
 
 
-async def test_a_malformed_call_is_text_with_a_reason(
-    tmp_path: Path, renderer: TokenizerRenderer
-) -> None:
+async def test_a_malformed_call_is_text_with_a_reason(tmp_path: Path, renderer: Renderer) -> None:
     async with scripted(tmp_path, renderer) as server:
         shown = conversation(ASK, tool=ToolMessage(name="other"))
         turn = await server.generate("t", conversation=shown, **LONG)
@@ -159,7 +155,7 @@ async def branched(server: Harness, reward: float = 1.0) -> tuple[Any, list[list
 
 
 async def test_a_branch_stores_and_delivers_what_is_its_own(
-    tmp_path: Path, renderer: TokenizerRenderer
+    tmp_path: Path, renderer: Renderer
 ) -> None:
     async with scripted(tmp_path, renderer) as server:
         group, whole = await branched(server)
@@ -250,7 +246,7 @@ def journal(folder: Path) -> tuple[str, str]:
 
 
 async def test_what_is_held_of_a_conversation_outlives_the_server(
-    folders: tuple[Path, Path], renderer: TokenizerRenderer
+    folders: tuple[Path, Path], renderer: Renderer
 ) -> None:
     before, after = folders
     async with scripted(before, renderer, *journal(before)) as server:
@@ -287,7 +283,7 @@ async def test_what_is_held_of_a_conversation_outlives_the_server(
 
 
 async def test_a_turn_that_was_cut_off_by_the_servers_death_is_gone_on_with(
-    folders: tuple[Path, Path], renderer: TokenizerRenderer
+    folders: tuple[Path, Path], renderer: Renderer
 ) -> None:
     before, after = folders
     async with scripted(before, renderer, *journal(before)) as server:
@@ -311,9 +307,7 @@ async def test_a_turn_that_was_cut_off_by_the_servers_death_is_gone_on_with(
         assert [held.written for held in history.messages] == [False, True]
 
 
-async def test_a_conversation_is_refused_as_before(
-    tmp_path: Path, renderer: TokenizerRenderer
-) -> None:
+async def test_a_conversation_is_refused_as_before(tmp_path: Path, renderer: Renderer) -> None:
     async with scripted(tmp_path, renderer) as server:
         await server.generate("t", conversation=conversation(ASK), **LONG)
         for shown in (conversation(ASK), conversation(said("assistant", "x"), tool=None)):

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from penstock.server.engine.protocol import Delta, EngineRequest
-from penstock.server.turns.subscription import Subscription
+from penstock.server.turns.runner import Subscription
 from penstock.v1 import conversation_pb2, trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.failure import read_failure

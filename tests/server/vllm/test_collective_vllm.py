@@ -344,13 +344,16 @@ async def test_an_engine_that_does_not_come_back_is_given_up(
         if not dead.done():
             dead.set_result(reason)
 
+    owner: Any = None
     llm: Any = Hanging()
-    engine = vllm_collective.VllmCollective(llm, ask, give_up)
+    engine = vllm_collective.VllmCollective(owner, llm)
+    monkeypatch.setattr(engine, "_ask", ask)
+    monkeypatch.setattr(engine, "_give_up", give_up)
     for work in (
-        engine.join("nccl", {}, 0.05),
-        engine.receive({}, 0.05),
-        engine.finish(1, 0.05),
-        engine.abandon(0.05),
+        engine.join_collective("nccl", {}, 0.05),
+        engine.receive_collective({}, 0.05),
+        engine.finish_collective(1, 0.05),
+        engine.abandon_collective(0.05),
     ):
         with pytest.raises(EngineLost, match=r"did not come back from a collective within 0.05 s"):
             async with asyncio.timeout(20):

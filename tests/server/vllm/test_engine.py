@@ -37,11 +37,8 @@ from penstock.server.journal.memory import MemoryJournal
 from penstock.server.turns.records import TurnRecorder
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.store import TrajectoryStore
-from penstock.server.vllm.engine import (
-    VllmEngine,
-    describe_options,
-    engine_arguments,
-)
+from penstock.server.vllm.engine import VllmEngine
+from penstock.server.vllm.options import describe_options, engine_arguments
 from penstock.server.vllm.translation import version_pieces
 from penstock.server.weights.engine_switch import EngineSwitch
 from penstock.server.weights.probe import Probe

@@ -24,7 +24,8 @@ OPTIONS += ("--kv-cache-memory-bytes", str(64 << 20))
 SERVER = """
 import asyncio, os, sys
 from penstock.server.engine.protocol import EngineRequest, Sampling
-from penstock.server.vllm.engine import VllmEngine, engine_arguments
+from penstock.server.vllm.engine import VllmEngine
+from penstock.server.vllm.options import engine_arguments
 
 async def main():
     import numpy as np

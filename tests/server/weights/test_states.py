@@ -187,7 +187,7 @@ async def test_an_upload_takes_the_ways_of_its_table_only(
 async def test_an_upload_ends_staged_or_without_its_memory(tmp_path: Path, *, whole: bool) -> None:
     upload = await uploading(tmp_path)
     data = bytes(16)
-    coming = asyncio.ensure_future(upload.come(16))
+    coming = asyncio.ensure_future(upload.wait_for(16))
     if whole:
         upload.write_chunk(0, data, xxhash.xxh3_64_intdigest(data))
         staged = await upload.verify()

@@ -20,7 +20,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.common.memory_file import MemoryFile
+from penstock.common.memory_file import MemoryFile, host_id
 from penstock.server.engine.protocol import TensorMeta
 from penstock.server.weights.staging import incoming as weight_upload
 from penstock.server.weights.staging import shared_memory, stage_memory
@@ -352,7 +352,7 @@ async def test_a_payload_goes_where_there_is_room(folder: Path, monkeypatch: pyt
 def share(folder: Path, payload: bytes) -> tuple[Path, str]:
     path = folder / "payload"
     path.write_bytes(payload)
-    return path, f"{shared_memory.BOOT_ID.read_text().strip()}:{path.stat().st_dev}"
+    return path, f"{host_id()}:{path.stat().st_dev}"
 
 
 async def test_a_shared_file_is_staged_and_may_lose_its_name(folder: Path):
@@ -372,7 +372,7 @@ async def test_a_shared_file_may_have_no_name():
     descriptor = os.memfd_create("payload")
     os.write(descriptor, payload)
     name = f"/proc/{os.getpid()}/fd/{descriptor}"
-    namespace = f"{shared_memory.BOOT_ID.read_text().strip()}:{Path(name).stat().st_dev}"
+    namespace = f"{host_id()}:{Path(name).stat().st_dev}"
     stage = WeightStage(None, EXPECTED, "float32")
     upload = await stage.begin_shared(4, describe(payload), name, namespace)
     os.close(descriptor)
@@ -607,7 +607,8 @@ async def test_memory_is_given_out_in_full_and_taken_back(folder: Path, lengths:
         for length in lengths:
             buffer = await memory.allocate(length)
             assert os.fstat(buffer.descriptor).st_size == length
-            live.append(buffer.retain())
+            buffer.retain()
+            live.append(buffer)
             buffer.release()
             if order.random() < 0.5:
                 live.pop(order.randrange(len(live))).release()

@@ -20,6 +20,8 @@ from penstock.server.weights.switch import InFlight
 from penstock.v1 import trajectory_pb2, weights_pb2
 from penstock.wire import codec
 from penstock.wire.failure import Failure, read_failure
+from penstock.wire.messages import CollectiveJoin as Join
+from penstock.wire.messages import CollectiveRound as Round
 from penstock.wire.reasons import Reason
 from tests.support.fakes import TENSORS, expected_scores
 from tests.support.harness import (
@@ -46,8 +48,6 @@ POLICIES = ("keep", "recompute", "drain", "abort")
 EPOCH = 1 << 62
 NUMBERS = itertools.count()
 NAMES = [name for name, meta in TENSORS.items() if not meta.optional]
-Join = codec.twin(weights_pb2.CollectiveJoin)
-Round = codec.twin(weights_pb2.CollectiveRound)
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ async def test_late_tasks_of_a_trainer_that_was_replaced_are_refused(
     assert (failure.code, failure.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH")
     assert failure.metadata == {"trainer_epoch": "7", "current": "8"}
     assert harness.serving.queue.pending.count == (1 if run == "run" else 0)
-    # The current trainer, and a caller that is no trainer.
+    # The current trainer, and a caller that is not a trainer.
     await harness.wire.SubmitTasks(tasks(f"{run}/3", run_id=run, trainer_epoch=8))
     await harness.wire.SubmitTasks(tasks("by hand"))
     newer.half_close()

@@ -164,7 +164,7 @@ async def arriving(
     upload = Arriving(server, version, chunk_bytes, backwards=backwards)
     await until(lambda: server.serving.uploads.arriving is not None)
     half = server.serving.uploads.arriving
-    assert half is not None and await half.come(chunk_bytes)
+    assert half is not None and await half.wait_for(chunk_bytes)
     return upload
 
 
@@ -175,7 +175,7 @@ async def test_a_version_is_handed_on_while_it_arrives(giver: Harness, taker: Ha
     taking = asyncio.ensure_future(take(taker, from_peer(2, giver.address, 2)))
     await until(lambda: taker.serving.uploads.arriving is not None)
     here = taker.serving.uploads.arriving
-    assert here is not None and await here.come(first)
+    assert here is not None and await here.wait_for(first)
     assert not taking.done() and not upload.answers.done()
     upload.go_on()
     await taking

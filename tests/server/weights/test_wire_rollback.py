@@ -301,7 +301,7 @@ async def test_where_there_is_no_way_back_nothing_is_served(tmp_path: Path) -> N
 async def test_where_nothing_was_held_nothing_is_served(harness: Harness) -> None:
     with shared(*header(1)) as (head, _):
         await send(harness, messages(head, b""))
-    harness.serving.weights._held.let_go()
+    harness.serving.weights.held.release()
     harness.engine.fail_loads = 1
     assert (await fails(harness, messages(*header(2)))).reason == "WEIGHTS_INCONSISTENT"
     await unserved(harness, 2)

@@ -67,7 +67,7 @@ def test_what_is_left_is_computed_as_before(policy: FsdpPolicy, share_prefixes: 
                 assert torch.equal(getattr(left, name), getattr(batch, name)[kept_N])
             assert left.sequences.count == int(kept_S.sum())
             assert torch.equal(left.sequences.lengths_S, batch.sequences.lengths_S[kept_S])
-            found, expected = policy.logprobs(left), policy.logprobs(batch)[kept_N]
+            found, expected = policy._outputs([left])[0], policy._outputs([batch])[0][kept_N]
             torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
             check_least(left)
 

@@ -26,23 +26,18 @@ from penstock.trainer.data.submission import MOST_TASKS_PER_CALL, submit_tasks
 from penstock.trainer.data.tasks import Task, build_task
 from penstock.trainer.gather.batch import settle_refused
 from penstock.trainer.state.ledger import Ledger, RefusedEntry
-from penstock.v1 import task_service_pb2, trainer_service_pb2
 from penstock.wire.channel import client_options
-from penstock.wire.codec import twin
+from penstock.wire.messages import Notice, SubmitTasksResponse
 from tests.support.scripted_server import status
 from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
 from tests.support.trainer_walk import greet, running
 
-SubmitTasksResponse = twin(task_service_pb2.SubmitTasksResponse)
 DATA = DataConfig(
     group_size=3,
     system_prompt="Be brief.",
     sampling=SamplingConfig(max_tokens=9, temperature=0.5),
     reasoning_gym=ReasoningGymConfig(name="chain_sum", size=5, seed=3),
 )
-
-
-Notice = twin(trainer_service_pb2.Notice)
 
 
 class Numbers:
@@ -67,7 +62,6 @@ def feeder(
         DATA,
         DataIndices(Division(1), next_index, outstanding),
         run_id="r",
-        division=Division(1),
     )
 
 
@@ -173,7 +167,7 @@ async def test_known_tasks_are_passed_over_until_enough_wait() -> None:
         server.pending = lambda submitted: max(0, submitted - 10)
         tasks = feeder(channel, 4)
         await tasks.fill(0)
-        assert tasks.next_index >= 14
+        assert tasks.indices.next_index >= 14
 
 
 async def test_what_is_outstanding_is_submitted_again() -> None:
@@ -184,7 +178,7 @@ async def test_what_is_outstanding_is_submitted_again() -> None:
         assert [task.index for task in server.tasks] == [4, 7]
         tasks.settled("r/4")
         tasks.settled("another/7")
-        assert (tasks.outstanding, tasks.next_index) == ((7,), 9)
+        assert (tasks.indices.outstanding, tasks.indices.next_index) == ((7,), 9)
 
 
 async def test_a_task_is_taken_once() -> None:
@@ -196,13 +190,13 @@ async def test_a_task_is_taken_once() -> None:
         # 3 was trained earlier; 4 is new and becomes in hand.
         assert not tasks.take("r/3")
         assert tasks.take("r/4") and not tasks.take("r/4")
-        assert tasks.outstanding == (4, 7)
+        assert tasks.indices.outstanding == (4, 7)
         # The trainer has the group of 4 in hand, so a server that lost its task need not make it again.
         await tasks.submit_again(0)
         assert [task.index for task in server.tasks] == [7]
         tasks.settled("r/4")
         assert not tasks.take("r/4")
-        assert tasks.outstanding == (7,)
+        assert tasks.indices.outstanding == (7,)
 
 
 async def test_a_trainer_that_went_back_learns_what_was_submitted_after_its_checkpoint() -> None:
@@ -210,7 +204,7 @@ async def test_a_trainer_that_went_back_learns_what_was_submitted_after_its_chec
         server.pending = lambda submitted: max(0, submitted - 2)
         tasks = feeder(channel, 3, next_index=5)
         assert tasks.take("r/7")
-        assert (tasks.next_index, tasks.outstanding) == (8, (5, 6, 7))
+        assert (tasks.indices.next_index, tasks.indices.outstanding) == (8, (5, 6, 7))
         tasks.settled("r/7")
         await tasks.fill(0)
         # A server that had these tasks from the previous trainer ignores them as duplicates.
@@ -227,7 +221,7 @@ async def test_a_task_whose_groups_are_forgotten_gets_an_id_that_the_server_does
         assert [(task.task_id, task.index) for task in server.tasks] == [("r/4~12", 4)]
         assert tasks.take("r/4~12") and not tasks.take("r/4")
         tasks.settled("r/4~12")
-        assert tasks.outstanding == (7,)
+        assert tasks.indices.outstanding == (7,)
         assert tasks.place("r/7") < tasks.place("r/8~2") < tasks.place("another/1")
 
 
@@ -240,7 +234,7 @@ async def test_a_full_queue_is_enough() -> None:
     async with server, connected(server) as channel:
         tasks = feeder(channel, 5)
         await tasks.fill(0)
-        assert (tasks.next_index, tasks.outstanding) == (0, ())
+        assert (tasks.indices.next_index, tasks.indices.outstanding) == (0, ())
 
 
 @pytest.mark.parametrize("reason", ["MEMORY_BUDGET", "DISK_FULL", "CALLER_LIMIT", "QUEUE_FULL", ""])
@@ -271,7 +265,7 @@ async def test_a_server_that_is_full_for_a_while_is_filled_when_it_has_room(reas
         tasks = feeder(channel, 5, next_index=3, outstanding=(1, 2))
         # The call returns so that the caller can continue: receiving groups may be what makes room.
         await tasks.submit_again(0)
-        assert not server.tasks and tasks.outstanding == (1, 2)
+        assert not server.tasks and tasks.indices.outstanding == (1, 2)
         keeper = asyncio.create_task(tasks.keep_filled(0, ask))
         async with asyncio.timeout(20):
             while len(server.tasks) < 5:
@@ -303,7 +297,7 @@ async def test_a_server_that_has_room_for_less_than_a_call_is_given_that() -> No
         room = 20
         await tasks.fill(0)
         assert [task.index for task in server.tasks] == list(range(12))
-        assert tasks.outstanding == tuple(range(12))
+        assert tasks.indices.outstanding == tuple(range(12))
 
 
 async def test_a_call_has_as_many_tasks_as_a_message_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,13 +399,13 @@ async def test_a_submission_names_the_live_session_and_is_made_again_by_the_next
     server._submit = stale_at_first  # type: ignore[method-assign]
     async with server, connected(server) as channel:
         tasks = feeder(channel, 2)
-        tasks._servers[0].trainer_epoch = lambda: next(epochs)
+        tasks.servers[0].trainer_epoch = lambda: next(epochs)
         with pytest.raises(ServerLost, match="STALE_EPOCH"):
             await tasks.fill(0)
-        assert tasks.next_index == 0
+        assert tasks.indices.next_index == 0
         await tasks.fill(0)
     assert asked == [("r", 3), ("r", 4)]
-    assert tasks.next_index == 2
+    assert tasks.indices.next_index == 2
 
 
 async def test_a_server_that_says_no_is_not_asked_again() -> None:
@@ -438,7 +432,7 @@ async def test_each_server_is_given_its_own_indices_and_as_many_as_it_uses_up() 
             server.pending = lambda submitted, place=place: submitted - used[place]
             queues.append(ServerTasks(await stack.enter_async_context(connected(server)), 2 * part))
         indices = DataIndices(division)
-        tasks = TaskFeeder(queues, Numbers(), DATA, indices, run_id="r", division=division)
+        tasks = TaskFeeder(queues, Numbers(), DATA, indices, run_id="r")
         await asyncio.gather(tasks.fill(0), tasks.fill(1))
         given = [[task.index for task in server.tasks] for server in servers]
         assert given == [[0, 2, 3, 5], [1, 4]]
@@ -450,8 +444,8 @@ async def test_each_server_is_given_its_own_indices_and_as_many_as_it_uses_up() 
             await tasks.fill(1)
         assert [task.index for task in servers[1].tasks] == [1, 4, 7, 10, 13, 16, 19, 22]
         assert len(servers[0].tasks) == 4
-        assert tasks.next_index == 23
-        assert tasks.unasked == (6, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21)
+        assert tasks.indices.next_index == 23
+        assert tasks.indices.unasked == (6, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21)
         used[0] += 1
         tasks.arrived(0)
         await tasks.fill(0)
@@ -490,7 +484,6 @@ async def test_what_a_server_took_along_that_is_gone_for_good_is_asked_of_the_ot
             DATA,
             DataIndices(division, 2, (0,)),
             run_id="r",
-            division=division,
         )
         await tasks.submit_again(0)
         # First come the groups that the first server had made, in order, then those submitted since.
@@ -516,15 +509,14 @@ async def test_a_server_that_is_away_keeps_no_other_from_having_tasks() -> None:
     ):
         queues = [ServerTasks(channel, 2), ServerTasks(silent, 2)]
         division = Division(2, 2)
-        tasks = TaskFeeder(
-            queues, Numbers(), DATA, DataIndices(division), run_id="r", division=division
-        )
+        tasks = TaskFeeder(queues, Numbers(), DATA, DataIndices(division), run_id="r")
         waiting = asyncio.create_task(tasks.fill(1))
         await reached.wait()
         await tasks.fill(0)
         assert [task.index for task in there.tasks] == [0, 2]
         # The silent server has no task yet.
-        assert (tasks.outstanding, tasks.unasked, tasks.next_index) == ((0, 2), (1,), 3)
+        indices = tasks.indices
+        assert (indices.outstanding, indices.unasked, indices.next_index) == ((0, 2), (1,), 3)
         waiting.cancel()
         await asyncio.wait([waiting])
 
@@ -565,7 +557,7 @@ async def test_what_a_server_drops_makes_room_for_another_task(
                 await asyncio.sleep(0.01)
             # A checkpoint lists no task that will never yield a group. The trainer learns shortly
             # afterwards which tasks the server has.
-            while run.tasks.outstanding != ((3, 4, 5, 6) if named else tuple(range(7))):
+            while run.tasks.indices.outstanding != ((3, 4, 5, 6) if named else tuple(range(7))):
                 await asyncio.sleep(0.01)
         # A trainer that resumes from an older checkpoint does not list them either.
         reopened = Ledger(tmp_path)
@@ -577,5 +569,5 @@ async def test_what_a_server_drops_makes_room_for_another_task(
         async with connected(server) as channel:
             resumed = feeder(channel, 4, 7, tuple(range(7)))
             settle_refused(resumed, reopened.refused)
-            assert resumed.outstanding == ((3, 4, 5, 6) if named else tuple(range(7)))
+            assert resumed.indices.outstanding == ((3, 4, 5, 6) if named else tuple(range(7)))
     assert [task.index for task in server.tasks] == list(range(7))

@@ -137,7 +137,6 @@ def test_of_another_runs_task_nothing_is_known_and_of_its_own_everything() -> No
         None,  # type: ignore[arg-type]
         DataIndices(Division(1), 3, (1, 2)),
         run_id="r",
-        division=Division(1),
     )
     assert feeder.data_source("another/1") == UNKNOWN_SOURCE
     # Tasks that a previous trainer submitted, including one beyond its checkpoint.

@@ -38,14 +38,10 @@ from penstock.trainer.evaluation.writer import EvaluationWriter, last_steps, lin
 from penstock.trainer.exchange import retrying
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.metrics.metrics import keep_until
-from penstock.v1 import trainer_service_pb2, trajectory_pb2
+from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
+from penstock.wire.messages import GroupDelivery, Outcome, Segment, Trajectory, TrajectoryGroup
 
-TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
-Trajectory = codec.twin(trajectory_pb2.Trajectory)
-Segment = codec.twin(trajectory_pb2.Segment)
-Outcome = codec.twin(trajectory_pb2.Outcome)
-GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)
 EVAL = trajectory_pb2.PURPOSE_EVAL
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -309,7 +305,7 @@ class Run:
 
     @property
     def running(self) -> bool:
-        return any(one.current is not None for one in self.evaluator._sets)
+        return any(one.current is not None for one in self.evaluator.sets)
 
 
 def rows() -> list[str]:
@@ -547,9 +543,8 @@ async def test_room_is_waited_for_anew_where_the_server_was_away(
     monkeypatch.setattr(retrying, "RETRY_SECONDS", 0.01)
     full, away = ServerFull("QUEUE_FULL", 0.04), ServerLost("away")
     said = [full, full, away, full, None]
-
-    async def ready() -> None:
-        pass
+    ready = asyncio.Event()
+    ready.set()
 
     async def attempt() -> str:
         if (error := said.pop(0)) is not None:

@@ -19,16 +19,17 @@ from penstock.client.scoring import single_turn
 from penstock.client.tasks import Purpose
 from penstock.server.assembly import Serving
 from penstock.server.config import settings as server_config
+from penstock.server.config.limits import LeasesSection
 from penstock.server.core.aio import Broadcast
 from penstock.server.engine.protocol import TensorMeta
 from penstock.server.groups.admission import Admission
-from penstock.server.groups.attempts import Holder, LeaseRules
+from penstock.server.groups.attempts import Holder
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.lifecycle import Lifecycle, bind
 from penstock.trainer.policy.protocol import StepResult
 from penstock.trainer.weights.sender import Sender
-from penstock.v1 import task_service_pb2, trajectory_pb2
-from penstock.wire import codec
+from penstock.v1 import trajectory_pb2
+from penstock.wire.messages import Task as ServerTask
 from tests.support.fakes import ByteRenderer, FakeEngine
 from tests.support.harness import (
     Exchange,
@@ -42,7 +43,6 @@ from tests.support.trainer_walk import StillPolicy, running
 
 PROMPTS = 6
 EVAL = trajectory_pb2.PURPOSE_EVAL
-ServerTask = codec.twin(task_service_pb2.Task)
 
 
 @dataclass
@@ -275,7 +275,7 @@ async def test_one_that_did_not_end_is_begun_anew_by_the_trainer_that_resumes(
     async with serving(tmp_path) as server, working(server.address):
         server.engine.freeze_at = 20
         async with running(tmp_path, server.address, steps=1, evaluation=sets) as run:
-            await until(lambda: server.serving.queue.open_group_count >= 2)
+            await until(lambda: len(server.serving.queue.groups) >= 2)
             run.walk.cancel()
             await asyncio.wait([run.walk])
         assert lines(tmp_path)[0] == []
@@ -312,7 +312,7 @@ async def test_attempts_that_fail_are_made_again_and_counted(tmp_path: Path) -> 
 
 def test_an_agent_that_takes_anything_begins_evaluations_first() -> None:
     changed = Broadcast()
-    queue = TaskQueue(changed, Admission(changed, lambda: 0.0, 100), LeaseRules(), lambda: 0.0)
+    queue = TaskQueue(changed, Admission(changed, lambda: 0.0, 100), LeasesSection(), lambda: 0.0)
     training = [ServerTask(task_id=f"t{n}", group_size=1) for n in range(3)]
     queue.pending.submit([*training, ServerTask(task_id="e", group_size=1, purpose=EVAL)])
     assert queue.pending.count_of(training) == 3

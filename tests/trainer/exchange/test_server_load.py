@@ -9,11 +9,8 @@ import grpc
 import pytest
 
 from penstock.trainer.exchange.server_load import LoadFigures, LoadMeter
-from penstock.v1 import rollout_service_pb2
-from penstock.wire import codec
+from penstock.wire.messages import ServerLoad
 from tests.support.scripted_trainer_server import ScriptedServer, unanswering
-
-ServerLoad = codec.twin(rollout_service_pb2.ServerLoad)
 
 
 async def taken(meter: LoadMeter, start: float) -> LoadFigures:

@@ -13,9 +13,10 @@ import pytest
 from penstock.trainer.core.errors import SessionRefused
 from penstock.trainer.data.shards import Division
 from penstock.trainer.exchange.servers import Servers
-from penstock.trainer.exchange.stream import Contract, RunFacts
+from penstock.trainer.exchange.stream import RunFacts
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
+from penstock.wire.messages import StalenessContract as Contract
 from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse
 from tests.trainer.exchange.test_stream import Notice, delivery, greet
 

@@ -16,21 +16,15 @@ from penstock.server.core.errors import DomainError
 from penstock.server.groups import buffer as group_buffer
 from penstock.server.journal.disk import journal as log_journal
 from penstock.trainer.exchange.stored_groups import GroupUnreadable, StoredGroups
-from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec
 from penstock.wire.frames import FRAME
+from penstock.wire.messages import GroupDeliveries, GroupDelivery, GroupFolder, StoredGroup, Welcome
 from tests.server.groups.test_recovery import on_disk
 from tests.server.journal.test_journal import opened, record
 from tests.server.rpc.test_wire_exchange import finish_groups
 from tests.support.harness import Harness, hello
 from tests.support.scripted_trainer_server import ScriptedServer, Session
 from tests.trainer.exchange.test_stream import delivery, exchanging
-
-Welcome = codec.twin(trainer_service_pb2.Welcome)
-GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)
-GroupDeliveries = codec.twin(trainer_service_pb2.GroupDeliveries)
-GroupFolder = codec.twin(trainer_service_pb2.GroupFolder)
-StoredGroup = codec.twin(trainer_service_pb2.StoredGroup)
 
 
 async def one_stored(harness: Harness, epoch: int = 1) -> tuple[StoredGroups, Any]:

@@ -13,19 +13,20 @@ import pytest
 
 from penstock.trainer.core.errors import ServerFull, ServerGone, SessionRefused, WeightsRefused
 from penstock.trainer.exchange.known_groups import KnownGroups
-from penstock.trainer.exchange.stream import Contract, Exchange, Listeners, RunFacts
-from penstock.v1 import rejection_pb2, trainer_service_pb2, trajectory_pb2, weights_pb2
-from penstock.wire import codec
+from penstock.trainer.exchange.stream import Exchange, Listeners, RunFacts
+from penstock.v1 import weights_pb2
 from penstock.wire.channel import client_options
+from penstock.wire.messages import (
+    GroupDelivery,
+    Notice,
+    Rejection,
+    TrajectoryGroup,
+    WeightReceipt,
+    Welcome,
+)
+from penstock.wire.messages import StalenessContract as Contract
 from tests.support.harness import Harness, hello
 from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse, unanswering
-
-Welcome = codec.twin(trainer_service_pb2.Welcome)
-GroupDelivery = codec.twin(trainer_service_pb2.GroupDelivery)
-Notice = codec.twin(trainer_service_pb2.Notice)
-TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
-WeightReceipt = codec.twin(weights_pb2.WeightReceipt)
-Rejection = codec.twin(rejection_pb2.Rejection)
 
 
 def delivery(delivery_id: int, group_id: str, redelivery_count: int = 0) -> Any:

@@ -347,7 +347,7 @@ async def test_a_group_without_spread_is_refused_counted_and_replaced(tmp_path: 
         assert record["groups_dropped"] == {NO_SPREAD: 2}
         assert (record["groups"], record["groups_kept_in_need"]) == (1, 0)
         # They are settled, so no checkpoint asks for them again.
-        assert not {0, 1, 2} & set(run.tasks.outstanding)
+        assert not {0, 1, 2} & set(run.tasks.indices.outstanding)
 
 
 async def test_what_the_server_dropped_is_counted_and_no_fault_of_the_groups(
@@ -409,7 +409,7 @@ async def test_the_prompt_of_a_failed_sibling_is_asked_again_under_another_id(
         assert run.records[0]["groups_dropped"] == {ASKED_AGAIN: 2, SIBLING_FAILED: 1}
         assert run.records[0]["failures"] == 3
         # The first was given up, the second is still to be answered, the third was trained.
-        assert set(run.tasks.outstanding) & {0, 1, 2} == {1}
+        assert set(run.tasks.indices.outstanding) & {0, 1, 2} == {1}
 
 
 async def test_a_prompt_of_which_everything_failed_is_asked_again_where_the_failed_are_replaced(
@@ -552,7 +552,6 @@ async def feeder(server: ScriptedServer, **rest: Any) -> AsyncGenerator[TaskFeed
             DATA,
             DataIndices(Division(1), **rest),
             run_id="r",
-            division=Division(1),
         )
 
 
@@ -583,7 +582,7 @@ async def test_a_trainer_that_resumes_knows_what_refusals_meant(tmp_path: Path) 
     ):
         server.pending = lambda _: 3
         settle_refused(tasks, read)
-        assert (tasks.outstanding, tasks.next_index) == ((3, 5, 8, 9), 10)
+        assert (tasks.indices.outstanding, tasks.indices.next_index) == ((3, 5, 8, 9), 10)
         await tasks.submit_again(0)
         expected = ["r/3~+1", "r/5", "r/8", "r/9~+1"]
         assert [task.task_id for task in server.tasks][:4] == expected

@@ -15,12 +15,7 @@ from penstock.trainer.metrics.batch_figures import (
 )
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
-
-TrajectoryGroup = codec.twin(trajectory_pb2.TrajectoryGroup)
-Trajectory = codec.twin(trajectory_pb2.Trajectory)
-Segment = codec.twin(trajectory_pb2.Segment)
-Outcome = codec.twin(trajectory_pb2.Outcome)
-Failure = codec.twin(trajectory_pb2.Failure)
+from penstock.wire.messages import Failure, Outcome, Segment, Trajectory, TrajectoryGroup
 
 
 def segment(length: int, *, version: int = 0, context: bool = False) -> Any:

@@ -130,8 +130,8 @@ def test_it_begins_as_the_model_it_is_added_to(model: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     np.testing.assert_allclose(found, scores(base), atol=1e-5)
     (batch,) = plan(0).updates[0].batches
-    full = policy_of(model).logprobs(batch)
-    torch.testing.assert_close(policy.logprobs(batch), full, atol=1e-5, rtol=0)
+    full = policy_of(model)._outputs([batch])[0]
+    torch.testing.assert_close(policy._outputs([batch])[0], full, atol=1e-5, rtol=0)
 
 
 def test_a_step_changes_the_adapter_alone(model: Path) -> None:
@@ -265,7 +265,7 @@ async def test_a_run_through_a_hub_uploads_its_adapter_to_every_engine(
         serve_hub(tmp_path / "hub", [one.address, two.address]) as (hub, pool),
         working(hub.address, letters),
     ):
-        await until(lambda: pool.serving_count == 2)
+        await until(lambda: len(pool.roster.rotation) == 2)
         path = configure(tmp_path, tiny, hub.address, model={"lora": LORA}, run={"steps": 4})
         code, _, err = await (await start_trainer(path)).end()
         assert code == 0, err
@@ -276,7 +276,7 @@ async def test_a_run_through_a_hub_uploads_its_adapter_to_every_engine(
             assert server.engine.pauses == 0
             for name, tensor in left.items():
                 np.testing.assert_array_equal(server.engine.adapters[4][name], tensor)
-        assert all(member.given for member in pool.members)
+        assert all(member.given for member in pool.roster.members)
     steps = records(tmp_path)
     assert [step["weight_version"] for step in steps] == [1, 2, 3, 4]
     assert all(step["pause_seconds"] == 0.0 and step["lag_max"] <= 2 for step in steps)

@@ -431,10 +431,7 @@ def test_rank_zero_listens_where_other_hosts_reach_it(
     """Here the host's name resolves to a loopback address other than 127.0.0.1, as on Debian."""
     handed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     led: queue.SimpleQueue[Leader] = queue.SimpleQueue()
-    monkeypatch.setattr(
-        "penstock.trainer.policy.ranks._hand_round",
-        lambda content: handed.put(bytes(content.tolist())),
-    )
+    monkeypatch.setattr("penstock.trainer.policy.ranks._hand_round", handed.put)
     monkeypatch.setattr("penstock.trainer.policy.ranks.PARTING_SECONDS", 0.0)
     monkeypatch.setattr("penstock.trainer.policy.ranks.LET_IN_SECONDS", 1)
     monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")

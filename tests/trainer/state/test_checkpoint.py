@@ -27,7 +27,7 @@ from penstock.trainer.metrics.step_record import FIGURES, StepRecord
 from penstock.trainer.policy.backend import learning_rate
 from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.policy.loading import load_model, save_tokenizer
-from penstock.trainer.policy.optimizer_progress import load_progress, save_progress
+from penstock.trainer.policy.optimizer_state import load_progress, save_progress
 from penstock.trainer.state.checkpoint import (
     TrainerState,
     read_state,
@@ -305,7 +305,7 @@ def test_bfloat16_is_the_arithmetic_and_not_the_weights(model: Path) -> None:
     step = plan(0)
     (batch,) = step.updates[0].batches
     with torch.no_grad():
-        difference = (exact.logprobs(batch) - rounded.logprobs(batch)).abs()
+        difference = (exact._outputs([batch])[0] - rounded._outputs([batch])[0]).abs()
     assert 0 < float(difference.max()) < 0.2
     rounded.step(step)
     assert all(tensor.dtype == torch.float32 for _, tensor in rounded.weights())
@@ -326,14 +326,14 @@ def test_repeated_steps_make_good_answers_likelier(model: Path) -> None:
     (batch,) = update.batches
     good = batch.advantages_N > 0
     with torch.no_grad():
-        before = policy.logprobs(batch)[good].mean()
-        fresh = policy.logprobs(batch)
+        before = policy._outputs([batch])[0][good].mean()
+        fresh = policy._outputs([batch])[0]
     on_policy = replace(batch, behaviour_logprobs_N=fresh)
     step = replace(step, updates=(replace(update, batches=(on_policy,)),))
     for _ in range(3):
         policy.step(step)
     with torch.no_grad():
-        assert policy.logprobs(batch)[good].mean() > before
+        assert policy._outputs([batch])[0][good].mean() > before
 
 
 def test_the_learning_rate_warms_up_and_follows_its_schedule() -> None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
 
 from penstock.trainer.core.errors import TrainerError
-from penstock.trainer.weights.collective.transfer import (
-    NextUpdate,
-    PenstockWeightSyncClient,
-    WeightSyncFailed,
-)
+from penstock.trainer.weights.collective.transfer import PenstockWeightSyncClient, WeightSyncFailed
 from penstock.v1 import weights_pb2
 from penstock.wire import gloo_group
 from tests.support.fakes import TENSORS
@@ -25,6 +21,12 @@ NAMES = [name for name, meta in TENSORS.items() if not meta.optional]
 SPECS = tuple(
     weights_pb2.TensorSpec(name=name, shape=TENSORS[name].shape, dtype="float32") for name in NAMES
 )
+
+
+def described(
+    version: int, tensors: Sequence[weights_pb2.TensorSpec] = ()
+) -> weights_pb2.WeightHeader:
+    return weights_pb2.WeightHeader(weight_version=version, trainer_epoch=1, tensors=tensors)
 
 
 def update(*names: str, **fields: Any) -> dict[str, Any]:
@@ -51,7 +53,7 @@ async def test_the_four_calls_make_one_update(
 ) -> None:
     def run() -> None:
         for version, tensors in ((1, ()), (2, SPECS)):
-            client.prepare(NextUpdate(version, 1, tensors=tensors))
+            client.prepare(described(version, tensors))
             client.start_weight_update()
             assert bool(harness.engine._updating) == bool(tensors)
             # If `prepare` does not name the tensors, the first round must name them all.
@@ -72,14 +74,14 @@ async def test_refusals_carry_the_servers_reason(
     harness: Harness, client: PenstockWeightSyncClient
 ) -> None:
     def run() -> None:
-        client.prepare(NextUpdate(1, 1))
+        client.prepare(described(1))
         client.start_weight_update()
         with pytest.raises(WeightSyncFailed, match="TENSOR_MISSING") as caught:
             client.update_weights(update(NAMES[0]))
         assert caught.value.failure.metadata["tensor"] == NAMES[1]
         with pytest.raises(RuntimeError, match="no update"):
             client.finish_weight_update()
-        client.prepare(NextUpdate(0, 1, tensors=SPECS))
+        client.prepare(described(0, SPECS))
         with pytest.raises(WeightSyncFailed, match="WEIGHT_VERSION_STALE"):
             client.start_weight_update()
         client.trainer_epoch = 5
@@ -98,7 +100,7 @@ async def test_an_answer_that_does_not_come_ends_at_the_deadline(
     harness.engine.arriving.clear()
 
     def run() -> None:
-        client.prepare(NextUpdate(1, 1, tensors=SPECS))
+        client.prepare(described(1, SPECS))
         client.start_weight_update()
         began = time.monotonic()
         with pytest.raises(WeightSyncFailed, match="DEADLINE_EXCEEDED"):
@@ -115,7 +117,7 @@ async def test_an_answer_that_does_not_come_ends_at_the_deadline(
 async def test_it_is_told_what_the_next_update_is(client: PenstockWeightSyncClient) -> None:
     with pytest.raises(RuntimeError, match="prepare"):
         client.start_weight_update()
-    client.prepare(NextUpdate(3, 1))
+    client.prepare(described(3))
     with pytest.raises(ValueError, match="version 3"):
         client.finish_weight_update("4")
 
@@ -127,7 +129,7 @@ async def test_what_is_no_json_is_not_sent(
         client.init_weight_transfer_engine({"key": b"bytes"})
     pytest.importorskip("vllm")
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
-    client.prepare(NextUpdate(1, 1))
+    client.prepare(described(1))
     with pytest.raises(TrainerError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
         client.update_weights(update(*NAMES, ipc_handles=[{"gpu": (1, b"handle")}]))
 

@@ -22,13 +22,12 @@ from rich.console import Console
 from penstock.trainer.core.errors import SwitchRejected, WeightsRefused
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.step_record import StepRecord
-from penstock.v1 import rejection_pb2, rollout_service_pb2, weights_pb2
+from penstock.v1 import rollout_service_pb2
 from penstock.wire import codec
+from penstock.wire.messages import Rejection
+from penstock.wire.messages import WeightProbeResult as ProbeResult
 from tests.support.scripted_trainer_server import Received, ScriptedServer, Session, refuse
 from tests.support.trainer_walk import Scalars, StillPolicy, WeightReceipt, delivery, greet, running
-
-Rejection = codec.twin(rejection_pb2.Rejection)
-ProbeResult = codec.twin(weights_pb2.WeightProbeResult)
 
 ELEMENTS = 10_000
 

@@ -14,8 +14,7 @@ from penstock.trainer.data.sources.tables import open_huggingface, open_parquet
 
 
 def open_source(config: MixableConfig, seed: int, section: str = "data") -> Source:
-    """Opens the configured source. `seed` is the run's, and errors name `section`. Raises
-    ConfigInvalid."""
+    """Opens the configured source. `seed` is the run's; errors name `section`. Raises ConfigInvalid."""
     if not config.mixture:
         return _open_one(config, seed, section)
     parts: list[tuple[str, float, Source]] = []

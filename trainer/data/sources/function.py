@@ -1,10 +1,9 @@
 """A function the user provides, which returns a sequence or another iterable.
 
-An iterator has a position n, the next entry it returns. A request for index n or later reads up to
-that index. A request for an earlier index occurs when tasks are submitted again. It is answered
-from the most recent entries if possible; otherwise the iterator starts again from zero. When an
-iterator ends, the function is called again for the next one. Each call must therefore return the
-same entries, in the same order, from the beginning.
+An iterator is read up to the index that is requested. An earlier index is requested when tasks are
+submitted again. It is answered from the most recent entries if possible; otherwise the iterator starts
+again from zero. When an iterator ends, the function is called for the next one. Each call must therefore
+return the same entries, in the same order, from the beginning.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Protocol, cast, overload
+from typing import cast
 
 import xxhash
 
@@ -28,28 +27,17 @@ ENTRIES_COMPARED = 64
 ENTRIES_REMEMBERED = 4096
 
 
-class _Countable(Protocol):
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> object: ...
-
-
-class _Rows(Sequence[object]):
+class _Rows:
     """Accesses rows by length and index only, because a user's sequence need not raise IndexError
-    at its end. Converts all its exceptions to ConfigInvalid."""
+    at its end. Converts its exceptions to ConfigInvalid."""
 
-    def __init__(self, rows: _Countable, function: str) -> None:
+    def __init__(self, rows: Sequence[object], function: str) -> None:
         self._rows, self._function = rows, function
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> object: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[object]: ...
-    def __getitem__(self, index: int | slice) -> object | list[object]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> object:
         try:
             return self._rows[index]
         except Exception as error:
@@ -131,10 +119,11 @@ class IteratorSource:
 
 def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> Source:
     """Opens the result of the function as a source. Raises ConfigInvalid."""
+    where = f"{section}.function {config.function}"
     try:
         function = find_function(config.function, (), config.options)
     except FunctionInvalid as error:
-        raise ConfigInvalid(f"{section}.function {config.function}: {error}") from error
+        raise ConfigInvalid(f"{where}: {error}") from error
 
     def call() -> object:
         try:
@@ -142,7 +131,7 @@ def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> S
         except Exception as error:
             # The author of the function has to see any exception.
             kind = type(error).__name__
-            raise ConfigInvalid(f"{section}.function {config.function}: {kind}: {error}") from error
+            raise ConfigInvalid(f"{where}: {kind}: {error}") from error
 
     found = call()
     kind = type(found).__name__
@@ -150,12 +139,12 @@ def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> S
     is_frame = hasattr(found, "to_dict") and not hasattr(found, "features")
     if isinstance(found, str | bytes | Mapping) or is_frame:
         raise ConfigInvalid(
-            f"{section}.function {config.function}: it returns a {kind}; return a list of rows instead, "
+            f"{where}: it returns a {kind}; return a list of rows instead, "
             'such as to_dict("records") of a DataFrame'
         )
     if hasattr(found, "__len__") and hasattr(found, "__getitem__"):
         return RowSource(
-            _Rows(cast("_Countable", found), config.function),
+            _Rows(cast("Sequence[object]", found), config.function),
             config,
             kind=f"python {config.function}",
             name=config.function,
@@ -163,12 +152,10 @@ def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> S
             place=lambda row: f"{config.function}, entry {row + 1}",
         )
     if not isinstance(found, Iterable):
-        raise ConfigInvalid(
-            f"{section}.function {config.function}: it returns a {kind}, not a sequence or iterator"
-        )
+        raise ConfigInvalid(f"{where}: it returns a {kind}, not a sequence or iterator")
     if isinstance(found, Iterator) and call() is found:
         raise ConfigInvalid(
-            f"{section}.function {config.function}: it returns the same iterator each time; each call must "
+            f"{where}: it returns the same iterator each time; each call must "
             "return one that starts at the beginning"
         )
     return IteratorSource(lambda: iter(cast("Iterable[object]", call())), config)

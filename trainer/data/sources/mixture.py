@@ -16,8 +16,7 @@ from fractions import Fraction
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.problem import Problem, Source
 
-# Beyond this length the order takes long to compute, and a share would be fulfilled only over too
-# many problems.
+# A longer order takes long to compute, and fulfils a share only over too many problems.
 LONGEST_CYCLE = 10_000
 
 
@@ -25,8 +24,7 @@ class Interleaving:
     """Maps an index to a source and to one of that source's problems."""
 
     def __init__(self, weights: Sequence[float], section: str = "data.mixture") -> None:
-        """Raises ConfigInvalid, naming `section`, if the weights do not reduce to small enough
-        integers."""
+        """Raises ConfigInvalid, naming `section`, if the weights do not reduce to small integers."""
         self.weights = whole_weights(weights, section)
         """The same proportions as the smallest possible integers."""
         total = sum(self.weights)
@@ -52,8 +50,7 @@ class MixtureSource:
     name = "mixture"
 
     def __init__(self, parts: Sequence[tuple[str, float, Source]], section: str) -> None:
-        """Each part is a unique name, a weight and a source. Errors name `section`. Raises
-        ConfigInvalid."""
+        """Each part is a unique name, a weight and a source. Raises ConfigInvalid, naming `section`."""
         names = [name for name, _, _ in parts]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigInvalid(
@@ -68,8 +65,7 @@ class MixtureSource:
         )
 
     def problem(self, index: int) -> Problem:
-        """Returns one problem, counted under the name of its part. A level of an environment is
-        kept, as "part/level"."""
+        """Returns one problem, counted under its part; a level of an environment, under "part/level"."""
         part, own_index = self._interleaving.place(index)
         name, source = self._parts[part]
         problem = source.problem(own_index)
@@ -79,8 +75,7 @@ class MixtureSource:
 
 
 def whole_weights(weights: Sequence[float], section: str = "data.mixture") -> tuple[int, ...]:
-    """Returns the smallest integers with the same proportions as the weights, read as decimals: 0.7
-    is 7/10.
+    """Returns the smallest integers with the same proportions. Weights are read as decimals: 0.7 is 7/10.
 
     Raises ConfigInvalid if they sum to more than LONGEST_CYCLE.
     """

@@ -20,8 +20,7 @@ from penstock.trainer.data.sources.problem import Problem
 HASH_ORDERED: Final = frozenset(
     ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
 )
-"""Data sets that iterate over sets of strings. Their order differs between processes unless
-Python's hash seed is fixed."""
+"""Data sets that iterate over sets of strings, whose order depends on Python's hash seed."""
 
 
 class _Entries(Protocol):
@@ -49,7 +48,6 @@ class ReasoningGymSource:
                 f"{section}: the problems of {config.name!r} differ between processes unless "
                 "PYTHONHASHSEED is fixed: set it in the environment, such as PYTHONHASHSEED=0"
             )
-
         self.name, self.size = config.name, config.size
         own_seed = spread_seed(config.seed)
         self._seed = own_seed

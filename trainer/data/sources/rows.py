@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, cast
 
 import numpy as np
 import xxhash
@@ -19,13 +19,20 @@ from penstock.trainer.data.sources.problem import ROLES, Problem
 MOST_NESTED = 30
 
 
+class Rows(Protocol):
+    """Rows with a known count and random access."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> object: ...
+    def __iter__(self) -> Iterator[object]: ...
+
+
 class RowSource:
-    """Rows with a known count and random access. Each row is read once at the start for checks, and
-    then when needed."""
+    """Each row is read once at the start for checks, and then when needed."""
 
     def __init__(
         self,
-        rows: Sequence[object],
+        rows: Rows,
         config: RowsConfig,
         *,
         kind: str,
@@ -100,8 +107,7 @@ def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Prob
 
 
 def as_json(value: object, place: str) -> str:
-    """Returns the same text for equal values. Values that JSON cannot express, such as dates or
-    NaN, become strings.
+    """Returns the same text for equal values. What JSON cannot express (dates, NaN) becomes a string.
 
     Raises ConfigInvalid.
     """
@@ -141,16 +147,12 @@ def _exact(value: object) -> object:
         return {key: _exact(each) for key, each in cast("dict[str, object]", value).items()}
     if isinstance(value, list):
         return [_exact(each) for each in cast("list[object]", value)]
-    if isinstance(value, int) and not isinstance(value, bool) and not _is_exact(value):
-        return str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return value if int(float(value)) == value else str(value)
+        except OverflowError:
+            return str(value)
     return value
-
-
-def _is_exact(number: int) -> bool:
-    try:
-        return int(float(number)) == number
-    except OverflowError:
-        return False
 
 
 def _check_sendable(value: object, place: str, depth: int = 0) -> None:
@@ -172,9 +174,7 @@ def _messages(value: object, place: str) -> tuple[tuple[str, str], ...]:
     items = cast("list[object]", value) if isinstance(value, list | tuple) else []
     messages: list[tuple[str, str]] = []
     for item in items:
-        if not isinstance(item, Mapping):
-            raise ConfigInvalid(f"{place}: a message needs a role and a content, got {item!r}")
-        fields = cast("Mapping[str, object]", item)
+        fields = cast("Mapping[str, object]", item if isinstance(item, Mapping) else {})
         role, content = fields.get("role"), fields.get("content")
         if role not in ROLES or not isinstance(content, str):
             raise ConfigInvalid(f"{place}: a message needs a role and a content, got {item!r}")

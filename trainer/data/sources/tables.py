@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast, overload
+from typing import Any, cast
 
 import xxhash
 
@@ -14,46 +15,29 @@ from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.rows import RowSource
 
 ROWS_AT_ONCE = 1024
-# `save_to_disk` writes this file if there are several splits.
-SPLITS_FILE = "dataset_dict.json"
+# `save_to_disk` writes one of them: the second if there are several splits.
+SAVED_FILES = ("state.json", "dataset_dict.json")
 # Names that apply to a data set saved without the name of its split, or with the name of a slice.
 ANY_SPLIT = ("train", "validation", "test")
 
-Row = Mapping[str, object]
 
+class TableRows:
+    """The rows of an Arrow table, each created on access. The library has no types."""
 
-class Table(Protocol):
-    """The part of an Arrow table that is used here. The library has no types."""
-
-    @property
-    def num_rows(self) -> int: ...
-    def slice(self, offset: int, length: int) -> Table: ...
-    def to_pylist(self) -> list[Row]: ...
-
-
-class TableRows(Sequence[Row]):
-    """A table's rows, each created on access."""
-
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Any) -> None:
         self._table = table
 
     def __len__(self) -> int:
         return self._table.num_rows
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> object:
         return self._rows(index, 1)[0]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[object]:
         for begin in range(0, len(self), ROWS_AT_ONCE):
             yield from self._rows(begin, ROWS_AT_ONCE)
 
-    def _rows(self, begin: int, count: int) -> list[Row]:
+    def _rows(self, begin: int, count: int) -> list[object]:
         """Raises ConfigInvalid for values that Python cannot represent."""
         try:
             return self._table.slice(begin, count).to_pylist()
@@ -77,10 +61,11 @@ def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet"
     if not paths:
         raise ConfigInvalid(f"{section}.path: {config.path} holds no file named *.parquet")
     digest = xxhash.xxh3_128()
-    tables: list[Table] = []
+    tables: list[Any] = []
     for path in paths:
         try:
-            digest.update(_digest(path))
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
             table = parquet.read_table(path)
             # Columns that pandas adds.
             indices = [name for name in table.column_names if name.startswith("__index_level_")]
@@ -89,7 +74,7 @@ def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet"
             raise ConfigInvalid(f"{section}.path: {path}: {error}") from error
     try:
         # Shards may differ in column order, have empty columns, or use narrower numbers.
-        table = cast("Table", arrow.concat_tables(tables, promote_options="permissive"))
+        table = arrow.concat_tables(tables, promote_options="permissive")
     except arrow.ArrowException as error:
         raise ConfigInvalid(f"{section}.path: {config.path}: {error}") from error
     return RowSource(
@@ -118,7 +103,7 @@ def open_huggingface(
         ) from error
     datasets = cast("Any", library)
     problems = (OSError, ValueError, LookupError, RuntimeError, datasets.exceptions.DatasetsError)
-    saved = _saved_to_disk(Path(config.path))
+    saved = any((Path(config.path) / name).is_file() for name in SAVED_FILES)
     if saved and (config.name or config.revision):
         given = "name" if config.name else "revision"
         raise ConfigInvalid(
@@ -136,7 +121,7 @@ def open_huggingface(
                 revision=config.revision or None,
                 streaming=False,
             )
-        table = cast("Table", loaded.with_format("arrow")[:])
+        table = loaded.with_format("arrow")[:]
     except problems as error:
         what = f"{config.path!r}, split {config.split!r}"
         why = f"{type(error).__name__}: {error}"
@@ -154,33 +139,16 @@ def open_huggingface(
 
 
 def _of_split(datasets: Any, saved: Any, split: str) -> Any:
-    """Returns the part of a saved data set that `split` selects, as `load_dataset` would. Raises
-    ValueError."""
+    """Selects a split of a saved data set as `load_dataset` would. Raises ValueError."""
     if not isinstance(saved, datasets.DatasetDict):
         named = str(saved.split or "")
         names = (named,) if re.fullmatch(r"\w+(\.\w+)*", named) else ANY_SPLIT
         saved = dict.fromkeys(names, saved)
     splits = cast("Mapping[str, Any]", saved)
     if split == "all":
-        split = (
-            "+".join(splits)
-            if len({id(rows) for rows in splits.values()}) > 1
-            else next(iter(splits))
-        )
+        several = len({id(rows) for rows in splits.values()}) > 1
+        split = "+".join(splits) if several else next(iter(splits))
     lengths = {name: rows.num_rows for name, rows in splits.items()}
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     found = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
     return datasets.concatenate_datasets(found)
-
-
-def _saved_to_disk(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("state.json", SPLITS_FILE))
-
-
-def _digest(path: Path) -> bytes:
-    """Hashes a file in pieces, because it may exceed memory."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.digest()

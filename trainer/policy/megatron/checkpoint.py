@@ -3,19 +3,15 @@
     folder/megatron/    torch_dist: every rank writes what no other rank has; a rank of another layout
                           reads what it needs
 
-The format and the loading are megatron-core's. Writing uses torch's own writer in this process and
-thread. megatron-core's writer forks, which is unsafe in a process with gRPC's threads, and it hangs
-if a child fails.
-
-Failures: an error on one rank is raised on all of them. Unfinished files lie in a checkpoint folder
-that has no final name yet, and are removed with it (see `checkpoint`).
+Writing uses torch's own writer in this process and thread. megatron-core's writer forks, which is unsafe
+in a process with gRPC's threads, and it hangs if a child fails. An error on one rank is raised on all of
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, cast
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -39,32 +35,6 @@ MODEL, OPTIMIZER = "model", "optimizer"
 State = dict[str, object]
 
 
-class ShardedModel(Protocol):
-    """The methods of megatron-core's modules that are used here."""
-
-    def sharded_state_dict(self) -> State: ...
-    def load_state_dict(self, state_dict: Mapping[str, object]) -> object: ...
-
-
-class ShardedOptimizer(Protocol):
-    """The methods of megatron-core's optimizers that are used here."""
-
-    def sharded_state_dict(
-        self, model_sharded_state_dict: State, is_loading: bool = False
-    ) -> State: ...
-    def load_state_dict(self, state_dict: Mapping[str, object]) -> None: ...
-
-
-class _Save(Protocol):
-    def __call__(
-        self, sharded_state_dict: State, checkpoint_dir: str, *, sharded_strategy: object
-    ) -> None: ...
-
-
-class _Load(Protocol):
-    def __call__(self, sharded_state_dict: State, checkpoint_dir: str) -> State: ...
-
-
 class _Writer(TorchDistSaveShardedStrategy):
     """A strategy that writes in the calling thread."""
 
@@ -79,14 +49,11 @@ class _Writer(TorchDistSaveShardedStrategy):
         )
 
 
-def save_state(folder: Path, model: nn.Module, optimizer: ShardedOptimizer | None) -> None:
+def save_state(folder: Path, model: nn.Module, optimizer: Any) -> None:
     """Write this rank's part. `optimizer` is None before its first step. Raises OSError."""
     (folder / FOLDER).mkdir(exist_ok=True)
     state = _sharded(model, optimizer, is_loading=False)
-    write = cast(
-        "_Save",
-        dist_checkpointing.save,  # pyright: ignore[reportUnknownMemberType]
-    )
+    write = cast("Any", dist_checkpointing).save
     try:
         write(state, str(folder / FOLDER), sharded_strategy=_Writer("torch_dist", 1))
     except (CheckpointException, RuntimeError) as error:
@@ -94,22 +61,21 @@ def save_state(folder: Path, model: nn.Module, optimizer: ShardedOptimizer | Non
         raise OSError(str(error)) from error
 
 
-def load_state(folder: Path, model: nn.Module, optimizer: ShardedOptimizer | None) -> None:
+def load_state(folder: Path, model: nn.Module, optimizer: Any) -> None:
     """Read this rank's part. Raises CheckpointUnusable."""
     state = _sharded(model, optimizer, is_loading=True)
-    read = cast("_Load", dist_checkpointing.load)
     try:
-        found = read(state, str(folder / FOLDER))
+        found = cast("Any", dist_checkpointing).load(state, str(folder / FOLDER))
     except (CheckpointingException, CheckpointException, OSError, KeyError, ValueError) as error:
         raise CheckpointUnusable(f"{folder}: {error}") from error
-    cast("ShardedModel", model).load_state_dict(cast("State", found[MODEL]))
+    model.load_state_dict(found[MODEL])
     if optimizer is not None:
-        optimizer.load_state_dict(cast("State", found[OPTIMIZER]))
+        optimizer.load_state_dict(found[OPTIMIZER])
 
 
-def _sharded(model: nn.Module, optimizer: ShardedOptimizer | None, *, is_loading: bool) -> State:
+def _sharded(model: nn.Module, optimizer: Any, *, is_loading: bool) -> State:
     """Build the state to write or read, in which each tensor has its place in the whole."""
-    own = cast("ShardedModel", model).sharded_state_dict()
+    own = cast("Any", model).sharded_state_dict()
     state: State = {MODEL: own}
     if optimizer is not None:
         state[OPTIMIZER] = optimizer.sharded_state_dict(own, is_loading)

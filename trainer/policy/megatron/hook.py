@@ -1,15 +1,9 @@
 """Runs megatron-core on a machine without CUDA.
 
-    install -> the first import of megatron.core -> each of its modules is compiled from rewritten source
-
-megatron-core names CUDA as the device in about forty of its modules. With CUDA, `install` does
-nothing. Without CUDA, it has `import` rewrite these places to the CPU, in memory. Neither source
-nor bytecode is written, so a process without the hook finds the library as it was installed. The
-rules were made for one version; the hook refuses to be installed with another one.
-
-Failures: `install` raises BackendUnusable before it changes anything if megatron-core is missing,
-has another version, or is already loaded. A place that no rule covers raises torch's own error
-about CUDA when it is used. `rewrite` never matches in part.
+megatron-core names CUDA as the device in about forty of its modules. Without CUDA, `install` has `import`
+rewrite these places to the CPU, in memory. Neither source nor bytecode is written, so a process without the
+hook finds the library as it was installed. The rules were made for one version; the hook refuses any other.
+A place that no rule covers raises torch's own error about CUDA when it is used.
 """
 
 from __future__ import annotations
@@ -53,9 +47,10 @@ RULES = tuple(
 
 
 def install() -> None:
-    """Make megatron-core run on this machine. Does nothing with CUDA, or when called again.
+    """Make megatron-core run on this machine. With CUDA, or when called again, it rewrites nothing.
 
-    Raises BackendUnusable.
+    Raises BackendUnusable, before it changes anything, if megatron-core is missing, has another version,
+    or is already loaded.
     """
     _check_version()
     # Warnings about optional packages and deprecated torch calls, which users cannot act on.
@@ -118,11 +113,8 @@ class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         if module.__name__ == RANDOM:
-            for name, function in (
-                ("_get_cuda_rng_state", _get_random_state),
-                ("_set_cuda_rng_state", _set_random_state),
-            ):
-                setattr(module, name, function)
+            vars(module)["_get_cuda_rng_state"] = _get_random_state
+            vars(module)["_set_cuda_rng_state"] = _set_random_state
         if module.__name__ == COMPILER:
             # The functions that its decorators compile are unused, and the compiler takes seconds to load.
             module.disable_jit_fuser()

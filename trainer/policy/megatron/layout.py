@@ -1,5 +1,4 @@
-"""Divides the ranks by tensor, pipeline and data parallelism, which assigns each rank its part of
-the model.
+"""Divides the ranks by tensor, pipeline and data parallelism.
 
     rank = (stage x data_ranks + data) x tensor_ranks + tensor
 
@@ -9,7 +8,7 @@ Import it only after `hook.install`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -17,6 +16,7 @@ from torch import distributed
 
 from penstock.trainer.config.trainer import MegatronBackend
 from penstock.trainer.core.errors import ConfigInvalid
+from penstock.trainer.policy.sharding import join_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +50,20 @@ class Layout:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this stage computes the model's predictions."""
         return self.stage == self.stages - 1
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this rank reports the results for all ranks with the same micro-batches."""
-        return self.is_last_stage and self.tensor == 0
 
 
 def join_layout(backend: MegatronBackend, seed: int) -> Layout:
-    """Join the layout of all ranks; a single process becomes its own group. Call it once per process.
+    """Join the layout of all ranks; a single process becomes its own group.
 
     Raises ConfigInvalid if the number of ranks cannot be divided this way.
     """
     cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     if not distributed.is_initialized():
-        distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=distributed.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
-            rank=0,
-            world_size=1,
-        )
-    ranks, sizes = (
-        distributed.get_world_size(),
-        (backend.tensor_parallel, backend.pipeline_parallel),
-    )
+        join_alone(device)
+    ranks = distributed.get_world_size()
+    sizes = backend.tensor_parallel, backend.pipeline_parallel
     if ranks % (sizes[0] * sizes[1]):
         raise ConfigInvalid(
             f"model.backend: tensor_parallel {sizes[0]} times pipeline_parallel {sizes[1]} must divide"
@@ -84,7 +72,7 @@ def join_layout(backend: MegatronBackend, seed: int) -> Layout:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(*sizes, create_gloo_process_groups=False)
     # Layers require the random states to exist, although none draws from them without dropout.
-    cast("_Seed", tensor_parallel.model_parallel_cuda_manual_seed)(seed, force_reset_rng=True)
+    cast("Any", tensor_parallel).model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     tensor_group, pipeline_group, data_group = (
         cast("distributed.ProcessGroup", group)
         for group in (
@@ -102,9 +90,5 @@ def join_layout(backend: MegatronBackend, seed: int) -> Layout:
         data_ranks=data_group.size(),
         tensor_group=tensor_group,
         pipeline_group=pipeline_group,
-        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        device=device,
     )
-
-
-class _Seed(Protocol):
-    def __call__(self, seed: int, *, force_reset_rng: bool) -> None: ...

@@ -1,18 +1,15 @@
 """A Hugging Face model computed by megatron-core, on one rank of a layout.
 
-For the suffixes of tensor names see `batching`. The layers are megatron-core's own, in its local
-specification, which needs neither Transformer Engine nor apex. Two parts are replaced on every
-device. Attention uses torch's kernels, which support the masks of prefix trees and keep no T x T
-matrix. Rotary angles are computed from explicit positions, because those of a tree are not 0, 1, 2
-... Fusions are off, because they go through torch.compile.
-
-Import it only after `hook.install`.
+The layers are megatron-core's own, in its local specification, which needs neither Transformer Engine nor
+apex. Two parts are replaced: attention uses torch's kernels, which support the masks of prefix trees and
+keep no T x T matrix, and rotary angles are computed from explicit positions, because those of a tree are
+not 0, 1, 2, ... Suffixes as in `batching`. Import it only after `hook.install`.
 """
 # ruff: noqa: N806 - a name ends with its dimensions.
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -22,13 +19,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
-from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.trainer.batching.batching import MicroBatch
 from penstock.trainer.config.trainer import ModelConfig
 from penstock.trainer.policy.loading import compute_dtype
-from penstock.trainer.policy.megatron.description import Description, Facts, head_dim
+from penstock.trainer.policy.megatron.description import Description
 from penstock.trainer.policy.megatron.layout import Layout
 from penstock.trainer.policy.megatron.names import Cut, Shape, held_entries, local_name
 
@@ -37,7 +33,7 @@ def transformer_config(
     description: Description, model: ModelConfig, layout: Layout
 ) -> TransformerConfig:
     """Translate the description to megatron-core's configuration."""
-    facts, shape = cast("Facts", description.config), description.shape
+    facts, shape = description.config, description.shape
     dtype = compute_dtype(model, layout.device)
     recomputed: dict[str, object] = {}
     if model.gradient_checkpointing:
@@ -46,8 +42,7 @@ def transformer_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    build = cast("_Build", TransformerConfig)
-    return build(
+    return cast("Any", TransformerConfig)(
         **recomputed,
         num_layers=shape.layers,
         hidden_size=facts.hidden_size,
@@ -88,10 +83,6 @@ def transformer_config(
     )
 
 
-class _Build(Protocol):
-    def __call__(self, **fields: object) -> TransformerConfig: ...
-
-
 class StageModel:
     """This rank's part of a model, and its computation of a micro-batch."""
 
@@ -99,21 +90,19 @@ class StageModel:
         """The weights are uninitialized."""
         shape = description.shape
         spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
-        layer = cast("_LayerSpec", spec.submodules)
-        layer.self_attention.submodules.core_attention = TorchAttention
-        padded = shape.padded_vocabulary(layout.tensor_ranks)
-        facts = cast("Facts", description.config)
+        cast("Any", spec.submodules).self_attention.submodules.core_attention = TorchAttention
+        padded = -(-shape.vocabulary // layout.tensor_ranks) * layout.tensor_ranks
         gpt = GPTModel(
             config=config,
             transformer_layer_spec=spec,
             vocab_size=padded,
-            max_sequence_length=facts.max_position_embeddings,
+            max_sequence_length=description.config.max_position_embeddings,
             pre_process=layout.stage == 0,
             post_process=layout.is_last_stage,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
         )
-        self._rotary = RotaryAngles(description.config, layout.device)
+        self._rotary = RotaryAngles(description, layout.device)
         setattr(gpt, "rotary_pos_emb", self._rotary)  # noqa: B010 - the declared class differs.
         self._sources_M: Tensor | None = None
         if layout.is_last_stage:
@@ -160,15 +149,9 @@ class StageModel:
 
 
 def _mark_parts(gpt: nn.Module, shape: Shape, layout: Layout) -> None:
-    """Mark each parameter that is a part of a larger one.
-
-    megatron-core does this only if it initializes the parameters. Without the mark, the gradient
-    norm would omit the other ranks' parts.
-    """
-    mark = cast(
-        "_Mark",
-        tensor_parallel.set_tensor_model_parallel_attributes,  # pyright: ignore[reportUnknownMemberType]
-    )
+    """Mark each parameter that is a part of a larger one, as megatron-core does if it initializes them.
+    Without the mark, the gradient norm would omit the other ranks' parts."""
+    mark = cast("Any", tensor_parallel).set_tensor_model_parallel_attributes
     parameters = dict(gpt.named_parameters())
     for entry in held_entries(shape, layout.stage, layout.stages):
         parameter = parameters[local_name(entry, shape, layout.stages)]
@@ -176,29 +159,12 @@ def _mark_parts(gpt: nn.Module, shape: Shape, layout: Layout) -> None:
             mark(parameter, True, 1 if entry.cut is Cut.COLUMNS else 0, 1)
 
 
-class _Mark(Protocol):
-    def __call__(self, tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None: ...
-
-
-class _AttentionParts(Protocol):
-    core_attention: object
-
-
-class _AttentionSpec(Protocol):
-    submodules: _AttentionParts
-
-
-class _LayerSpec(Protocol):
-    self_attention: _AttentionSpec
-
-
 class TorchAttention(nn.Module):
     """Attention with torch's kernels, causal or with a mask. Replaces megatron-core's."""
 
     def __init__(self, *, config: TransformerConfig, **unused: object) -> None:
         super().__init__()
-        groups = config.num_query_groups
-        self._grouped = groups != config.num_attention_heads
+        self._grouped = config.num_query_groups != config.num_attention_heads
 
     def forward(
         self,
@@ -228,17 +194,17 @@ class TorchAttention(nn.Module):
 class RotaryAngles(nn.Module):
     """Rotary angles of explicit positions. Replaces megatron-core's, which counts positions."""
 
-    def __init__(self, config: PretrainedConfig, device: torch.device) -> None:
+    def __init__(self, description: Description, device: torch.device) -> None:
         super().__init__()
-        rope = cast("Facts", config).rope_parameters
+        rope = description.config.rope_parameters
         kind = str(rope.get("rope_type", "default"))
         if kind == "default":
-            size = head_dim(config)
+            size = description.shape.head_dim
             powers = torch.arange(0, size, 2, dtype=torch.int64).float() / size
             frequencies_D = 1.0 / (cast("float", rope["rope_theta"]) ** powers)
         else:
-            initialize = cast("_InitializeRope", ROPE_INIT_FUNCTIONS[kind])
-            frequencies_D, _ = initialize(config, torch.device("cpu"))
+            initialize = cast("Any", ROPE_INIT_FUNCTIONS[kind])
+            frequencies_D, _ = initialize(description.config, torch.device("cpu"))
         # Not a buffer, because bfloat16 would round it.
         self._frequencies_D = frequencies_D.float().to(device)
         self.positions_BT: Tensor | None = None
@@ -254,7 +220,3 @@ class RotaryAngles(nn.Module):
             raise RuntimeError("no positions were set before the forward pass")
         half_TBD = self.positions_BT.T.float().unsqueeze(-1) * self._frequencies_D
         return torch.cat((half_TBD, half_TBD), dim=-1).unsqueeze(2)
-
-
-class _InitializeRope(Protocol):
-    def __call__(self, config: PretrainedConfig, device: torch.device) -> tuple[Tensor, float]: ...

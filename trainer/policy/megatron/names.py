@@ -2,10 +2,8 @@
 
     file -> join -> cut -> parameter of a rank          and          parameters -> mend -> split -> upload
 
-Both directions use one table, for the kinds of models in `SUPPORTED`. An entry is one whole
-parameter of megatron-core, as it would be without tensor parallelism. It lists the Hugging Face
-tensors that form the parameter, in the order in which they are joined. It also defines how the
-parameter is cut over the ranks of tensor parallelism:
+Both directions use one table. An entry is one whole parameter of megatron-core, as it would be without
+tensor parallelism. It defines how the parameter is cut over the ranks of tensor parallelism:
 
     WHOLE      the same on every rank
     ROWS       along its first dimension, which Megatron calls column-parallel
@@ -34,8 +32,6 @@ LAYER = "decoder.layers."
 
 
 class Cut(Enum):
-    """How a parameter is laid out; see the module's docstring."""
-
     WHOLE = auto()
     ROWS = auto()
     COLUMNS = auto()
@@ -59,10 +55,6 @@ class Shape:
     qk_norm: bool
     qkv_bias: bool
 
-    def padded_vocabulary(self, tensor_parallel: int) -> int:
-        """Return the embedding's number of rows after padding for this many ranks."""
-        return -(-self.vocabulary // tensor_parallel) * tensor_parallel
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -71,7 +63,7 @@ class Entry:
     own: str
     """Its name in megatron-core, with the layer counted over all stages."""
     hf: tuple[str, ...]
-    """Names of the Hugging Face tensors that form the parameter."""
+    """Names of the Hugging Face tensors that form the parameter, in order."""
     cut: Cut
 
     def join(self, tensors: Sequence[Tensor], shape: Shape) -> Tensor:
@@ -135,10 +127,8 @@ def entries(shape: Shape) -> Iterator[Entry]:
 
 
 def held_entries(shape: Shape, stage: int, stages: int) -> Iterator[Entry]:
-    """Yield every parameter that a pipeline stage holds.
-
-    These are the ones that it uploads. The last stage also has its copy of a tied embedding.
-    """
+    """Yield every parameter that a pipeline stage holds: those that it uploads, and on the last stage its
+    copy of a tied embedding."""
     for entry in entries(shape):
         if stage_of(entry, shape, stages) == stage:
             yield entry
@@ -167,7 +157,7 @@ def _layer_entries(shape: Shape, own: str, hf: str) -> Iterator[Entry]:
 
 
 def stage_of(entry: Entry, shape: Shape, stages: int) -> int:
-    """Return the stage that uploads this parameter. All stages have the same number of layers."""
+    """Return the stage that uploads this parameter."""
     if entry.own.startswith(LAYER):
         return int(entry.own.split(".")[2]) // (shape.layers // stages)
     return 0 if entry.own == EMBEDDING else stages - 1

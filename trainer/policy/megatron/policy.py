@@ -1,17 +1,8 @@
 """The policy at scale: a megatron-core model with tensor, pipeline and data parallelism.
 
-Supports Llama, Qwen2 and Qwen3 in Hugging Face's format, with AdamW driven by megatron-core. Each
-rank creates one policy, and `ranked` describes how its methods are called. Only rank 0 has
-the tokenizer. The losses, the plan, the learning rate and the order of a step are those of
-`fsdp`, by way of `backend`. For the suffixes of tensor names see `batching`.
-
-    ranks -> layout: tensor x pipeline x data parallel
-    step     the reference's log-probabilities and the critic's values -> advantages that depend on them ->
-               the proximal policy's log-probabilities -> per update: gradients of this copy's
-               micro-batches, summed over copies, clipped, applied; then the critic's update
-    weights  gathered parameter by parameter to rank 0
-    save     rank 0 writes a model folder; all ranks write megatron-core's distributed format and their
-               random states
+Supports Llama, Qwen2 and Qwen3 in Hugging Face's format, with AdamW driven by megatron-core. The losses,
+the plan, the learning rate and the order of a step are those of `fsdp`, by way of `backend`. Only rank 0
+has the tokenizer. Suffixes as in `batching`.
 
 The critic is the same as in `fsdp`: a second model, computed by transformers and sharded over all ranks.
 The ranks of a copy divide its micro-batches among them, and all of them get the value of each token.
@@ -28,7 +19,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -62,7 +53,7 @@ from penstock.trainer.policy.loading import (
     outline,
     save_tokenizer,
 )
-from penstock.trainer.policy.megatron.checkpoint import ShardedOptimizer, load_state, save_state
+from penstock.trainer.policy.megatron.checkpoint import load_state, save_state
 from penstock.trainer.policy.megatron.description import describe, model_folder
 from penstock.trainer.policy.megatron.layout import join_layout
 from penstock.trainer.policy.megatron.model import StageModel, transformer_config
@@ -76,17 +67,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GENERATION_FILE = "generation_config.json"
-
-
-class _Optimizer(ShardedOptimizer, Protocol):
-    """The methods of megatron-core's optimizers that are used here."""
-
-    param_groups: list[dict[str, Any]]
-
-    def zero_grad(self) -> None: ...
-    def prepare_grads(self) -> bool: ...
-    def clip_grad_norm(self, clip_grad: float) -> float: ...
-    def step_with_ready_grads(self) -> bool: ...
 
 
 class MegatronPolicy(BackendPolicy):
@@ -111,7 +91,8 @@ class MegatronPolicy(BackendPolicy):
             raise ConfigInvalid(f"model.backend: {backend.kind} is not megatron")
         super().__init__(train, algorithm, total_steps=total_steps, seed=seed)
         self._layout = join_layout(backend, seed)
-        self._device, self._speaks = self._layout.device, self._layout.speaks
+        self._device = self._layout.device
+        self._speaks = self._layout.is_last_stage and self._layout.tensor == 0
         self._sharding = Sharding()
         self._folder = model_folder(model.path)
         self._description = describe(model.path, backend)
@@ -141,15 +122,14 @@ class MegatronPolicy(BackendPolicy):
 
     @property
     def data_ranks(self) -> int:
-        """Number of copies of the model; see `protocol.Policy`."""
+        """Number of copies of the model."""
         return self._layout.data_ranks
 
     def data_rank(self, rank: int) -> int:
-        """Return which copy the rank holds a shard of; see `ranked.RankPolicy`."""
+        """Return which copy the rank holds a shard of."""
         return rank // self._layout.tensor_ranks % self._layout.data_ranks
 
     def adapter(self) -> weights_pb2.LoraAdapter | None:
-        """Return None: all weights are trained."""
         return None
 
     def supports_trees(self) -> bool:
@@ -192,7 +172,7 @@ class MegatronPolicy(BackendPolicy):
             [
                 (part.batch, partial(self._evaluate, part, update.counts))
                 for part in update.parts
-                if len(part.batch.tokens_N)
+                if not part.batch.is_empty
             ],
             entropy_gradient=self._objective.has_entropy_bonus,
         )
@@ -204,19 +184,11 @@ class MegatronPolicy(BackendPolicy):
         self, stage: StageModel, module: nn.Module, batches: Sequence[MicroBatch]
     ) -> list[Tensor]:
         """Compute the log-probabilities of each micro-batch on the last stage; zeros on the others."""
-        found = iter(compute_logprobs(stage, module, [b for b in batches if len(b.tokens_N)]))
+        found = iter(compute_logprobs(stage, module, [b for b in batches if not b.is_empty]))
         nothing = torch.zeros(0, device=self._layout.device)
         if not self._layout.is_last_stage:
             return [nothing.new_zeros(len(batch.tokens_N)) for batch in batches]
-        return [next(found) if len(batch.tokens_N) else nothing for batch in batches]
-
-    def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Compute each trained token's log-probability under the current weights, float32, shape
-        [N].
-
-        Only the last stage returns them; earlier stages return zeros.
-        """
-        return self._logprobs(self._stage, self._parallel, [batch])[0]
+        return [nothing if batch.is_empty else next(found) for batch in batches]
 
     def _apply(self, rate: float) -> None:
         for group in self._optimizer.param_groups:
@@ -228,18 +200,16 @@ class MegatronPolicy(BackendPolicy):
         self._optimizer.step_with_ready_grads()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of an upload on rank 0, none on other ranks; see `protocol.Policy`."""
+        """Yield every tensor of an upload on rank 0, none on other ranks."""
         return gather_weights(self._stage.gpt, self._description.shape, self._layout)
 
     def score(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Score a sequence under the given weights with transformers; see `protocol.Policy`."""
         if self._outline is None:
             # On the CPU, whose memory can hold a model that does not fit on one device.
             self._outline = outline(str(self._folder), torch.device("cpu"))
         return self._outline.score(tensors, token_ids).numpy()
 
     def save_model(self, folder: Path) -> None:
-        """Write a model folder; see `protocol.Policy`."""
         # Copied, because some tensors are slices of another.
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights()}
         if self._tokenizer is not None:
@@ -263,9 +233,7 @@ class MegatronPolicy(BackendPolicy):
         return StageModel(self._description, config, self._layout)
 
 
-def _make_optimizer(
-    module: DistributedDataParallel, dtype: torch.dtype, train: TrainConfig
-) -> _Optimizer:
+def _make_optimizer(module: DistributedDataParallel, dtype: torch.dtype, train: TrainConfig) -> Any:
     """Create AdamW, with weight decay for matrices and none for vectors."""
     config = OptimizerConfig(
         optimizer="adam",
@@ -281,9 +249,5 @@ def _make_optimizer(
     )
     made = get_megatron_optimizer(config, [module], use_gloo_process_groups=False)
     # One optimizer per kind of parameters; without experts there is one kind.
-    (optimizer,) = cast("_Chain", made).chained_optimizers
+    (optimizer,) = cast("Any", made).chained_optimizers
     return optimizer
-
-
-class _Chain(Protocol):
-    chained_optimizers: list[_Optimizer]

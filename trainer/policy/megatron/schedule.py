@@ -1,18 +1,16 @@
 """Runs micro-batches through a pipeline: forward only, or forward and backward.
 
-For the suffixes of tensor names see `batching`. Every rank of a copy of the model makes these calls with
-the same micro-batches. Ranks of another copy have different ones, and possibly another number of them.
-Only the last stage knows the results for tokens; there, all ranks that share its tensors know them.
-
-The vocabulary is cut over these ranks, and no rank ever holds a whole row of logits. Each rank
-reduces its own columns, and only three numbers per row are summed over the ranks.
+Every rank of a copy of the model makes these calls with the same micro-batches. Ranks of another copy have
+different ones, and possibly another number of them. Only the last stage knows the results for tokens;
+there, all ranks that share its tensors know them. The vocabulary is cut over these ranks. Each reduces its
+own columns, and only three numbers per row are summed over the ranks. Suffixes as in `batching`.
 """
 # ruff: noqa: N803, N806 - a name ends with its dimensions.
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -27,23 +25,6 @@ from penstock.trainer.policy.token_model import TokenOutput, at_temperatures
 Loss = Callable[[TokenOutput], tuple[Tensor, Figures]]
 """Returns what a micro-batch adds to the loss, and its figures."""
 T = TypeVar("T")
-
-
-class _Schedule(Protocol, Generic[T]):
-    """One of megatron-core's schedules. Returns what the last stage collected; nothing on other stages."""
-
-    def __call__(
-        self,
-        *,
-        forward_step_func: Callable[[Iterator[T], nn.Module], tuple[Tensor, object]],
-        data_iterator: Iterator[T],
-        model: nn.Module,
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        forward_only: bool,
-        collect_non_loss_data: bool,
-    ) -> list[object]: ...
 
 
 def compute_logprobs(
@@ -106,8 +87,7 @@ def _run(
 ) -> list[object]:
     if not batches:
         return []  # A schedule without a pipeline runs at least one micro-batch.
-    schedule = cast("_Schedule[T]", get_forward_backward_func())
-    return schedule(
+    return cast("Any", get_forward_backward_func())(
         forward_step_func=compute,
         data_iterator=iter(batches),
         model=module,
@@ -157,8 +137,4 @@ def read_tokens(
 
 def _sum_over_columns(partial_M: Tensor) -> Tensor:
     """Sum over the ranks that share the vocabulary; each rank gets its part's gradient."""
-    reduce = cast(
-        "Callable[[Tensor], Tensor]",
-        tensor_parallel.reduce_from_tensor_model_parallel_region,  # pyright: ignore[reportUnknownMemberType]
-    )
-    return reduce(partial_M)
+    return cast("Any", tensor_parallel).reduce_from_tensor_model_parallel_region(partial_M)

@@ -1,12 +1,7 @@
 """Loads a model's weights from files to the ranks, and gathers them from the ranks to rank 0.
 
-Both directions go tensor by tensor, so that no rank ever needs room for the whole model. Each rank
-reads the tensors of which it holds a part. Rank 0 receives one parameter after another, in the
-order of the table. Only the ranks of the model's first copy take part in gathering, but every rank
-has to iterate to the end.
-
-Failures: a missing tensor, or one of the wrong shape, raises ConfigInvalid before any training. A
-rank that is lost during gathering causes an error in torch.distributed.
+Both directions go tensor by tensor, so that no rank ever needs room for the whole model. Only the ranks of
+the model's first copy take part in gathering, but every rank has to iterate to the end.
 """
 
 from __future__ import annotations
@@ -14,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,20 +32,13 @@ INDEX_FILE = "model.safetensors.index.json"
 MOST_DIMENSIONS = 2
 
 
-class _OpenFile(Protocol):
-    """The methods of an open safetensors file that are used here."""
-
-    def keys(self) -> list[str]: ...
-    def get_tensor(self, name: str) -> Tensor: ...
-
-
 class ModelFiles:
     """The tensors of a model folder, each read on demand."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigInvalid if the folder has no readable safetensors files."""
         self._folder = folder
-        self._open: dict[str, _OpenFile] = {}
+        self._open: dict[str, Any] = {}
         try:
             if (folder / INDEX_FILE).exists():
                 index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
@@ -67,14 +55,12 @@ class ModelFiles:
         try:
             return self._file(self._files[name]).get_tensor(name).float()
         except (KeyError, OSError, SafetensorError) as error:
-            raise ConfigInvalid(
-                f"model.path: {self._folder} has no tensor {name}: {error}"
-            ) from error
+            message = f"model.path: {self._folder} has no tensor {name}: {error}"
+            raise ConfigInvalid(message) from error
 
-    def _file(self, name: str) -> _OpenFile:
+    def _file(self, name: str) -> Any:
         if name not in self._open:
-            opened = safe_open(self._folder / name, framework="pt")
-            self._open[name] = cast("_OpenFile", opened)
+            self._open[name] = safe_open(self._folder / name, framework="pt")
         return self._open[name]
 
 

@@ -1,8 +1,8 @@
 """vLLM's weight transfer over gloo, trainer side: for CPUs, and for hosts without NCCL.
 
-The flow is that of vLLM's own nccl engine. The workers are asked to join while this end is opened.
-Then, for each version, they learn what to expect, and it is broadcast. Every wait has a
-deadline, and ends early if the server reports a failure.
+The flow is that of vLLM's own nccl engine. The workers are asked to join while this end is opened. Then,
+for each version, they learn what to expect, and it is broadcast. Every wait has a deadline, and ends early
+if the server reports a failure.
 """
 
 from __future__ import annotations
@@ -26,14 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from penstock.wire.gloo_group import (
-    GlooGroup,
-    GroupBroken,
-    Meeting,
-    buckets,
-    bytes_of,
-    lay_out,
-)
+from penstock.wire.gloo_group import GlooGroup, GroupBroken, Meeting, buckets, bytes_of, lay_out
 
 T = TypeVar("T")
 
@@ -142,11 +135,8 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         tensors: Iterable[tuple[str, torch.Tensor]],
         xxh3: Sequence[int] = (),
     ) -> None:
-        """Sends one round of an update that the caller begins and finishes. `meta` describes these
-        tensors.
-
-        Raises GroupBroken, and the errors of the client.
-        """
+        """Sends one round of an update that the caller begins and finishes. `meta` describes these tensors.
+        Raises as `send_weights`."""
         info: dict[str, object] = {
             "names": [entry.name for entry in meta],
             "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in meta],
@@ -181,15 +171,15 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         receiving.result()
 
     def shutdown(self) -> None:
-        """Leaves the group by releasing it."""
+        # Releasing the group leaves it.
         self._group = None
 
 
 def _fill_buckets(
     meta: Sequence[ParamMeta], tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
 ) -> Iterator[torch.Tensor]:
-    """Yields the concatenated bytes of the tensors in buckets. There are two buffers, so that one
-    bucket can be sent while the next is filled. Each is overwritten two buckets later."""
+    """Yields the concatenated bytes of the tensors in buckets. There are two buffers, so that one bucket
+    can be sent while the next is filled. Each is overwritten two buckets later."""
     lengths = [torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in meta]
     offsets, total = lay_out(lengths)
     room, other = [torch.zeros(min(bucket_bytes, total), dtype=torch.uint8) for _ in range(2)]
@@ -215,7 +205,7 @@ def _fill_buckets(
 def _checked(
     meta: Sequence[ParamMeta], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[torch.Tensor]:
-    """Yields the bytes of each tensor, after checking that it is the announced one."""
+    """Yields each tensor's bytes, after checking that it is the announced one."""
     for entry, (name, tensor) in zip(meta, tensors, strict=True):
         found = ParamMeta(name, tensor.dtype, tuple(tensor.shape))
         if found != ParamMeta(entry.name, entry.dtype, tuple(entry.shape)):
@@ -224,8 +214,7 @@ def _checked(
 
 
 def _start(work: Callable[[], T]) -> Future[T]:
-    """Runs the work in a daemon thread, which does not keep the process alive. gloo cannot be
-    interrupted, only abandoned."""
+    """Runs the work in a daemon thread: gloo cannot be interrupted, only abandoned."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -240,11 +229,9 @@ def _start(work: Callable[[], T]) -> Future[T]:
 
 def _unless_failed(rpc: Future[None], work: Future[T]) -> T:
     """Returns the result of the work. Raises the error of the call if the call fails first."""
+    pending = {cast("Future[object]", rpc), cast("Future[object]", work)}
     while not work.done():
-        pending: list[Future[object]] = [cast("Future[object]", work)]
-        if not rpc.done():
-            pending.append(cast("Future[object]", rpc))
-        wait(pending, return_when=FIRST_COMPLETED)
+        pending = wait(pending, return_when=FIRST_COMPLETED).not_done
         if rpc.done() and not work.done():
             rpc.result()
     return work.result()

@@ -1,4 +1,4 @@
-"""Adapts the publisher's payload to vLLM's trainer engines, whole or as patches. Imports vLLM."""
+"""Adapts the publisher's payload to vLLM's trainer engines, whole or as patches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PayloadSource(HashedSource):
         ]
 
     def xxh3(self) -> Sequence[int]:
-        return [spec.xxh3 for spec in self._filled.specs]
+        return self._filled.checksums
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._filled.tensors().items():
@@ -43,24 +43,23 @@ class PayloadSource(HashedSource):
 
 
 def patches_of(parcel: Parcel, device: torch.device) -> list[SparseWeightPatch]:
-    """Returns the elements that changed since the parcel's base, or all elements if the parcel is whole.
+    """The elements that changed since the parcel's base, or all elements if the parcel is whole.
 
-    There is always at least one patch. If nothing changed, it repeats one value. Without patches
-    vLLM's engine sends the server nothing, but the server must learn of the version.
+    If nothing changed, one patch repeats one value. Without patches vLLM's engine sends the server
+    nothing, but the server must learn of the version.
     """
     payload, base = parcel.payload, parcel.base
-    before = base.elements() if base is not None else [None] * len(payload.specs)
+    tensors, after = payload.tensors(), payload.elements()
+    before = base.payload.elements() if base is not None else [None] * len(after)
     patches: list[SparseWeightPatch] = []
-    for (name, tensor), new, old in zip(
-        payload.tensors().items(), payload.elements(), before, strict=True
-    ):
+    for (name, tensor), new, old in zip(tensors.items(), after, before, strict=True):
         # Compares bits: as numbers, 0.0 equals -0.0, and NaN differs from itself.
         found = np.arange(len(new)) if old is None else np.flatnonzero(new != old)
         if len(found):
             places = torch.tensor(found, dtype=torch.int32)
             patches.append(_patch(name, tensor, places, device))
     if not patches:
-        name, tensor = next(iter(payload.tensors().items()))
+        name, tensor = next(iter(tensors.items()))
         patches.append(_patch(name, tensor, torch.zeros(1, dtype=torch.int32), device))
     return patches
 

@@ -1,10 +1,10 @@
 """vLLM's own weight transfer under Penstock's control: its `VLLMWeightSyncClient` over `UpdateWeights`.
 
-vLLM's trainer engines (nccl, ipc, sparse_nccl, and any that is registered) move the bytes between
-the trainer and the workers. They make four requests of the inference side:
+vLLM's trainer engines (nccl, ipc, sparse_nccl, and any that is registered) move the bytes between the
+trainer and the workers. They make four requests of the inference side:
 
     init_weight_transfer_engine   a stream with a join; returns when the engine has joined
-    start_weight_update           the header, if `prepare` got the tensors: the engine pauses
+    start_weight_update           the header, if it lists the tensors: the engine pauses
     update_weights                the header, if it was not sent yet; then a round
     finish_weight_update          the commit; returns when the version is being sampled
 
@@ -14,7 +14,7 @@ requires VLLM_ALLOW_INSECURE_SERIALIZATION. vLLM's own check also requires it on
 
     client = PenstockWeightSyncClient("127.0.0.1:50051", "nccl")
     engine = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=...)
-    client.prepare(weight_version=7, trainer_epoch=epoch)
+    client.prepare(weights_pb2.WeightHeader(weight_version=7, trainer_epoch=epoch))
     engine.send_weights()
 """
 
@@ -25,7 +25,6 @@ import json
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import grpc
@@ -52,26 +51,6 @@ class WeightSyncFailed(TrainerError):
         """The error from gRPC; None for a timeout on this side."""
 
 
-@dataclass(frozen=True, slots=True)
-class NextUpdate:
-    """The description of the next update."""
-
-    weight_version: int
-    trainer_epoch: int
-    in_flight: weights_pb2.InFlightPolicy.ValueType = weights_pb2.IN_FLIGHT_POLICY_UNSPECIFIED
-    """Policy for turns in flight; if unset, the server decides."""
-    base_weight_version: int = 0
-    """The active version that patches apply to; zero for a whole version."""
-    probe: weights_pb2.WeightProbe | None = None
-    """The engine scores it after the switch."""
-    tensors: tuple[weights_pb2.TensorSpec, ...] = ()
-    """Names, shapes and dtypes of all tensors in all rounds of the update.
-
-    Without them, the first round has to name everything. With them, the server can refuse before
-    any byte is sent.
-    """
-
-
 class PenstockWeightSyncClient:
     """Implements vLLM's VLLMWeightSyncClient, with one update at a time."""
 
@@ -83,10 +62,7 @@ class PenstockWeightSyncClient:
         timeout_seconds: float = TIMEOUT_SECONDS,
         security: Security | None = None,
     ) -> None:
-        """`address` is the server's HOST:PORT, `backend` a name in vLLM's registry.
-
-        Raises CredentialsUnusable.
-        """
+        """`address` is HOST:PORT, `backend` a name in vLLM's registry. Raises CredentialsUnusable."""
         self._backend = backend
         self._timeout_seconds = timeout_seconds
         self._channel, self._tokens = open_blocking_channel(address, security, own_connection=True)
@@ -99,7 +75,7 @@ class PenstockWeightSyncClient:
         )
         self.trainer_epoch = 0
         """Epoch for the next join; also set by `prepare`."""
-        self._next: NextUpdate | None = None
+        self._next: weights_pb2.WeightHeader | None = None
         self._stream: _Stream | None = None
         self._header_sha256 = b""
         self._result: weights_pb2.UpdateWeightsResponse | None = None
@@ -111,13 +87,15 @@ class PenstockWeightSyncClient:
             raise RuntimeError("no update has finished")
         return self._result
 
-    def prepare(self, update: NextUpdate) -> None:
-        """Describe the next update. Call it before each one."""
-        self._next = update
-        self.trainer_epoch = update.trainer_epoch
+    def prepare(self, header: weights_pb2.WeightHeader) -> None:
+        """Describe the next update, before each one. The client sets source and activation.
+
+        Without tensors, the first round has to name everything. With the names, shapes and dtypes of all
+        tensors in all rounds, the server can refuse before any byte is sent."""
+        self._next = header
+        self.trainer_epoch = header.trainer_epoch
 
     def close(self) -> None:
-        """Cancel an update in progress and close the channel."""
         self._drop()
         self._channel.close()
 
@@ -166,26 +144,20 @@ class PenstockWeightSyncClient:
         self._drop()
 
     def _begin(self, tensors: Sequence[weights_pb2.TensorSpec]) -> None:
-        update = self._prepared()
-        header = weights_pb2.WeightHeader(
-            weight_version=update.weight_version,
-            base_weight_version=update.base_weight_version,
-            tensors=tensors,
-            collective=weights_pb2.CollectiveSource(backend=self._backend),
-            activation=weights_pb2.ACTIVATION_IMMEDIATE,
-            in_flight=update.in_flight,
-            trainer_epoch=update.trainer_epoch,
-            probe=update.probe,
-        )
+        header = weights_pb2.WeightHeader()
+        header.CopyFrom(self._prepared())
+        header.ClearField("tensors")
+        header.tensors.extend(tensors)
+        header.collective.backend = self._backend
+        header.activation = weights_pb2.ACTIVATION_IMMEDIATE
         self._header_sha256 = hashlib.sha256(_serialize(header)).digest()
-        self._stream = _Stream(self._method, f"version {update.weight_version}", self._tokens)
+        self._stream = _Stream(self._method, f"version {header.weight_version}", self._tokens)
         self._exchange(weights_pb2.UpdateWeightsRequest(header=header))
 
     def _exchange(
         self, request: weights_pb2.UpdateWeightsRequest
     ) -> weights_pb2.UpdateWeightsResponse:
-        stream = self._stream
-        if stream is None:
+        if (stream := self._stream) is None:
             raise RuntimeError("no update is in progress")
         try:
             stream.send(request)
@@ -198,7 +170,7 @@ class PenstockWeightSyncClient:
             raise RuntimeError("the server ended the upload without an answer")
         return response
 
-    def _prepared(self) -> NextUpdate:
+    def _prepared(self) -> weights_pb2.WeightHeader:
         if self._next is None:
             raise RuntimeError("prepare was not called before the update")
         return self._next
@@ -221,12 +193,10 @@ class _Stream:
         tokens: TokenSource | None,
     ) -> None:
         self._doing = doing
-        self._requests: queue.SimpleQueue[weights_pb2.UpdateWeightsRequest | None] = (
-            queue.SimpleQueue()
-        )
-        self._answers: queue.SimpleQueue[
+        self._requests = queue.SimpleQueue[weights_pb2.UpdateWeightsRequest | None]()
+        self._answers = queue.SimpleQueue[
             weights_pb2.UpdateWeightsResponse | grpc.RpcError | None
-        ] = queue.SimpleQueue()
+        ]()
         metadata = None if tokens is None else tokens.metadata()
         self._call = method(iter(self._requests.get, None), metadata=metadata)
         # gRPC's own iterator has no deadline for a single answer.
@@ -279,7 +249,7 @@ def _to_json(info: UpdateInfo) -> str:
 
 
 def _tensors_of(info: UpdateInfo) -> list[weights_pb2.TensorSpec]:
-    """Return every tensor of a round, read from the keys that all of vLLM's backends use."""
+    """Every tensor of a round, read from the keys that all of vLLM's backends use."""
     return list({spec.name: spec for part in _parts(info) for spec in _specs(part)}.values())
 
 

@@ -1,7 +1,7 @@
 """Weights by a collective: vLLM's trainer engines send to the engine's workers; the server coordinates.
 
-The engine loads a version as it arrives. When `send` returns, the version is already being sampled,
-and the later switch on the exchange does nothing. Everything that needs vLLM is imported on use.
+The engine loads a version as it arrives. When `send` returns, the version is already being sampled, and the
+later switch on the exchange does nothing. Everything that needs vLLM is imported on use.
 """
 
 from __future__ import annotations
@@ -18,13 +18,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import grpc
 
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.weights.collective.transfer import (
-    NextUpdate,
-    PenstockWeightSyncClient,
-    WeightSyncFailed,
-)
+from penstock.trainer.weights.collective.transfer import PenstockWeightSyncClient, WeightSyncFailed
 from penstock.trainer.weights.copy import Parcel
-from penstock.trainer.weights.payload import Payload
+from penstock.trainer.weights.transports import Transport
 from penstock.v1 import weights_pb2
 from penstock.wire.gloo_group import GroupBroken
 from penstock.wire.reasons import Reason
@@ -53,26 +49,20 @@ GRACE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSettings:
-    """Where the group meets, and settings that both sides must share."""
+    """As in GlooTrainerInitInfo; `timeout_seconds` also limits each step of an upload."""
 
     backend: str
     """One of BACKENDS."""
     master_address: str = "127.0.0.1"
-    """Address of this host, as reachable by the engine's workers."""
     master_port: int = 0
-    """Zero picks a free port."""
     world_size: int = 2
-    """Number of processes: this one and every worker of the engine."""
     bucket_bytes: int = 64 * 1024 * 1024
-    """Length of one broadcast."""
     timeout_seconds: float = 300.0
-    """Longest time for joining, and for each step of an upload."""
 
 
-class CollectiveTransport:
-    """Sends versions by a collective; implements `transports.Transport`."""
+class CollectiveTransport(Transport):
+    """It does not begin ahead, which would pause generation while the payload is filled."""
 
-    sends_chunks = False
     # Each of these leaves the engine outside the group; the next attempt joins again.
     passing = (Reason.SOURCE_UNAVAILABLE, Reason.WEIGHT_LOAD_FAILED, Reason.PROBE_MISMATCH)
 
@@ -96,16 +86,12 @@ class CollectiveTransport:
         self._engine: Engine | None = None
         self._source: PayloadSource | None = None
         self._thread = _SendingThread()
-        self.bytes_sent = 0
-
-    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> None:
-        """Does nothing. An early start would pause generation while the payload is filled."""
 
     async def send(
         self, header: weights_pb2.WeightHeader, parcel: Parcel
     ) -> weights_pb2.UpdateWeightsResponse:
-        """Sends a version, which is active on return; see `Transport`. `sparse_nccl` sends patches:
-        what changed, or every element. Other backends send it whole."""
+        """The version is active on return. `sparse_nccl` sends patches: what changed, or every element.
+        Other backends send it whole."""
         if header.HasField("adapter"):
             raise ConfigInvalid("an adapter cannot be sent by a collective")
         patches: list[SparseWeightPatch] | None = None
@@ -113,23 +99,17 @@ class CollectiveTransport:
             from penstock.trainer.weights.collective.source import patches_of
 
             patches = await asyncio.to_thread(patches_of, parcel, self._device())
+        else:
+            header.base_weight_version = 0
         named = None if patches is None else {patch.name for patch in patches}
         # The position of a tensor in the payload has no meaning here.
-        specs = tuple(
+        header.tensors.extend(
             weights_pb2.TensorSpec(name=s.name, shape=s.shape, dtype=s.dtype, xxh3=s.xxh3)
             for s in parcel.payload.specs
             if named is None or s.name in named
         )
-        update = NextUpdate(
-            header.weight_version,
-            header.trainer_epoch,
-            header.in_flight,
-            base_weight_version=0 if patches is None else parcel.base_weight_version,
-            probe=header.probe if header.HasField("probe") else None,
-            tensors=specs,
-        )
         try:
-            await self._within_deadline(lambda: self._send(update, parcel, patches))
+            await self._within_deadline(lambda: self._send(header, parcel, patches))
         except BaseException as error:
             # Whatever the error, the server has left the group too, or will.
             self._leave()
@@ -138,24 +118,20 @@ class CollectiveTransport:
             if isinstance(error, GroupBroken):
                 raise _aio_error(grpc.StatusCode.UNAVAILABLE, str(error)) from error
             raise
-        self.bytes_sent += (
+        self._count(
             parcel.payload.length_bytes
             if patches is None
             else sum(patch.indices.nbytes + patch.values.nbytes for patch in patches)
         )
         return self._client.result
 
-    def switched(self, weight_version: int) -> None:
-        """Does nothing; the version is already active."""
-
     def close(self) -> None:
-        """Leaves the collective and closes the client."""
         self._leave()
         self._client.close()
 
     async def _within_deadline(self, work: Callable[[], None]) -> None:
-        """Joining, the header, a round and the commit each have a separate deadline. Work that
-        exceeds all of them hangs in an uninterruptible call, so its thread is abandoned."""
+        """Joining, the header, a round and the commit each have a separate deadline. Work that exceeds all
+        of them hangs in an uninterruptible call, so its thread is abandoned."""
         limit = 4 * self._settings.timeout_seconds + GRACE_SECONDS
         try:
             async with asyncio.timeout(limit):
@@ -176,9 +152,12 @@ class CollectiveTransport:
     # The methods below run in the sending thread.
 
     def _send(
-        self, update: NextUpdate, parcel: Parcel, patches: list[SparseWeightPatch] | None
+        self,
+        header: weights_pb2.WeightHeader,
+        parcel: Parcel,
+        patches: list[SparseWeightPatch] | None,
     ) -> None:
-        self._client.prepare(update)
+        self._client.prepare(header)
         if patches is not None:
             if self._engine is None:
                 self._engine = self._join(None)
@@ -186,16 +165,13 @@ class CollectiveTransport:
             cast("SparseNCCLTrainerWeightTransferEngine", self._engine).send_weights(patches)
             return
         if self._engine is None or self._source is None:
-            self._source = self._make_source()
+            from penstock.trainer.weights.collective.source import PayloadSource
+
+            self._source = PayloadSource(self._device())
             self._source.payload = parcel.payload
             self._engine = self._join(self._source)
         self._source.payload = parcel.payload
         self._engine.send_weights()
-
-    def _make_source(self) -> PayloadSource:
-        from penstock.trainer.weights.collective.source import PayloadSource
-
-        return PayloadSource(self._device())
 
     def _device(self) -> torch.device:
         import torch
@@ -213,49 +189,38 @@ class CollectiveTransport:
         )
 
     def _init_info(self) -> TrainerInitInfo:
-        settings = self._settings
+        settings, address = self._settings, self._settings.master_address
         if settings.backend == "gloo":
             from penstock.trainer.weights.collective.gloo import GlooTrainerInitInfo
 
             return GlooTrainerInitInfo(
-                settings.master_address,
+                address,
                 settings.master_port,
                 settings.world_size,
                 settings.bucket_bytes,
                 settings.timeout_seconds,
                 rank=0,
             )
+        if settings.backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            return IPCTrainerInitInfo(
+                packed=True, packed_buffer_size_bytes=settings.bucket_bytes, rank=0
+            )
+        meeting = (address, settings.master_port or _free_port(address), settings.world_size)
         if settings.backend == "nccl":
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
             return NCCLTrainerInitInfo(
-                settings.master_address,
-                settings.master_port or _free_port(settings.master_address),
-                settings.world_size,
-                packed_buffer_size_bytes=settings.bucket_bytes,
-                rank=0,
+                *meeting, packed_buffer_size_bytes=settings.bucket_bytes, rank=0
             )
-        if settings.backend == SPARSE:
-            from vllm.distributed.weight_transfer.sparse_nccl_engine import (
-                SparseNCCLTrainerInitInfo,
-            )
+        from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerInitInfo
 
-            return SparseNCCLTrainerInitInfo(
-                settings.master_address,
-                settings.master_port or _free_port(settings.master_address),
-                settings.world_size,
-                rank=0,
-            )
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-        return IPCTrainerInitInfo(
-            packed=True, packed_buffer_size_bytes=settings.bucket_bytes, rank=0
-        )
+        return SparseNCCLTrainerInitInfo(*meeting, rank=0)
 
 
 class _SendingThread:
-    """Runs functions one after another in a single daemon thread, which does not keep the process
-    alive."""
+    """Runs functions one after another in one daemon thread, which does not keep the process alive."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -288,7 +253,7 @@ def _free_port(address: str) -> int:
 
 
 def _as_aio(failed: WeightSyncFailed) -> grpc.aio.AioRpcError:
-    """Converts an error to the type that other transports raise."""
+    """The error as other transports raise it."""
     trailers = cast("grpc.Call", failed.error).trailing_metadata() if failed.error else None
     return _aio_error(failed.failure.code, failed.failure.message, tuple(trailers or ()))
 

@@ -1,9 +1,7 @@
-"""The command line: `penstock serve | train | rollout | eval | weights | health | journal | token |
-demo | up`.
+"""The command line.
 
-Each command imports what it needs only when it runs, so that `penstock --help` stays fast. The
-engine's child process imports the main module again, so importing this module must have no side
-effects.
+Each command imports what it needs only when it runs, so that `penstock --help` stays fast. The engine's
+child process imports the main module again, so importing this module must have no side effects.
 """
 
 from __future__ import annotations
@@ -15,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.address_type import Address
 from penstock.cli.health import health
 from penstock.cli.journal import journal
-from penstock.cli.loading import exit_with, load
-from penstock.cli.security_options import security_options
-from penstock.cli.style_options import style_options
+from penstock.cli.loading import exit_with
+from penstock.cli.options import Address, security_options, style_options
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
 
@@ -35,6 +31,14 @@ _PASS_THROUGH: dict[str, Any] = {
     "allow_interspersed_args": False,
     "help_option_names": [],
 }
+
+_OVERRIDES = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a value of CONFIG. Can be repeated.",
+)
 
 _SERVE_EXTRAS = "server,cpu (or server,cuda)"
 _UPLOAD_EXTRAS = "server (or trainer)"
@@ -60,8 +64,7 @@ def serve(options: tuple[str, ...]) -> None:
 
     [--config FILE] [--listen HOST:PORT] [--dry-run] [any option of the engine, such as --model]
     """
-    run = load("penstock.server.__main__", "main", _SERVE_EXTRAS)
-    exit_with(run, _SERVE_EXTRAS, list(options))
+    exit_with("penstock.server.__main__", "main", _SERVE_EXTRAS, list(options))
 
 
 @main.command()
@@ -75,13 +78,7 @@ def serve(options: tuple[str, ...]) -> None:
     show_default=True,
     help="Number of processes to train with on this host. Use torchrun for several hosts.",
 )
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Override a value of CONFIG. Can be repeated.",
-)
+@_OVERRIDES
 def train(
     config: Path, resume: bool, dry_run: bool, ranks: int, overrides: tuple[str, ...]
 ) -> None:
@@ -91,8 +88,16 @@ def train(
     it omits have defaults, which --dry-run prints. Reward, lag and times are printed for every step
     and written to the run's folder.
     """
-    run = load("penstock.trainer.__main__", "train", "trainer")
-    exit_with(run, "trainer", config, list(overrides), resume, dry_run, ranks)
+    exit_with(
+        "penstock.trainer.__main__",
+        "train",
+        "trainer",
+        config,
+        list(overrides),
+        resume,
+        dry_run,
+        ranks,
+    )
 
 
 @main.command()
@@ -245,7 +250,7 @@ def evaluate(options: tuple[str, ...]) -> None:
         extras, module = _ALL_EXTRAS, "penstock.demo.evaluate"
     else:
         extras, module = "trainer", "penstock.trainer.commands.evaluate"
-    exit_with(load(module, "main", extras), extras, list(options))
+    exit_with(module, "main", extras, list(options))
 
 
 @main.group()
@@ -259,9 +264,7 @@ def weights() -> None:
 @security_options
 def show_weights(security: Security, address: str, as_json: bool) -> None:
     """Show the weight versions of the server at HOST:PORT and the uploads it accepts."""
-    from penstock.cli.weights import show
-
-    sys.exit(show(address, as_json, security))
+    exit_with("penstock.cli.weights", "show", _UPLOAD_EXTRAS, address, as_json, security)
 
 
 @weights.command("push")
@@ -306,20 +309,19 @@ def push_weights(
     tensors changed. Do not push while a trainer is connected: versions only grow, so the server
     would refuse the trainer's next version.
     """
-    from penstock.cli.weights import PushOptions, push
+    from penstock.cli.weights import PushOptions
 
     options = PushOptions(
         address, folder.resolve(), weight_version, source, in_flight, stage_only, security
     )
-    exit_with(push, _UPLOAD_EXTRAS, options)
+    exit_with("penstock.cli.weights", "push", _UPLOAD_EXTRAS, options)
 
 
 @main.command(context_settings=_PASS_THROUGH, add_help_option=False)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def demo(options: tuple[str, ...]) -> None:
     """Run server, worker and trainer on this machine and watch the reward climb."""
-    run = load("penstock.demo.__main__", "main", _ALL_EXTRAS)
-    exit_with(run, _ALL_EXTRAS, list(options))
+    exit_with("penstock.demo.__main__", "main", _ALL_EXTRAS, list(options))
 
 
 @main.command()
@@ -329,13 +331,7 @@ def demo(options: tuple[str, ...]) -> None:
 @click.option(
     "--status", is_flag=True, help="Show the processes of the run in that folder and exit."
 )
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Override a value of CONFIG. Can be repeated.",
-)
+@_OVERRIDES
 def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple[str, ...]) -> None:
     """Run server, workers and trainer as configured in CONFIG, a TOML file, and keep them running.
 
@@ -344,11 +340,8 @@ def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple
     the weights of the run before it serves. Exits when the trainer is done.
     """
     if status:
-        exit_with(
-            load("penstock.up.up", "status", _ALL_EXTRAS), _ALL_EXTRAS, config, list(overrides)
-        )
-    run = load("penstock.up.up", "up", _ALL_EXTRAS)
-    exit_with(run, _ALL_EXTRAS, config, list(overrides), resume, dry_run)
+        exit_with("penstock.up.up", "status", _ALL_EXTRAS, config, list(overrides))
+    exit_with("penstock.up.up", "up", _ALL_EXTRAS, config, list(overrides), resume, dry_run)
 
 
 main.add_command(health)
@@ -391,15 +384,14 @@ def token() -> None:
 )
 def create_token(path: Path, name: str, role: str, expires: str) -> None:
     """Create a token. It is printed once; the file stores only its hash."""
-    run = load("penstock.cli.tokens", "create", "server")
-    run(path, name, role, expires)
+    exit_with("penstock.cli.tokens", "create", "server", path, name, role, expires)
 
 
 @token.command("list")
 @_TOKEN_FILE
 def list_tokens(path: Path) -> None:
     """List the names, roles and expiry times of the tokens."""
-    load("penstock.cli.tokens", "show", "server")(path)
+    exit_with("penstock.cli.tokens", "show", "server", path)
 
 
 @token.command("revoke")
@@ -407,7 +399,7 @@ def list_tokens(path: Path) -> None:
 @click.option("--name", required=True, help="Name of the token, as given to create.")
 def revoke_token(path: Path, name: str) -> None:
     """Revoke a token. A running server refuses it from the next call on."""
-    load("penstock.cli.tokens", "revoke", "server")(path, name)
+    exit_with("penstock.cli.tokens", "revoke", "server", path, name)
 
 
 @main.command("version")

@@ -1,43 +1,30 @@
-"""Reads the tensors of a Hugging Face checkpoint as bytes: safetensors, single or sharded, without
-torch.
+"""Reads the tensors of a Hugging Face checkpoint as bytes, without torch.
 
-A safetensors file consists of the length of its header (8 bytes, little-endian), the header, and
-the data. The header is a JSON object: name -> dtype, shape, data_offsets. numpy has no bfloat16, so
-it is handled as the upper half of a float32.
+numpy has no bfloat16, so it is handled as the upper half of a float32.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from penstock.common.checkpoint import DTYPES, CheckpointUnreadable, stored_tensors, weight_files
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000
-
-# Supported dtypes, by their name in the format and in torch, with the bytes per element.
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-
-
-class CheckpointUnreadable(Exception):
-    """A folder is not a checkpoint, or a corrupt one; the message names the file."""
+_DTYPES = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}
+_ITEMSIZE = dict(_DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor in its file."""
-
+class MappedTensor:
     name: str
     dtype: str
     """Torch dtype name."""
@@ -78,10 +65,15 @@ class StoredTensor:
             return np.frombuffer(self.data, stored).astype("<f4")
 
 
-def read_checkpoint(folder: Path) -> list[StoredTensor]:
+def read_checkpoint(folder: Path) -> list[MappedTensor]:
     """Returns every tensor, ordered by name. Raises CheckpointUnreadable."""
-    tensors: dict[str, StoredTensor] = {}
-    for path in _files(folder):
+    if not folder.is_dir():
+        raise CheckpointUnreadable(f"{folder} is not a folder")
+    files = weight_files(folder)
+    if not files:
+        raise CheckpointUnreadable(f"{folder} holds no safetensors file")
+    tensors: dict[str, MappedTensor] = {}
+    for path in files:
         for tensor in _read_file(path):
             if tensor.name in tensors:
                 raise CheckpointUnreadable(f"{path}: {tensor.name} is also in another file")
@@ -89,51 +81,19 @@ def read_checkpoint(folder: Path) -> list[StoredTensor]:
     return [tensors[name] for name in sorted(tensors)]
 
 
-def _files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise CheckpointUnreadable(f"{folder} is not a folder")
-    index = folder / INDEX_FILE
-    if index.exists():
-        try:
-            weight_map = cast("Mapping[str, str]", json.loads(index.read_text())["weight_map"])
-            return [folder / name for name in sorted(set(weight_map.values()))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointUnreadable(f"{index}: {error!r}") from error
-    single = folder / SINGLE_FILE
-    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointUnreadable(f"{folder} holds no safetensors file")
-    return files
-
-
-def _read_file(path: Path) -> Iterator[StoredTensor]:
+def _read_file(path: Path) -> Iterator[MappedTensor]:
     try:
         with path.open("rb") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        length = int.from_bytes(mapped[:8], "little")
-        if not 0 < length <= min(MAX_HEADER_BYTES, len(mapped) - 8):
-            raise ValueError(f"a header of {length} bytes does not fit a file of {len(mapped)}")
-        header = cast("dict[str, dict[str, object]]", json.loads(bytes(mapped[8 : 8 + length])))
-        data = mapped[8 + length :]
-        for name, entry in header.items():
-            if name != "__metadata__":
-                yield _read_tensor(name, entry, data)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            stored = stored_tensors(path, file.fileno(), _DTYPES)
+    except (OSError, ValueError) as error:
         raise CheckpointUnreadable(f"{path}: {error}") from error
-
-
-def _read_tensor(name: str, entry: Mapping[str, object], data: memoryview) -> StoredTensor:
-    dtype = _DTYPES.get(str(entry["dtype"]))
-    if dtype is None:
-        raise ValueError(f"{name} has dtype {entry['dtype']}; supported are {', '.join(_DTYPES)}")
-    shape = tuple(cast("list[int]", entry["shape"]))
-    begin, end = cast("list[int]", entry["data_offsets"])
-    length = math.prod(shape) * _ITEMSIZE[dtype]
-    if not 0 <= begin <= end <= len(data) or end - begin != length:
-        raise ValueError(
-            f"{name}: bytes {begin} to {end} of {len(data)}, but its shape needs {length}"
-        )
-    return StoredTensor(name, dtype, shape, data[begin:end])
+    for tensor in stored:
+        if tensor.dtype not in _ITEMSIZE:
+            problem = f"has dtype {tensor.dtype}; supported are {', '.join(_DTYPES)}"
+            raise CheckpointUnreadable(f"{path}: {tensor.name} {problem}")
+        data = mapped[tensor.offset_bytes : tensor.offset_bytes + tensor.length_bytes]
+        yield MappedTensor(tensor.name, tensor.dtype, tensor.shape, data)
 
 
 def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

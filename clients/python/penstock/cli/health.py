@@ -1,7 +1,4 @@
-"""The command `penstock health`: a health probe that also works over TLS.
-
-The built-in gRPC probe of Kubernetes cannot use TLS.
-"""
+"""The command `penstock health`: unlike the gRPC probe built into Kubernetes, it works over TLS too."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from penstock.cli.address_type import Address
-from penstock.cli.security_options import security_options
+from penstock.cli.options import Address, security_options
 
 if TYPE_CHECKING:
     from penstock.wire.security import Security
@@ -21,8 +17,7 @@ CHECK = "/grpc.health.v1.Health/Check"
 EVERYTHING = b""
 """A HealthCheckRequest that names no service."""
 SERVING = b"\x08\x01"
-"""The HealthCheckResponse for SERVING. The client does not depend on the package that defines it.
-"""
+"""The HealthCheckResponse for SERVING. The client does not depend on the package that defines it."""
 
 
 @click.command("health")
@@ -55,8 +50,7 @@ async def _check(address: str, security: Security, *, alive: bool, timeout: floa
 
     try:
         async with open_channel(address, security) as channel:
-            # Without serializers, requests and responses are bytes; the type stubs do not allow
-            # that.
+            # Without serializers, requests and responses are bytes; the type stubs do not allow that.
             check = cast("Any", channel).unary_unary(CHECK)
             answer: bytes = await check(EVERYTHING, timeout=timeout)
     except CredentialsUnusable as error:

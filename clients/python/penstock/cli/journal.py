@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from penstock.cli.loading import exit_with, load
+from penstock.cli.loading import exit_with
 
 
 class _JournalFolder(click.Path):
@@ -46,8 +46,7 @@ def journal() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_journal(folder: Path, as_json: bool) -> None:
     """List the tasks, groups and open trajectories in the journal in FOLDER."""
-    run = load("penstock.server.journal.tools.command", "list_stored", "server")
-    exit_with(run, "server", folder, as_json)
+    exit_with("penstock.server.journal.tools.command", "list_stored", "server", folder, as_json)
 
 
 @journal.command("verify")
@@ -59,8 +58,7 @@ def verify_journal(folder: Path, as_json: bool) -> None:
     Exits with 0 if all records are intact, 1 if a record is corrupt, 2 if there is no journal. A
     torn end is not corruption: it was never acknowledged.
     """
-    run = load("penstock.server.journal.tools.command", "verify", "server")
-    exit_with(run, "server", folder, as_json)
+    exit_with("penstock.server.journal.tools.command", "verify", "server", folder, as_json)
 
 
 @journal.command("export")
@@ -78,5 +76,4 @@ def export_journal(folder: Path, out: Path, state: str) -> None:
 
     Writes one row per trajectory. docs/journal.md lists the columns.
     """
-    run = load("penstock.server.journal.tools.command", "export", "server")
-    exit_with(run, "server", folder, out, state)
+    exit_with("penstock.server.journal.tools.command", "export", "server", folder, out, state)

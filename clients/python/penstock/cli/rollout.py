@@ -35,8 +35,6 @@ logger = logging.getLogger("penstock.rollout")
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """The options of the command line."""
-
     servers: tuple[str, ...]
     generate: str | None
     """`pkg.module:function`; None takes one turn on the task's prompt."""
@@ -86,20 +84,12 @@ def rollout(options: RolloutOptions) -> int:
 
 
 class AnyWorker(Protocol):
-    """A worker that runs until it is stopped."""
-
     @property
-    def stopping(self) -> bool:
-        """Whether `stop` was called."""
-        ...
+    def stopping(self) -> bool: ...
 
-    def stop(self) -> None:
-        """Asks `run` to return."""
-        ...
+    def stop(self) -> None: ...
 
-    async def run(self) -> Statistics:
-        """Works until stopped. Returns the worker's statistics."""
-        ...
+    async def run(self) -> Statistics: ...
 
 
 def _divide(options: RolloutOptions) -> list[RolloutOptions]:
@@ -134,7 +124,6 @@ def _load(options: RolloutOptions) -> Callable[[Calls], AnyWorker]:
             "--style applies to functions and cannot be combined with --command or --environment"
         )
     if options.style != "penstock":
-        # Loaded only if needed.
         from penstock.client.plugins.worker import load_worker
 
         return load_worker(
@@ -149,13 +138,19 @@ def _load(options: RolloutOptions) -> Callable[[Calls], AnyWorker]:
         return _load_command(options, options.external)
     if options.arguments is not None or options.rollout_function is not None:
         raise BadFunction("--args and --rollout-function require --style")
+    generate = single_turn
     if options.environments is not None:
-        return _load_environments(options, options.environments)
-    if options.generate is None and options.reward is None:
+        if options.generate is not None:
+            raise BadFunction("--environment and --generate exclude each other: give one")
+        from penstock.client.environments.naming import load_agent
+
+        generate = load_agent(options.environments)
+    elif options.generate is None and options.reward is None:
         raise BadFunction("give --reward, or a --generate that returns the reward")
-    if options.reward is None and options.settings.group_reward:
+    elif options.reward is None and options.settings.group_reward:
         raise BadFunction("--group-reward requires --reward")
-    generate = load_function(options.generate, "--generate") if options.generate else single_turn
+    elif options.generate is not None:
+        generate = load_function(options.generate, "--generate")
     reward = load_function(options.reward, "--reward") if options.reward else None
     return lambda calls: Worker(calls, generate, reward, options.settings)
 
@@ -174,18 +169,6 @@ def _load_command(
         raise BadFunction("--command needs an extra: pip install 'penstock[command]'") from error
 
     return load_command(external, options.security or Security(), options.settings)
-
-
-def _load_environments(
-    options: RolloutOptions, environments: EnvironmentSettings
-) -> Callable[[Calls], AnyWorker]:
-    if options.generate is not None:
-        raise BadFunction("--environment and --generate exclude each other: give one")
-    from penstock.client.environments.naming import load_agent
-
-    play = load_agent(environments)
-    reward = load_function(options.reward, "--reward") if options.reward else None
-    return lambda calls: Worker(calls, play, reward, options.settings)
 
 
 async def _work(
@@ -228,8 +211,7 @@ async def _work(
 
 
 async def _work_together(workers: Sequence[AnyWorker]) -> None:
-    """Runs all workers until they stop. If one fails, the others are cancelled and its error is
-    raised."""
+    """Runs all workers until they stop. If one fails, the others are cancelled and its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             for worker in workers:

@@ -13,23 +13,18 @@ from pathlib import Path
 import click
 import grpc
 
-from penstock.cli.checkpoint import CheckpointUnreadable, StoredTensor, read_checkpoint
-from penstock.client.client import version_of
+from penstock.cli.checkpoint import MappedTensor, read_checkpoint
+from penstock.client.client import state_of, version_of
 from penstock.client.errors import from_rpc
+from penstock.common.checkpoint import CheckpointUnreadable
 from penstock.common.memory_file import MemoryFile
 from penstock.v1 import rollout_service_pb2, weights_pb2
-from penstock.wire import codec
+from penstock.wire import methods
 from penstock.wire.reasons import Reason
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
+from penstock.wire.words import IN_FLIGHT
 
 CALL_SECONDS = 10.0
-GET_SERVER_INFO = "/penstock.v1.RolloutService/GetServerInfo"
-IN_FLIGHT = {
-    "keep": weights_pb2.IN_FLIGHT_POLICY_KEEP,
-    "recompute": weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE,
-    "drain": weights_pb2.IN_FLIGHT_POLICY_DRAIN,
-    "abort": weights_pb2.IN_FLIGHT_POLICY_ABORT,
-}
 SOURCES = {
     "checkpoint": weights_pb2.WEIGHT_SOURCE_KIND_CHECKPOINT,
     "shared-memory": weights_pb2.WEIGHT_SOURCE_KIND_SHARED_MEMORY,
@@ -46,8 +41,6 @@ class PushRefused(Exception):
 
 @dataclass(frozen=True)
 class PushOptions:
-    """The options of the command line."""
-
     address: str
     folder: Path
     """Absolute path."""
@@ -105,12 +98,8 @@ def _run(work: Coroutine[None, None, None]) -> int:
 
 
 async def _server_info(channel: grpc.aio.Channel) -> Info:
-    call = channel.unary_unary(
-        GET_SERVER_INFO,
-        request_serializer=codec.encode,
-        response_deserializer=codec.decoder(Info),
-    )
-    return await call(rollout_service_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS)
+    request = rollout_service_pb2.GetServerInfoRequest()
+    return await methods.unary(channel, Info)(request, timeout=CALL_SECONDS)
 
 
 # push
@@ -152,7 +141,7 @@ async def _push(channel: grpc.aio.Channel, options: PushOptions) -> None:
     click.echo(_outcome(version, last, len(tensors), is_first=is_first))
 
 
-def _sources(options: PushOptions, info: Info, tensors: Sequence[StoredTensor]) -> list[str]:
+def _sources(options: PushOptions, info: Info, tensors: Sequence[MappedTensor]) -> list[str]:
     """Returns the sources to try, in order. Raises PushRefused if the chosen one is impossible."""
     other = next((t for t in tensors if t.dtype != info.weight_dtype), None)
     if options.source == "checkpoint" and other is not None:
@@ -171,7 +160,7 @@ async def _send(
     announced: weights_pb2.WeightHeader,
     source: str,
     folder: Path,
-    tensors: Sequence[StoredTensor],
+    tensors: Sequence[MappedTensor],
     dtype: str,
 ) -> weights_pb2.UpdateWeightsResponse:
     from penstock.wire.upload import upload
@@ -204,7 +193,7 @@ async def _send(
 
 
 def _specs(
-    tensors: Sequence[StoredTensor], dtype: str, *, placed: bool
+    tensors: Sequence[MappedTensor], dtype: str, *, placed: bool
 ) -> Iterator[weights_pb2.TensorSpec]:
     """Yields the header's entry for each tensor, in the server's dtype.
 
@@ -228,10 +217,9 @@ def _specs(
         offset += length
 
 
-def _converted(tensors: Sequence[StoredTensor], dtype: str) -> Iterator[memoryview]:
+def _converted(tensors: Sequence[MappedTensor], dtype: str) -> Iterator[memoryview]:
     # One at a time, because two copies of the model may not fit in memory.
-    for tensor in tensors:
-        yield tensor.bytes_as(dtype)
+    return (tensor.bytes_as(dtype) for tensor in tensors)
 
 
 def _outcome(
@@ -263,14 +251,11 @@ def _figures(info: Info) -> dict[str, object]:
         "adapter_weight_versions": list(info.adapter_weight_versions),
         "lora": {"max_rank": lora.max_rank, "max_adapters": lora.max_adapters} if lora else None,
         "weight_dtype": info.weight_dtype,
-        "weight_sources": [
-            _enum_name(weights_pb2.WeightSourceKind.Name(kind), "WEIGHT_SOURCE_KIND_")
-            for kind in info.weight_sources
-        ],
+        "weight_sources": _source_names(info),
         "replicas": [
             {
                 "address": replica.address,
-                "state": _state(replica),
+                "state": state_of(replica),
                 "active_weight_version": version_of(replica),
                 "running_turn_count": replica.load.running_turn_count,
                 "waiting_turn_count": replica.load.waiting_turn_count,
@@ -290,7 +275,6 @@ def _table(address: str, info: Info) -> str:
     active = f"version {info.active_weight_version}"
     if info.active_weight_version in info.adapter_weight_versions:
         active += f", an adapter on version {info.full_weight_version}"
-    sources = [weights_pb2.WeightSourceKind.Name(kind) for kind in info.weight_sources]
     rows = [
         ("server", f"{address}, release {info.server_version}"),
         ("model", info.model),
@@ -299,14 +283,14 @@ def _table(address: str, info: Info) -> str:
         ("delta base", _listed([v for v in (info.delta_base_weight_version,) if v])),
         ("adapters", lora),
         ("dtype", info.weight_dtype),
-        ("sources", ", ".join(_enum_name(name, "WEIGHT_SOURCE_KIND_") for name in sources)),
+        ("sources", ", ".join(_source_names(info))),
     ]
     lines = [f"{name:<12}{value}" for name, value in rows]
     lines += ["", f"{'replica':<24}{'state':<14}{'version':>8}{'running':>9}{'waiting':>9}"]
     for replica in info.replicas:
         version = version_of(replica)
         lines.append(
-            f"{replica.address or '(the server itself)':<24}{_state(replica):<14}"
+            f"{replica.address or '(the server itself)':<24}{state_of(replica):<14}"
             f"{'-' if version is None else version:>8}{replica.load.running_turn_count:>9}"
             f"{replica.load.waiting_turn_count:>9}{'  ' if replica.problem else ''}{replica.problem}"
         )
@@ -317,10 +301,6 @@ def _listed(versions: Sequence[int]) -> str:
     return ", ".join(f"version {version}" for version in versions) or "none"
 
 
-def _state(replica: rollout_service_pb2.ReplicaInfo) -> str:
-    name = rollout_service_pb2.ReplicaState.Name(replica.state)
-    return _enum_name(name, "REPLICA_STATE_")
-
-
-def _enum_name(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix).lower().replace("_", " ")
+def _source_names(info: Info) -> list[str]:
+    names = [weights_pb2.WeightSourceKind.Name(kind) for kind in info.weight_sources]
+    return [name.removeprefix("WEIGHT_SOURCE_KIND_").lower().replace("_", " ") for name in names]

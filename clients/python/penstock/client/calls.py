@@ -1,12 +1,10 @@
-"""The calls of `penstock.v1`: channel, deadlines, retries, trace context.
-
-Retries are divided as follows:
+"""Calls to one server: channel, deadlines, retries, trace context.
 
 - UNAVAILABLE from an idempotent unary call: gRPC retries for a few seconds, by the service config of
   `wire.channel`. For a `patient` call, this module then retries until the server is back or
   `Patience.reconnect_seconds` have passed.
-- RESOURCE_EXHAUSTED with RetryInfo: this module retries after the server's delay, within a bound. It also
-  retries if gRPC itself reports this status, which carries no reason.
+- RESOURCE_EXHAUSTED with RetryInfo, or from gRPC itself, which gives no reason: this module retries after
+  the delay, within a bound.
 - A lost stream: its owner (`trajectory`, `leases`) recovers it, because only the owner knows its state.
 """
 
@@ -14,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -25,17 +23,12 @@ from google.protobuf.message import Message
 from penstock.client.errors import Overloaded, PenstockError, ServerUnavailable, from_rpc
 from penstock.common import telemetry
 from penstock.v1 import rollout_service_pb2 as rollout
-from penstock.v1 import task_service_pb2 as tasks
-from penstock.wire import codec
+from penstock.wire import methods
 from penstock.wire.security import Security, open_channel
 
 M = TypeVar("M", bound=Message)
 
-TurnRequest: TypeAlias = rollout.GenerateRequest | rollout.ContinueRequest
-TurnEvent: TypeAlias = rollout.GenerateResponse | rollout.ContinueResponse
-
-_ROLLOUT = "penstock.v1.RolloutService"
-_TASKS = "penstock.v1.TaskService"
+TurnRequest = rollout.GenerateRequest | rollout.ContinueRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,72 +89,16 @@ class Calls:
         self, *, wait_for_ready: bool = False
     ) -> rollout.GetServerInfoResponse:
         """Describes the server. With `wait_for_ready`, waits for the server without a limit."""
-        request = codec.twin(rollout.GetServerInfoRequest)()
-        response, patient = rollout.GetServerInfoResponse, None if wait_for_ready else False
-        return await self._unary(_ROLLOUT, "GetServerInfo", request, response, patient=patient)
+        patient = None if wait_for_ready else False
+        request = rollout.GetServerInfoRequest()
+        return await self.ask(request, rollout.GetServerInfoResponse, patient=patient)
 
-    async def get_trajectory(
-        self, request: rollout.GetTrajectoryRequest, *, patient: bool = False
-    ) -> rollout.GetTrajectoryResponse:
-        response = rollout.GetTrajectoryResponse
-        return await self._unary(_ROLLOUT, "GetTrajectory", request, response, patient=patient)
+    async def ask(self, request: Message, response: type[M], *, patient: bool | None = False) -> M:
+        """Makes the unary call that answers with `response`.
 
-    async def abort(
-        self, request: rollout.AbortRequest, *, patient: bool = False
-    ) -> rollout.AbortResponse:
-        """Stops turns. Returns once the engine has stopped them."""
-        return await self._unary(_ROLLOUT, "Abort", request, rollout.AbortResponse, patient=patient)
-
-    async def submit_tasks(self, request: tasks.SubmitTasksRequest) -> tasks.SubmitTasksResponse:
-        return await self._unary(_TASKS, "SubmitTasks", request, tasks.SubmitTasksResponse)
-
-    async def renew_lease(
-        self, request: tasks.RenewLeaseRequest, *, patient: bool = False
-    ) -> tasks.RenewLeaseResponse:
-        response = tasks.RenewLeaseResponse
-        return await self._unary(_TASKS, "RenewLease", request, response, patient=patient)
-
-    async def complete_trajectory(
-        self, request: tasks.CompleteTrajectoryRequest
-    ) -> tasks.CompleteTrajectoryResponse:
-        """Closes a trajectory. Always waits for a lost server, because the work is already done."""
-        response = tasks.CompleteTrajectoryResponse
-        return await self._unary(_TASKS, "CompleteTrajectory", request, response, patient=True)
-
-    def turn_events(
-        self, request: TurnRequest, timeout: float | None, metadata: telemetry.Metadata
-    ) -> AsyncGenerator[TurnEvent]:
-        """Closing the iterator cancels the call.
-
-        Raises PenstockError; ServerUnavailable if the stream was lost.
+        If `patient`, waits for a lost server within the bound; if None, without a limit.
         """
-        opens = request.DESCRIPTOR.name == "GenerateRequest"
-        method = "Generate" if opens else "Continue"
-        response = rollout.GenerateResponse if opens else rollout.ContinueResponse
-        return self._stream(_ROLLOUT, method, request, response, timeout, metadata)
-
-    def lease_tasks(
-        self, request: tasks.LeaseTasksRequest
-    ) -> AsyncGenerator[tasks.LeaseTasksResponse]:
-        """Closing the iterator gives the leases up. Raises the errors of `turn_events`."""
-        response = tasks.LeaseTasksResponse
-        return self._stream(_TASKS, "LeaseTasks", request, response, None, telemetry.outgoing())
-
-    async def _unary(
-        self,
-        service: str,
-        method: str,
-        request: Message,
-        response: type[M],
-        *,
-        patient: bool | None = False,
-    ) -> M:
-        """If `patient`, waits for a lost server within the bound; if None, without a limit."""
-        call = self._channel.unary_unary(
-            f"/{service}/{method}",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(response),
-        )
+        call = methods.unary(self._channel, response)
         clock = asyncio.get_running_loop().time
         timeout = None if patient is None else self.patience.call_seconds
         give_up_at = clock() + self.patience.reconnect_seconds
@@ -181,7 +118,7 @@ class Calls:
                 if patient and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     seconds = self.patience.reconnect_seconds
                     message = f"no answer from {self.address} for {seconds:g} s"
-                    raise ServerUnavailable(message, code=grpc.StatusCode.UNAVAILABLE) from error
+                    raise ServerUnavailable(message) from error
                 failed = from_rpc(error)
                 if patient and isinstance(failed, ServerUnavailable) and await lost.wait():
                     continue
@@ -191,23 +128,21 @@ class Calls:
                 give_up_at = clock() + self.patience.reconnect_seconds
                 lost.reset()
 
-    async def _stream(
+    async def stream(
         self,
-        service: str,
-        method: str,
         request: Message,
         response: type[M],
         timeout: float | None,
         metadata: telemetry.Metadata,
     ) -> AsyncGenerator[M]:
-        multicallable = self._channel.unary_stream(
-            f"/{service}/{method}",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(response),
-        )
-        call = multicallable(request, timeout=timeout, metadata=metadata)
+        """Closing the iterator cancels the call.
+
+        Raises PenstockError; ServerUnavailable if the stream was lost.
+        """
+        method = methods.streaming(self._channel, response)
+        call = method(request, timeout=timeout, metadata=metadata)
         try:
-            async for message in cast("AsyncIterable[M]", call):
+            async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error) from error

@@ -17,7 +17,7 @@ from penstock.client.turn_stream import get_trajectory
 from penstock.client.turns import TrajectoryRecord
 from penstock.client.worker import Worker, WorkerSettings
 from penstock.v1 import rollout_service_pb2, task_service_pb2
-from penstock.wire import codec
+from penstock.wire import messages
 from penstock.wire.security import Security
 
 
@@ -70,6 +70,11 @@ def version_of(replica: rollout_service_pb2.ReplicaInfo) -> int | None:
         rollout_service_pb2.REPLICA_STATE_PAUSED,
     )
     return replica.active_weight_version or (0 if known else None)
+
+
+def state_of(replica: rollout_service_pb2.ReplicaInfo) -> str:
+    name = rollout_service_pb2.ReplicaState.Name(replica.state)
+    return name.removeprefix("REPLICA_STATE_").lower()
 
 
 def connect(
@@ -183,10 +188,8 @@ class Client:
     async def submit_tasks(self, tasks: Iterable[Task]) -> Submission:
         """Submits tasks. A task whose id is known changes nothing. Waits, within a bound, if the
         queue is full."""
-        request = codec.twin(task_service_pb2.SubmitTasksRequest)(
-            tasks=[write_task(task) for task in tasks]
-        )
-        response = await self._calls.submit_tasks(request)
+        request = messages.SubmitTasksRequest(tasks=[write_task(task) for task in tasks])
+        response = await self._calls.ask(request, task_service_pb2.SubmitTasksResponse)
         return Submission(response.accepted_count, response.duplicate_count, response.pending_count)
 
     async def server_info(self) -> ServerInfo:
@@ -207,17 +210,7 @@ class Client:
             info.vocab_size,
             info.weight_dtype,
             load,
-            tuple(
-                Replica(
-                    replica.address,
-                    rollout_service_pb2.ReplicaState.Name(replica.state)
-                    .removeprefix("REPLICA_STATE_")
-                    .lower(),
-                    version_of(replica),
-                    replica.problem,
-                )
-                for replica in info.replicas
-            ),
+            tuple(Replica(r.address, state_of(r), version_of(r), r.problem) for r in info.replicas),
         )
 
     async def get_trajectory(self, trajectory_id: str) -> TrajectoryRecord:
@@ -239,12 +232,12 @@ class Client:
         """
         if bool(trajectory_ids) + bool(group_ids) + everything != 1:
             raise ValueError("give trajectory_ids, group_ids or everything")
-        request = codec.twin(rollout_service_pb2.AbortRequest)(reason=reason)
+        request = rollout_service_pb2.AbortRequest(reason=reason)
         if trajectory_ids:
             request.trajectories.trajectory_ids.extend(trajectory_ids)
         elif group_ids:
             request.groups.group_ids.extend(group_ids)
         else:
             request.all.SetInParent()
-        response = await self._calls.abort(request)
+        response = await self._calls.ask(request, rollout_service_pb2.AbortResponse)
         return {turn.trajectory_id: turn.policy_token_count for turn in response.aborted_turns}

@@ -13,23 +13,12 @@ from numpy.typing import NDArray
 
 from penstock.client.values import Json, from_struct, to_struct
 from penstock.v1 import conversation_pb2, trajectory_pb2
-from penstock.wire import codec
+from penstock.wire import codec, messages
+from penstock.wire.words import ROLES
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
-_ROLES: dict[Role, conversation_pb2.Role.ValueType] = {
-    "system": conversation_pb2.ROLE_SYSTEM,
-    "user": conversation_pb2.ROLE_USER,
-    "assistant": conversation_pb2.ROLE_ASSISTANT,
-    "tool": conversation_pb2.ROLE_TOOL,
-}
-_ROLE_NAMES: dict[int, Role] = {int(number): name for name, number in _ROLES.items()}
-
-_ChatMessage = codec.twin(conversation_pb2.ChatMessage)
-_Conversation = codec.twin(conversation_pb2.Conversation)
-_Tool = codec.twin(conversation_pb2.Tool)
-_ToolCall = codec.twin(conversation_pb2.ToolCall)
-_TokenSequence = codec.twin(trajectory_pb2.TokenSequence)
+_ROLE_NAMES: dict[int, Role] = {int(number): cast("Role", name) for name, number in ROLES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +83,12 @@ class WirePrompt:
     conversation: conversation_pb2.Conversation | None = None
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """The one to set, for a message's constructor."""
+        values = {"tokens": self.tokens, "text": self.text, "conversation": self.conversation}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
     def kind(self) -> PromptKind | None:
         if self.tokens is not None:
             return PromptKind.TOKENS
@@ -137,14 +132,16 @@ def write_prompt(
             raise TypeError(
                 f"tokens must be a one-dimensional array of integers, not {ids.dtype} {ids.shape}"
             )
-        return WirePrompt(tokens=_TokenSequence(token_ids=codec.array_bytes(ids)))
+        return WirePrompt(tokens=messages.TokenSequence(token_ids=codec.array_bytes(ids)))
     if shown is None and not tools:
         return WirePrompt()
-    messages = [_as_message(message) for message in cast("Sequence[object]", shown or ())]
-    conversation = _Conversation(
-        messages=[_write_message(message) for message in messages],
+    chat_messages = [_as_message(message) for message in cast("Sequence[object]", shown or ())]
+    conversation = messages.Conversation(
+        messages=[_write_message(message) for message in chat_messages],
         tools=[
-            _Tool(name=t.name, description=t.description, parameters=to_struct(t.parameters))
+            messages.Tool(
+                name=t.name, description=t.description, parameters=to_struct(t.parameters)
+            )
             for t in tools
         ],
     )
@@ -172,15 +169,15 @@ def _as_message(message: object) -> Message:
     if isinstance(message, Mapping):
         given = cast("Mapping[str, str]", message)
         role = given.get("role", "user")
-        if role not in _ROLES:
-            raise TypeError(f"role must be one of {', '.join(_ROLES)}, got {role!r}")
+        if role not in ROLES:
+            raise TypeError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
         unknown = set(given) - {"role", "content", "tool_call_id", "reasoning"}
         if unknown:
             raise TypeError(
                 f"a message mapping cannot have {', '.join(sorted(unknown))}: use Message"
             )
         return Message(
-            role,
+            cast("Role", role),
             given.get("content", ""),
             tool_call_id=given.get("tool_call_id", ""),
             reasoning=given.get("reasoning", ""),
@@ -212,11 +209,13 @@ def write_chat_tool(tool: Tool) -> dict[str, Any]:
 
 
 def _write_message(message: Message) -> conversation_pb2.ChatMessage:
-    return _ChatMessage(
-        role=_ROLES[message.role],
+    return messages.ChatMessage(
+        role=ROLES[message.role],
         content=message.content,
         tool_calls=[
-            _ToolCall(tool_call_id=c.tool_call_id, name=c.name, arguments_json=c.arguments_json)
+            messages.ToolCall(
+                tool_call_id=c.tool_call_id, name=c.name, arguments_json=c.arguments_json
+            )
             for c in message.tool_calls
         ],
         tool_call_id=message.tool_call_id,

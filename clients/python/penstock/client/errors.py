@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import grpc
 
@@ -15,17 +15,20 @@ if TYPE_CHECKING:
 class PenstockError(Exception):
     """A refused or failed call. Root of every error that this package raises about the server."""
 
+    _own_code: ClassVar = grpc.StatusCode.UNKNOWN
+    """The code of an error that this package makes itself."""
+
     def __init__(
         self,
         message: str,
         *,
-        code: grpc.StatusCode = grpc.StatusCode.UNKNOWN,
+        code: grpc.StatusCode | None = None,
         reason: str = "",
         metadata: Mapping[str, str] | None = None,
         retry_after_seconds: float | None = None,
     ) -> None:
         super().__init__(f"{reason}: {message}" if reason else message)
-        self.code = code
+        self.code = code or self._own_code
         self.reason = reason
         """Machine-readable reason from `penstock.wire.reasons`; empty if the server gave none."""
         self.message = message
@@ -38,6 +41,8 @@ class PenstockError(Exception):
 
 class ServerUnavailable(PenstockError):
     """The server is unreachable, was lost, or does not serve now (UNAVAILABLE)."""
+
+    _own_code = grpc.StatusCode.UNAVAILABLE
 
 
 class InvalidRequest(PenstockError):

@@ -19,19 +19,14 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from penstock.client.calls import Backoff, Calls
-from penstock.client.errors import (
-    DeadlineExceeded,
-    Overloaded,
-    PenstockError,
-    ServerUnavailable,
-)
+from penstock.client.errors import DeadlineExceeded, Overloaded, PenstockError, ServerUnavailable
 from penstock.client.tasks import Purpose, Task, read_task, write_purpose
 from penstock.client.trajectory import Place, Trajectory
+from penstock.common import telemetry
 from penstock.v1 import task_service_pb2
-from penstock.wire import codec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -60,32 +55,23 @@ class Attempt:
     """Number of earlier attempts in this place."""
 
 
-class LeaseListener(Protocol):
+class LeaseListener:
+    """Learns what happens to leases. This one logs it."""
+
     def server_lost(self, error: PenstockError) -> None:
         """The server is unreachable or does not lease now. The client keeps trying."""
-        ...
+        logger.warning("lost the server: %s", error)
 
     def server_back(self, seconds: float) -> None:
         """The server leases again, after `seconds`."""
-        ...
+        logger.warning("the server is back after %.1f s", seconds)
 
     def leases_expired(self, trajectory_ids: Sequence[str], retried_ids: Collection[str]) -> None:
         """The leases of these attempts expired, or their server forgot them.
 
-        The server makes those in `retried_ids` again, under another trajectory id. The others count
-        as failed.
+        The server makes those in `retried_ids` again, under another trajectory id. The others count as
+        failed.
         """
-        ...
-
-
-class LoggedLeases:
-    def server_lost(self, error: PenstockError) -> None:
-        logger.warning("lost the server: %s", error)
-
-    def server_back(self, seconds: float) -> None:
-        logger.warning("the server is back after %.1f s", seconds)
-
-    def leases_expired(self, trajectory_ids: Sequence[str], retried_ids: Collection[str]) -> None:
         logger.warning("leases expired: %s", ", ".join(trajectory_ids))
 
 
@@ -119,8 +105,8 @@ class Leases:
         self._calls = calls
         self._concurrency = concurrency
         self._resume_aborted = resume_aborted
-        self._listener: LeaseListener = listener or LoggedLeases()
-        self._request = codec.twin(task_service_pb2.LeaseTasksRequest)(
+        self._listener = listener or LeaseListener()
+        self._request = task_service_pb2.LeaseTasksRequest(
             agent_id=agent_id,
             concurrency=concurrency,
             purpose=write_purpose(purpose),
@@ -179,10 +165,9 @@ class Leases:
         Returns whether the server makes the attempt again. The attempt must not be closed.
         """
         self.release(trajectory_id)
-        request = codec.twin(task_service_pb2.RenewLeaseRequest)(trajectory_ids=[trajectory_id])
         while True:
             with contextlib.suppress(*_UNREACHABLE):
-                response = await self._calls.renew_lease(request)
+                response = await self._ask_renewal([trajectory_id])
                 if trajectory_id in response.expired_trajectory_ids:
                     return trajectory_id in response.retried_trajectory_ids
             # The question itself renewed the lease, so asking again helps only after its whole length.
@@ -216,7 +201,10 @@ class Leases:
         while True:
             try:
                 await self._reach()
-                leases = self._calls.lease_tasks(self._request)
+                # Closing the stream gives the leases up.
+                leases = self._calls.stream(
+                    self._request, task_service_pb2.LeaseTasksResponse, None, telemetry.outgoing()
+                )
                 async with contextlib.aclosing(leases) as stream:
                     async for lease in stream:
                         backoff.reset()
@@ -277,9 +265,8 @@ class Leases:
         held = list(self._held)
         if not held:
             return
-        request = codec.twin(task_service_pb2.RenewLeaseRequest)(trajectory_ids=held)
         try:
-            response = await self._calls.renew_lease(request)
+            response = await self._ask_renewal(held)
         except _UNREACHABLE:
             # `_receive` detects a lost server through its stream, and renews when it is back.
             return
@@ -296,6 +283,12 @@ class Leases:
             self._ready = deque(kept)
             self._room.set()
             self._listener.leases_expired(expired, retried)
+
+    async def _ask_renewal(
+        self, trajectory_ids: Sequence[str]
+    ) -> task_service_pb2.RenewLeaseResponse:
+        request = task_service_pb2.RenewLeaseRequest(trajectory_ids=trajectory_ids)
+        return await self._calls.ask(request, task_service_pb2.RenewLeaseResponse)
 
     def _say_lost(self, error: PenstockError) -> None:
         self._down_reason = error.reason

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.client.values import from_struct, to_struct
-from penstock.v1 import task_service_pb2, trajectory_pb2
-from penstock.wire import codec
+from penstock.v1.trajectory_pb2 import Failure
+from penstock.v1.trajectory_pb2 import Outcome as OutcomeMessage
 
-_Outcome = codec.twin(trajectory_pb2.Outcome)
-_Failure = codec.twin(trajectory_pb2.Failure)
 # Maximum length of a failure reason that a server accepts.
 _REASON_LENGTH = 256
 
@@ -76,15 +74,15 @@ class ProcessRecord:
             return f"ended by signal {self.signal}"
 
 
-def write_outcome(outcome: Outcome | Failed) -> trajectory_pb2.Outcome:
+def write_outcome(outcome: Outcome | Failed) -> OutcomeMessage:
     """Raises ValueError for a value that cannot be sent, such as a reward that is not finite."""
     try:
         if isinstance(outcome, Failed):
             reason = as_utf8(outcome.reason[:_REASON_LENGTH])
-            return _Outcome(failure=_Failure(reason=reason, message=as_utf8(outcome.message)))
+            return OutcomeMessage(failure=Failure(reason=reason, message=as_utf8(outcome.message)))
         if not all(math.isfinite(number) for number in (outcome.reward, *outcome.turn_rewards)):
             raise ValueError(f"a reward must be finite, not {outcome.reward}")
-        return _Outcome(
+        return OutcomeMessage(
             reward=outcome.reward,
             metrics=dict(outcome.metrics),
             metadata=to_struct(outcome.metadata),
@@ -100,7 +98,7 @@ def as_utf8(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def read_outcome(outcome: trajectory_pb2.Outcome) -> Outcome | Failed | None:
+def read_outcome(outcome: OutcomeMessage) -> Outcome | Failed | None:
     """Reads an outcome from the wire; None if there is none yet."""
     match outcome.WhichOneof("result"):
         case "reward":
@@ -114,7 +112,3 @@ def read_outcome(outcome: trajectory_pb2.Outcome) -> Outcome | Failed | None:
             return Failed(outcome.failure.reason, outcome.failure.message)
         case None:
             return None
-
-
-def read_closed(response: task_service_pb2.CompleteTrajectoryResponse) -> Closed:
-    return Closed(response.group_completed, response.retried)

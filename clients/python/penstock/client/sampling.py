@@ -4,9 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TypedDict
 
 from penstock.v1 import rollout_service_pb2
-from penstock.wire import codec
-
-_SamplingParams = codec.twin(rollout_service_pb2.SamplingParams)
+from penstock.wire import messages
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -49,7 +47,7 @@ class SamplingParams:
         return replace(self, **options)
 
     def to_wire(self) -> rollout_service_pb2.SamplingParams:
-        return _SamplingParams(**asdict(self))
+        return messages.SamplingParams(**asdict(self))
 
 
 def read_sampling(params: rollout_service_pb2.SamplingParams) -> SamplingParams:

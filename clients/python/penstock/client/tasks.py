@@ -19,9 +19,7 @@ from penstock.client.conversation import (
 from penstock.client.sampling import SamplingParams, read_sampling
 from penstock.client.values import from_struct, to_struct
 from penstock.v1 import task_service_pb2, trajectory_pb2
-from penstock.wire import codec
-
-_Task = codec.twin(task_service_pb2.Task)
+from penstock.wire import codec, messages
 
 
 class Purpose(StrEnum):
@@ -79,21 +77,17 @@ def write_purpose(purpose: Purpose | None) -> trajectory_pb2.Purpose.ValueType:
 
 def write_task(task: Task) -> task_service_pb2.Task:
     prompt = write_prompt(task.prompt, task.tools)
-    message = _Task(
+    return messages.Task(
         task_id=task.task_id,
         purpose=write_purpose(task.purpose),
         group_size=task.group_size,
         finish_count=task.finish_count,
-        tokens=prompt.tokens,
-        conversation=prompt.conversation,
+        **prompt.fields,
         metadata=to_struct(task.metadata),
         data_source=task.data_source,
         index=task.index,
         sampling_params=task.sampling.to_wire(),
     )
-    if prompt.text is not None:
-        message.text = prompt.text
-    return message
 
 
 def read_task(task: task_service_pb2.Task) -> Task:

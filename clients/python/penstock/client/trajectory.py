@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING, Any, Unpack
 from penstock.client.calls import Calls, TurnRequest
 from penstock.client.conversation import Observation, PromptKind, Tool, write_prompt
 from penstock.client.errors import NotAllowedNow, NotFound, PenstockError
-from penstock.client.outcome import Closed, Failed, Outcome, read_closed, write_outcome
+from penstock.client.outcome import Closed, Failed, Outcome, write_outcome
 from penstock.client.sampling import SamplingOptions, SamplingParams
 from penstock.client.turn_stream import TurnStream, abort_turn, get_trajectory, get_turns
 from penstock.client.turns import SegmentView, TrajectoryRecord, Turn, TurnProgress
-from penstock.v1 import rollout_service_pb2, task_service_pb2
-from penstock.wire import codec
+from penstock.v1 import task_service_pb2 as tasks
+from penstock.wire.messages import ContinueRequest, GenerateRequest, StreamOptions
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
     from penstock.client.outcome import ProcessRecord
     from penstock.client.tasks import Task
-
-GenerateRequest = codec.twin(rollout_service_pb2.GenerateRequest)
-ContinueRequest = codec.twin(rollout_service_pb2.ContinueRequest)
-StreamOptions = codec.twin(rollout_service_pb2.StreamOptions)
 
 # Aborts of one trajectory's turns after which closing fails, because some process keeps taking turns.
 _CLOSING_ABORTS = 8
@@ -33,8 +29,6 @@ _CLOSING_ABORTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a trajectory belongs."""
-
     group_id: str = ""
     group_size: int = 0
     sample_index: int = 0
@@ -212,17 +206,16 @@ class Trajectory:
 
     async def close(self, outcome: Outcome | Failed) -> Closed:
         """Closes it and its branches, after aborting their turns in flight."""
-        message = write_outcome(outcome)
+        request = tasks.CompleteTrajectoryRequest(
+            trajectory_id=self.trajectory_id, outcome=write_outcome(outcome)
+        )
         self.outcome = outcome
         await self._abort_unfinished()
-        request = codec.twin(task_service_pb2.CompleteTrajectoryRequest)(
-            trajectory_id=self.trajectory_id, outcome=message
-        )
         response = await self._complete(request)
         self.closed = True
         if self._on_closed is not None:
             self._on_closed(self.trajectory_id)
-        return read_closed(response)
+        return Closed(response.group_completed, response.retried)
 
     async def get(self) -> TrajectoryRecord:
         """Returns the trajectory as the server holds it, context included."""
@@ -253,17 +246,18 @@ class Trajectory:
         return branch
 
     async def _complete(
-        self, request: task_service_pb2.CompleteTrajectoryRequest
-    ) -> task_service_pb2.CompleteTrajectoryResponse:
+        self, request: tasks.CompleteTrajectoryRequest
+    ) -> tasks.CompleteTrajectoryResponse:
         """Closes the trajectory, aborting each turn that the server reports as in flight.
 
-        Only the server knows branches that another process made. A request for a turn can also
-        arrive after the abort that was meant for it.
+        Only the server knows branches that another process made. A request for a turn can also arrive
+        after the abort that was meant for it. Always waits for a lost server, because the work is done.
         """
+        response = tasks.CompleteTrajectoryResponse
         aborted = Counter[str]()
         while True:
             try:
-                return await self._calls.complete_trajectory(request)
+                return await self._calls.ask(request, response, patient=True)
             except NotAllowedNow as error:
                 busy = error.metadata.get("trajectory_id") or self.trajectory_id
                 if error.reason != Reason.TURN_IN_FLIGHT or aborted[busy] == _CLOSING_ABORTS:
@@ -293,16 +287,16 @@ class Trajectory:
         self,
         progress: TurnProgress,
         known: bool,
-        options: rollout_service_pb2.StreamOptions,
+        options: StreamOptions,
         timeout: float | None,
     ) -> AsyncGenerator[SegmentView]:
         """Runs a turn and records its result, however it ends."""
         resume = ContinueRequest(trajectory_id=self.trajectory_id, stream_options=options)
         stream = TurnStream(
-            self._calls,
-            self.trajectory_id,
-            progress,
-            resume,
+            calls=self._calls,
+            trajectory_id=self.trajectory_id,
+            progress=progress,
+            resume=resume,
             kind=self._kind,
             resume_aborted=lambda: self.resume_aborted,
             leased=self._place.leased,
@@ -325,7 +319,7 @@ class Trajectory:
         self,
         observation: Observation | None,
         tools: Sequence[Tool],
-        options: rollout_service_pb2.StreamOptions,
+        options: StreamOptions,
         sampling: SamplingOptions,
     ) -> TurnRequest:
         first = not self.turns
@@ -341,29 +335,24 @@ class Trajectory:
         if first:
             self._kind = prompt.kind or self._kind
         self._sampling = self._sampling.with_options(sampling)
-        if first:
-            request = GenerateRequest(
+        if not first:
+            return ContinueRequest(
                 trajectory_id=self.trajectory_id,
-                tokens=prompt.tokens,
-                conversation=prompt.conversation,
-                sampling_params=self._sampling.to_wire(),
-                stream_options=options,
-                priority=self._priority,
-                required_weight_version=self._required_weight_version,
-                parent_trajectory_id=self.parent_trajectory_id,
-            )
-            if self.task is None and not self.parent_trajectory_id:
-                # For leases and branches, the server knows the group.
-                request.group_id, request.group_size = self.group_id, self._place.group_size
-                request.sample_index = self.sample_index
-        else:
-            request = ContinueRequest(
-                trajectory_id=self.trajectory_id,
-                tokens=prompt.tokens,
-                conversation=prompt.conversation,
+                **prompt.fields,
                 sampling_params=self._sampling.to_wire() if sampling else None,
                 stream_options=options,
             )
-        if prompt.text is not None:
-            request.text = prompt.text
+        request = GenerateRequest(
+            trajectory_id=self.trajectory_id,
+            **prompt.fields,
+            sampling_params=self._sampling.to_wire(),
+            stream_options=options,
+            priority=self._priority,
+            required_weight_version=self._required_weight_version,
+            parent_trajectory_id=self.parent_trajectory_id,
+        )
+        if self.task is None and not self.parent_trajectory_id:
+            # For leases and branches, the server knows the group.
+            request.group_id, request.group_size = self.group_id, self._place.group_size
+            request.sample_index = self.sample_index
         return request

@@ -5,9 +5,8 @@
         │             ▼
         └── ask where it stands ──► finished while the stream was lost
 
-After a lost stream, the client waits for the server, with growing delays up to a bound. It then
-aborts the turn, because the server may still be sampling for the lost stream. It then calls
-GetTrajectory and acts on what the server holds:
+After a lost stream, the client waits for the server, with growing delays up to a bound. It then aborts the
+turn, because the server may still be sampling for the lost stream, and acts on what GetTrajectory returns:
 
 - The turn, ended other than ABORTED: it is finished.
 - The turn, ABORTED: `Continue` without an observation resumes it at the exact token.
@@ -17,14 +16,13 @@ GetTrajectory and acts on what the server holds:
 - Fewer tokens of earlier turns than it had finished: DATA_LOSS.
 - The closed trajectory: TRAJECTORY_CLOSED.
 
-The server's record is authoritative. A server that was killed and recovered from its journal may
-hold fewer tokens than it streamed, because only a `finished` turn is durable as a whole. The client
-discards streamed tokens beyond the record, and they are sampled again.
+The server's record is authoritative. A server that was killed and recovered from its journal may hold fewer
+tokens than it streamed, because only a `finished` turn is durable as a whole. The client discards streamed
+tokens beyond the record, and they are sampled again.
 
-A repeated request may find that its first copy arrived after all. Then the client asks the server
-again. It also asks again if a turn ends with a different number of tokens than arrived. The server
-may have been killed between the answer to GetTrajectory and the following `Continue`, and then
-resume from fewer tokens than it had reported.
+The client asks again if a repeated request finds that its first copy arrived after all, or if a turn ends
+with a different number of tokens than arrived: the server may have been killed after its answer, and resume
+from fewer tokens than it had reported.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from dataclasses import dataclass, replace
 import grpc
 from opentelemetry import trace
 
-from penstock.client.calls import Backoff, Calls, TurnEvent, TurnRequest, outlasts
+from penstock.client.calls import Backoff, Calls, TurnRequest, outlasts
 from penstock.client.conversation import PromptKind, read_message
 from penstock.client.errors import (
     DeadlineExceeded,
@@ -58,8 +56,8 @@ from penstock.client.turns import (
     read_trajectory,
 )
 from penstock.common import telemetry
-from penstock.v1 import rollout_service_pb2, task_service_pb2
-from penstock.wire import codec
+from penstock.v1 import rollout_service_pb2 as rollout
+from penstock.v1 import task_service_pb2 as tasks
 from penstock.wire.reasons import Reason
 
 # Consecutive resumes without a new token, after which the caller receives the aborted turn.
@@ -70,39 +68,27 @@ _ARRIVED_AFTER_ALL = (Reason.TRAJECTORY_EXISTS, Reason.TURN_IN_FLIGHT, Reason.NO
 tracer = trace.get_tracer("penstock.client")
 
 
+@dataclass(frozen=True, kw_only=True)
 class TurnStream:
-    """Drives one turn and keeps its progress."""
-
-    def __init__(
-        self,
-        calls: Calls,
-        trajectory_id: str,
-        progress: TurnProgress,
-        resume: TurnRequest,
-        *,
-        kind: PromptKind | None,
-        resume_aborted: Callable[[], bool],
-        leased: bool,
-        policy_count_before: int,
-    ) -> None:
-        """`resume_aborted` is called whenever the turn was aborted. `leased` is whether the trajectory
-        belongs to a lease. `policy_count_before` counts the policy's tokens in earlier turns."""
-        self._calls = calls
-        self._trajectory_id = trajectory_id
-        self._progress = progress
-        self._resume = resume
-        self._kind = kind
-        self._resume_aborted = resume_aborted
-        self._leased = leased
-        self._policy_count_before = policy_count_before
+    calls: Calls
+    trajectory_id: str
+    progress: TurnProgress
+    resume: TurnRequest
+    kind: PromptKind | None
+    resume_aborted: Callable[[], bool]
+    """Called whenever the turn was aborted."""
+    leased: bool
+    """Whether the trajectory belongs to a lease."""
+    policy_count_before: int
+    """The policy's tokens in earlier turns."""
 
     async def segments(self, known: bool, timeout: float | None) -> AsyncGenerator[SegmentView]:
         """Runs the turn to its end. Unless its state is `known`, it first asks the server."""
-        progress = self._progress
+        progress = self.progress
         clock = asyncio.get_running_loop().time
         deadline = None if timeout is None else clock() + timeout
-        lost = Backoff(self._calls.patience.reconnect_seconds)
-        overload = Backoff(self._calls.patience.overload_seconds)
+        lost = Backoff(self.calls.patience.reconnect_seconds)
+        overload = Backoff(self.calls.patience.overload_seconds)
         request = progress.request if known else None
         fruitless, asked = 0, False
         with self._span() as metadata:
@@ -118,7 +104,9 @@ class TurnStream:
                         if stand.ended is not None:
                             progress.finish(stand.ended)
                     if request is not None:
-                        events = self._calls.turn_events(request, remaining, metadata)
+                        opens = request.DESCRIPTOR.name == "GenerateRequest"
+                        response = rollout.GenerateResponse if opens else rollout.ContinueResponse
+                        events = self.calls.stream(request, response, remaining, metadata)
                         async with contextlib.aclosing(_tokens(events, progress)) as segments:
                             async for segment in segments:
                                 lost.reset()
@@ -141,27 +129,28 @@ class TurnStream:
                     continue
                 fruitless = 0 if progress.token_count > before else fruitless + 1
                 aborted = progress.finished is not None and progress.finished.aborted
-                if not (aborted and self._resume_aborted() and fruitless < _FRUITLESS_RESUMES):
+                if not (aborted and self.resume_aborted() and fruitless < _FRUITLESS_RESUMES):
                     return
                 progress.finished = None
-                request = self._resume
+                request = self.resume
 
     async def _stand(self, timeout: float | None) -> _Stand:
         """The module docstring lists the cases."""
-        progress = self._progress
+        progress = self.progress
         try:
             async with asyncio.timeout(timeout):
-                await abort_turn(self._calls, self._trajectory_id, "stream lost", patient=True)
-                held = await _ask_trajectory(self._calls, self._trajectory_id, patient=True)
+                await abort_turn(self.calls, self.trajectory_id, "stream lost", patient=True)
+                held = await _ask_trajectory(self.calls, self.trajectory_id, patient=True)
         except NotFound:
             if progress.index or progress.token_count:
                 raise
-            await self._check_lease()
+            if self.leased:
+                await self._check_lease()
             progress.forget()
             return _Stand([], progress.request)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"no answer from {self._calls.address} within the turn's timeout",
+                f"no answer from {self.calls.address} within the turn's timeout",
                 code=grpc.StatusCode.DEADLINE_EXCEEDED,
             ) from error
         record = read_trajectory(held)
@@ -172,61 +161,55 @@ class TurnStream:
         if not held.HasField("last_turn"):
             # The request was still on its way when the abort overtook it.
             raise ServerUnavailable(
-                f"turn {progress.index} of {self._trajectory_id} is still in flight",
-                code=grpc.StatusCode.UNAVAILABLE,
+                f"turn {progress.index} of {self.trajectory_id} is still in flight"
             )
         missing = progress.catch_up(record)
         if read_finish_reason(held.last_turn.finish_reason) is FinishReason.ABORTED:
-            return _Stand(missing, self._resume)
+            return _Stand(missing, self.resume)
         return _Stand(missing, None, held.last_turn)
 
     async def _check_lease(self) -> None:
         """Without a lease, the server would treat the request as an unleased trajectory."""
-        if not self._leased:
-            return
-        request = codec.twin(task_service_pb2.RenewLeaseRequest)(
-            trajectory_ids=[self._trajectory_id]
-        )
-        response = await self._calls.renew_lease(request, patient=True)
-        if self._trajectory_id in response.expired_trajectory_ids:
-            raise self._refusal(f"the lease of {self._trajectory_id} is gone", Reason.LEASE_EXPIRED)
+        request = tasks.RenewLeaseRequest(trajectory_ids=[self.trajectory_id])
+        response = await self.calls.ask(request, tasks.RenewLeaseResponse, patient=True)
+        if self.trajectory_id in response.expired_trajectory_ids:
+            raise self._refusal(f"the lease of {self.trajectory_id} is gone", Reason.LEASE_EXPIRED)
 
     def _refusal(self, message: str, reason: Reason) -> NotAllowedNow:
         return NotAllowedNow(
             message,
             code=grpc.StatusCode.FAILED_PRECONDITION,
             reason=reason,
-            metadata={"trajectory_id": self._trajectory_id},
+            metadata={"trajectory_id": self.trajectory_id},
         )
 
     def _check_extensible(self, record: TrajectoryRecord) -> None:
         if not record.open:
             raise self._refusal(
-                f"trajectory {self._trajectory_id} is closed", Reason.TRAJECTORY_CLOSED
+                f"trajectory {self.trajectory_id} is closed", Reason.TRAJECTORY_CLOSED
             )
-        held = record.policy_count_before(self._progress.index)
-        if held < self._policy_count_before:
+        held = record.policy_count_before(self.progress.index)
+        if held < self.policy_count_before:
             raise PenstockError(
-                f"the server came back with {held} of {self._policy_count_before} tokens of the finished "
-                f"turns of {self._trajectory_id}: it keeps no journal, or lost part of it",
+                f"the server came back with {held} of {self.policy_count_before} tokens of the finished "
+                f"turns of {self.trajectory_id}: it keeps no journal, or lost part of it",
                 code=grpc.StatusCode.DATA_LOSS,
-                metadata={"trajectory_id": self._trajectory_id},
+                metadata={"trajectory_id": self.trajectory_id},
             )
 
     @contextlib.contextmanager
     def _span(self) -> Generator[telemetry.Metadata]:
         """Yields the metadata that makes it the parent of the server's span.
 
-        It is not the current span: the turn is a generator, and the code between two of its
-        segments belongs to the caller.
+        It is not the current span, because the code between two segments belongs to the caller.
         """
-        progress = self._progress
-        chat = self._kind is PromptKind.MESSAGES
+        progress = self.progress
+        chat = self.kind is PromptKind.MESSAGES
         span = tracer.start_span("penstock.turn", kind=trace.SpanKind.CLIENT)
         span.set_attribute("gen_ai.operation.name", "chat" if chat else "text_completion")
-        span.set_attribute("gen_ai.conversation.id", self._trajectory_id)
+        span.set_attribute("gen_ai.conversation.id", self.trajectory_id)
         span.set_attribute("penstock.turn_index", progress.index)
-        span.set_attribute("server.address", self._calls.address)
+        span.set_attribute("server.address", self.calls.address)
         with trace.use_span(span):
             metadata = telemetry.outgoing()
         try:
@@ -251,15 +234,15 @@ class _Stand:
     """Tokens that the server holds but the client has not received."""
     request: TurnRequest | None
     """The next request; None if the turn has ended."""
-    ended: rollout_service_pb2.TurnFinished | None = None
+    ended: rollout.TurnFinished | None = None
     """How the turn ended, if it ended while the stream was lost."""
 
 
 async def _tokens(
-    events: AsyncGenerator[TurnEvent], progress: TurnProgress
+    events: AsyncGenerator[rollout.GenerateResponse | rollout.ContinueResponse],
+    progress: TurnProgress,
 ) -> AsyncGenerator[SegmentView]:
-    """Raises ServerUnavailable if the stream ends before its turn, or if the turn that ends does
-    not match the tokens that arrived."""
+    """Raises ServerUnavailable if the stream ends before its turn, or lacks tokens of it."""
     async with contextlib.aclosing(events) as stream:
         async for event in stream:
             match event.WhichOneof("event"):
@@ -270,32 +253,28 @@ async def _tokens(
                 case "finished":
                     if not progress.is_all_of(event.finished):
                         raise ServerUnavailable(
-                            f"{progress.said_of(event.finished)}: asking the server again",
-                            code=grpc.StatusCode.UNAVAILABLE,
+                            f"{progress.said_of(event.finished)}: asking the server again"
                         )
                     progress.finish(event.finished)
                 case None:
                     pass
     if progress.finished is None:
-        raise ServerUnavailable(
-            "the stream ended before its turn did", code=grpc.StatusCode.UNAVAILABLE
-        )
+        raise ServerUnavailable("the stream ended before its turn did")
 
 
 async def abort_turn(
     calls: Calls, trajectory_id: str, reason: str, *, patient: bool = False
 ) -> int:
     """Returns the number of kept tokens."""
-    selector = codec.twin(rollout_service_pb2.TrajectorySelector)(trajectory_ids=[trajectory_id])
-    request = codec.twin(rollout_service_pb2.AbortRequest)(trajectories=selector, reason=reason)
-    response = await calls.abort(request, patient=patient)
+    request = rollout.AbortRequest(reason=reason)
+    request.trajectories.trajectory_ids.append(trajectory_id)
+    response = await calls.ask(request, rollout.AbortResponse, patient=patient)
     return sum(turn.policy_token_count for turn in response.aborted_turns)
 
 
 async def get_trajectory(
     calls: Calls, trajectory_id: str, *, patient: bool = False
 ) -> TrajectoryRecord:
-    """`patient` waits for a lost server."""
     return read_trajectory(await _ask_trajectory(calls, trajectory_id, patient=patient))
 
 
@@ -326,6 +305,6 @@ async def get_turns(calls: Calls, trajectory_id: str) -> list[Turn]:
 
 async def _ask_trajectory(
     calls: Calls, trajectory_id: str, *, patient: bool = False
-) -> rollout_service_pb2.GetTrajectoryResponse:
-    request = codec.twin(rollout_service_pb2.GetTrajectoryRequest)(trajectory_id=trajectory_id)
-    return await calls.get_trajectory(request, patient=patient)
+) -> rollout.GetTrajectoryResponse:
+    request = rollout.GetTrajectoryRequest(trajectory_id=trajectory_id)
+    return await calls.ask(request, rollout.GetTrajectoryResponse, patient=patient)

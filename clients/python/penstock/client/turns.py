@@ -15,6 +15,7 @@ from penstock.client.errors import DeadlineExceeded, PenstockError, ServerUnavai
 from penstock.client.outcome import Failed, Outcome, read_outcome
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
+from penstock.wire.words import FINISH_REASONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -34,11 +35,7 @@ class FinishReason(StrEnum):
     """Stopped from outside. `resume` continues at the exact token."""
 
 
-_FINISH_REASONS: dict[int, FinishReason] = {
-    trajectory_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    trajectory_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    trajectory_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,
-}
+_FINISH_REASONS = {int(reason): FinishReason(word) for word, reason in FINISH_REASONS.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from opentelemetry import trace
 from penstock.client.calls import Calls
 from penstock.client.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.client.groups import GroupBook, ReadyGroup
-from penstock.client.leases import Attempt, Leases, default_agent_id
+from penstock.client.leases import Attempt, LeaseListener, Leases, default_agent_id
 from penstock.client.outcome import Failed, Outcome
 from penstock.client.scoring import (
     Agent,
@@ -68,7 +68,7 @@ class WorkerMisconfigured(Exception):
     """The worker's settings do not fit the tasks."""
 
 
-class Worker:
+class Worker(LeaseListener):
     """Runs `generate` and `reward` on leased attempts. If a function raises, only its attempt fails."""
 
     def __init__(
@@ -212,8 +212,9 @@ class Worker:
             outcome = await self._judge(self._run(attempt))
         except asyncio.CancelledError:
             # Its lease expired, its stream was lost, or the whole worker is cancelled.
-            ready = self._lose(attempt)
-            if ready is None or not _goes_on():
+            ready, task = self._lose(attempt), asyncio.current_task()
+            # Continues only if this was the task's only cancellation.
+            if ready is None or task is None or task.uncancel():
                 raise
             self._judged.add(trajectory_id)
             return ready
@@ -375,12 +376,6 @@ class Worker:
 
 def _token_count(attempt: Attempt) -> int:
     return sum(len(s.token_ids) for turn in attempt.trajectory.turns for s in turn.segments)
-
-
-def _goes_on() -> bool:
-    """Takes back one cancellation of this task. Returns whether it was the only one."""
-    task = asyncio.current_task()
-    return task is not None and task.uncancel() == 0
 
 
 def _cancelled_from_outside() -> bool:

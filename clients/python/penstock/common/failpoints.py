@@ -13,19 +13,12 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 VARIABLE = "PENSTOCK_FAILPOINTS"
 
 
 class FailpointInvalid(Exception):
     """The environment variable cannot be parsed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    at: int
-    act: Callable[[], None]
 
 
 def _nothing(name: str) -> None:
@@ -36,29 +29,29 @@ def _planned(text: str) -> Callable[[str], None]:
     plans = dict(_parse(item.strip()) for item in text.split(",") if item.strip())
     hits: Counter[str] = Counter()
 
-    def act(name: str) -> None:
+    def count(name: str) -> None:
         hits[name] += 1
-        plan = plans.get(name)
-        if plan is not None and hits[name] == plan.at:
-            plan.act()
+        at, act = plans.get(name, (0, None))
+        if act is not None and hits[name] == at:
+            act()
 
-    return act
+    return count
 
 
-def _parse(item: str) -> tuple[str, _Plan]:
+def _parse(item: str) -> tuple[str, tuple[int, Callable[[], None]]]:
+    """The name, the hit to act at, and what to do then."""
     name, equals, rest = item.partition("=")
     action, _, at = rest.partition("@")
     kind, _, detail = action.partition(":")
     if not (name and equals) or (at and not at.isdecimal()):
         raise FailpointInvalid(f"{VARIABLE}: {item!r} is not name=action or name=action@n")
-    return name, _Plan(int(at or 1), _action(item, kind, detail))
+    return name, (int(at or 1), _action(item, kind, detail))
 
 
 def _action(item: str, kind: str, detail: str) -> Callable[[], None]:
-    if kind == "kill":
-        return lambda: os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "stop":
-        return lambda: os.kill(os.getpid(), signal.SIGSTOP)
+    if kind in ("kill", "stop"):
+        number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+        return lambda: os.kill(os.getpid(), number)
     code = getattr(errno, detail, None) if kind == "raise" else None
     if not isinstance(code, int):
         raise FailpointInvalid(

@@ -18,7 +18,6 @@ PROGRESS_BYTES = 8
 
 
 def host_id() -> str:
-    """The boot id of this host."""
     return BOOT_ID.read_text().strip()
 
 

@@ -49,8 +49,6 @@ class TokenFileInvalid(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """One token, by its hash."""
-
     name: str
     role: Role
     sha256: bytes = field(repr=False)
@@ -66,15 +64,12 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """The parsed content of the file."""
-
     tokens: tuple[TokenEntry, ...] = ()
     certificates: Mapping[str, Role] = field(default_factory=dict[str, Role])
     """Common name -> role."""
 
 
 def new_token() -> str:
-    """Generates a random token."""
     return PREFIX + secrets.token_urlsafe(32)
 
 

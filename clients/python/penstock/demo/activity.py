@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 import grpc
 
 from penstock.v1 import rollout_service_pb2
-from penstock.wire import channel, codec
+from penstock.wire import channel, methods
+from penstock.wire.messages import GetServerInfoRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SAMPLE_SECONDS = 0.5
 CALL_TIMEOUT_SECONDS = 2.0
-
-GetServerInfoRequest = codec.twin(rollout_service_pb2.GetServerInfoRequest)
 
 
 async def record_activity(address: str, path: Path) -> None:
@@ -27,11 +26,7 @@ async def record_activity(address: str, path: Path) -> None:
     A sample is skipped if the server does not answer. The supervisor notices and reports a dead server.
     """
     async with grpc.aio.insecure_channel(address, options=channel.client_options()) as connection:
-        get_server_info = connection.unary_unary(
-            "/penstock.v1.RolloutService/GetServerInfo",
-            request_serializer=codec.encode,
-            response_deserializer=codec.decoder(rollout_service_pb2.GetServerInfoResponse),
-        )
+        get_server_info = methods.unary(connection, rollout_service_pb2.GetServerInfoResponse)
         with path.open("w") as file:
             while True:
                 await asyncio.sleep(SAMPLE_SECONDS)

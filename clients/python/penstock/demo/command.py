@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +15,7 @@ from rich.console import Console
 from penstock.demo.model import HUB_NAME, ModelUnavailable, prepare_model
 from penstock.demo.run import run_plan
 from penstock.demo.settings import PRINTABLE, SUMS, Plan, choose_scale
-from penstock.demo.summary import read_run, summarize, write_summary
+from penstock.demo.summary import read_run, summarize
 from penstock.up.processes import ProcessFailed
 
 INTERRUPTED = 130
@@ -165,7 +167,7 @@ def report(plan: Plan, seconds: float, console: Console) -> None:
     if not run.steps:
         raise click.ClickException(f"the trainer ended before its first step; see {plan.out}")
     summary = summarize(run, plan, seconds)
-    write_summary(plan.out, summary)
+    (plan.out / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
     from penstock.demo.picture import draw_picture  # Late, because matplotlib is slow to import.
 
     picture = plan.out / "demo.png"

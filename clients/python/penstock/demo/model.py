@@ -14,6 +14,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -58,7 +59,8 @@ def prepare_model(choice: str | None, say: Say) -> Path:
     if folder.is_dir():
         return folder
     # Two sources of the same model; which one is reachable differs from machine to machine.
-    ways = (from_package, from_named_hub) if choice is None else (from_named_hub, from_package)
+    from_hub_too = partial(from_hub, HUB_NAME)
+    ways = (from_package, from_hub_too) if choice is None else (from_hub_too, from_package)
     refusals: list[str] = []
     for way in ways:
         try:
@@ -75,10 +77,6 @@ def converted_folder() -> Path:
         raise ModelUnavailable("penstock.demo.convert is not installed")
     digest = hashlib.sha256(GGUF_SHA256.encode() + Path(converter.origin).read_bytes())
     return cache_folder() / digest.hexdigest()[:12] / "SmolLM2-135M-Instruct"
-
-
-def from_named_hub(say: Say) -> Path:
-    return from_hub(HUB_NAME, say)
 
 
 def from_hub(name: str, say: Say) -> Path:

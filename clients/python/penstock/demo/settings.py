@@ -39,7 +39,7 @@ LORA_ALPHA = 16.0
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes that belong together."""
+    """Sizes that suit a model and a task."""
 
     steps: int
     """Optimizer steps; the command line can override them."""
@@ -48,15 +48,12 @@ class Scale:
     group_size: int
     """Answers to each prompt."""
     max_tokens: int
-    """Maximum tokens in an answer."""
     max_model_len: int
     """Maximum tokens in prompt and answer together."""
     learning_rate: float
-    """Learning rate after warm-up."""
     lora_learning_rate: float
     """The same for an adapter: it has far fewer parameters, so each must move further."""
     warmup_steps: int
-    """Steps over which the learning rate rises."""
     max_lag: int
     """Maximum versions that a trained token may lag behind."""
     dtype: str | None = None
@@ -117,28 +114,21 @@ class Plan:
     """One run of the demo, with every choice made."""
 
     model: Path
-    """Folder of the model."""
     model_name: str
-    """Name of the model for people."""
+    """As people are shown it."""
     out: Path
     """Folder for everything the run writes."""
     task: str
     """SUMS, PRINTABLE, or a data set of reasoning-gym."""
     steps: int
-    """Optimizer steps."""
     seed: int
-    """Seed of the data and the trainer."""
     listen: str
     """Address on which the server listens; port 0 picks a free one."""
     scale: Scale
     lora: bool = False
-    """Whether an adapter is trained instead of all weights."""
     durability: str = "fsync"
-    """Durability of the server's journal."""
     ranks: int = 1
-    """Processes that the trainer runs."""
     backend: str = "fsdp"
-    """Training backend."""
     tensor_parallel: int = 1
     """Ranks over which each tensor is split; megatron only."""
     pipeline_parallel: int = 1
@@ -146,7 +136,6 @@ class Plan:
 
     @property
     def reward(self) -> str:
-        """Import path of the reward function."""
         names = {SUMS: "last_integer_is_answer", PRINTABLE: "printable_share"}
         return f"penstock.demo.rewards:{names.get(self.task, 'reasoning_gym_score')}"
 
@@ -161,7 +150,6 @@ class Plan:
 
 
 def choose_scale(task: str, *, tiny: bool) -> Scale:
-    """The sizes for a task and a model."""
     if tiny:
         return TINY_MODEL
     return SMALL_MODEL if task in {SUMS, PRINTABLE} else SMALL_MODEL_LONG_TASK
@@ -207,7 +195,6 @@ def train_command(plan: Plan) -> tuple[str, ...]:
 
 
 def environment(threads: int) -> Mapping[str, str]:
-    """Environment variables of each process."""
     return {
         **ENVIRONMENT,
         "OMP_NUM_THREADS": str(threads),
@@ -228,14 +215,11 @@ def trainer_config(plan: Plan, address: str) -> str:
         else {"reasoning_gym": {"name": plan.task, "seed": plan.seed}}
     )
     adapter = {"lora": {"rank": LORA_RANK, "alpha": LORA_ALPHA}} if plan.lora else {}
-    divided = {
-        name: size
-        for name, size in (
-            ("tensor_parallel", plan.tensor_parallel),
-            ("pipeline_parallel", plan.pipeline_parallel),
-        )
-        if size > 1
+    parallel = {
+        "tensor_parallel": plan.tensor_parallel,
+        "pipeline_parallel": plan.pipeline_parallel,
     }
+    divided = {name: size for name, size in parallel.items() if size > 1}
     return tomli_w.dumps(
         {
             "server": {"address": address, "give_up_after_seconds": PATIENCE_SECONDS},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,6 @@ class Step:
     pause_seconds: float
     """How long the weight switch paused generation."""
     upload_bytes: int
-    """Bytes of weights that were uploaded."""
     time: float
     """When the step ended."""
     time_gather_start: float
@@ -92,7 +91,6 @@ class Summary:
     """Policy tokens that reached the trainer, per second from its first step on."""
 
     def as_table(self) -> Table:
-        """The summary as a table for people."""
         from rich.table import Table
 
         table = Table(title=f"{self.model} on {self.task}", show_header=False, title_justify="left")
@@ -122,7 +120,7 @@ def read_run(folder: Path) -> Run:
     return Run(
         # Lines of other kinds do not describe steps.
         steps=tuple(
-            read_step(line)
+            Step(**{field.name: line[field.name] for field in fields(Step)})
             for line in read_lines(folder / "metrics.jsonl")
             if line.get("kind", "step") == "step"
         ),
@@ -130,11 +128,6 @@ def read_run(folder: Path) -> Run:
             Load(line["time"], line["running"]) for line in read_lines(folder / "activity.jsonl")
         ),
     )
-
-
-def read_step(line: dict[str, Any]) -> Step:
-    """Parses one line of the trainer's metrics. Raises KeyError if a key is missing."""
-    return Step(**{field.name: line[field.name] for field in fields(Step)})
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -165,7 +158,3 @@ def summarize(run: Run, plan: Plan, seconds: float) -> Summary:
             sum(step.tokens for step in run.steps) / sum(step.seconds for step in run.steps)
         ),
     )
-
-
-def write_summary(folder: Path, summary: Summary) -> None:
-    (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")

@@ -70,7 +70,6 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, object]:
-    """Tokenizer settings that transformers reads in addition to tokenizer.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": START_OF_TURN,
@@ -83,7 +82,6 @@ def tokenizer_config() -> dict[str, object]:
 
 
 def model_config(vocabulary: int) -> dict[str, object]:
-    """The model's shape, under transformers' names."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

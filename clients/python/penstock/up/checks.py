@@ -9,9 +9,11 @@ TLS and tokens, and the hub needs its engines' token. Otherwise the configuratio
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import tempfile
 import tomllib
+from collections.abc import Generator
 from pathlib import Path
 from typing import cast
 
@@ -40,7 +42,6 @@ def check(config: UpConfig, programs: Programs) -> None:
 
 
 def check_placement(config: UpConfig) -> None:
-    """Checks that Ray is installed if the configuration needs it."""
     if config.cluster.placement == "ray" and not ray_placement.is_installed():
         raise UpConfigInvalid(
             "cluster.placement: ray is not installed; pip install 'penstock[ray]', or use \"processes\""
@@ -69,15 +70,21 @@ def check_servers(config: UpConfig) -> None:
         raise UpConfigInvalid("engines.security.tokens: the hub needs serve.pool.token_file")
 
 
-def _read(section: str, table: Table) -> ServeConfig:
-    """Reads a section as `penstock serve` does, without the options of its engine."""
+@contextlib.contextmanager
+def _as_file(table: Table) -> Generator[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(tomli_w.dumps(table))
         file.flush()
-        try:
-            return load_serve(Path(file.name), [])
-        except ConfigError as error:
-            raise UpConfigInvalid(f"[{section}]: {error}") from error
+        yield file.name
+
+
+def _read(section: str, table: Table) -> ServeConfig:
+    """Reads a section as `penstock serve` does, without the options of its engine."""
+    try:
+        with _as_file(table) as path:
+            return load_serve(Path(path), [])
+    except ConfigError as error:
+        raise UpConfigInvalid(f"[{section}]: {error}") from error
 
 
 def check_folder(out: Path, resume: bool) -> None:
@@ -141,12 +148,10 @@ def _shown(options: Table) -> Table:
 
 def _ask(command: tuple[str, ...], section: str, table: Table) -> Table:
     """How a command resolves its configuration, by its own --dry-run. Raises UpConfigInvalid."""
-    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
-        file.write(tomli_w.dumps(table))
-        file.flush()
+    with _as_file(table) as path:
         try:
             answer = subprocess.run(
-                (*command, file.name, "--dry-run"),
+                (*command, path, "--dry-run"),
                 capture_output=True,
                 text=True,
                 timeout=CHECK_SECONDS,
@@ -157,7 +162,7 @@ def _ask(command: tuple[str, ...], section: str, table: Table) -> Table:
                 f"[{section}]: its --dry-run did not finish within {CHECK_SECONDS:g} s"
             ) from error
     if answer.returncode:
-        lines = answer.stderr.replace(f"{file.name}: ", "").strip().splitlines()
+        lines = answer.stderr.replace(f"{path}: ", "").strip().splitlines()
         said = lines[-1] if lines else f"exit status {answer.returncode}"
         raise UpConfigInvalid(f"[{section}]: {said}")
     return cast("Table", tomllib.loads(answer.stdout))

@@ -62,24 +62,18 @@ class NeverStarted:
         self._error = error
 
     async def wait(self) -> int:
-        """Returns 1, as for a failed process."""
         return 1
 
-    def signal(self, number: signal.Signals) -> None:
-        """Does nothing: it never ran."""
+    def signal(self, number: signal.Signals) -> None: ...
 
-    async def stop(self, patience: float) -> None:
-        """Does nothing: it never ran."""
+    async def stop(self, patience: float) -> None: ...
 
-    def kill(self) -> None:
-        """Does nothing: it never ran."""
+    def kill(self) -> None: ...
 
     def ending(self, status: int) -> str:
-        """Why it could not be started."""
         return f"could not be started: {self._error}"
 
-    async def write(self, files: Mapping[Path, str]) -> None:
-        """Does nothing: it never ran."""
+    async def write(self, files: Mapping[Path, str]) -> None: ...
 
 
 def share_devices(

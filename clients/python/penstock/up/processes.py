@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, BinaryIO, ParamSpec, Protocol
 
@@ -195,19 +196,16 @@ class Process:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Returns its exit status, once it has ended and its log holds all its output."""
         # Shielded: a cancelled caller must not cancel the future that others wait for.
         status = await asyncio.shield(self._ended)
         await asyncio.wait((self._copying,), timeout=SECONDS_FOR_LAST_WORDS)
         return status
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal, unless it has ended."""
         if not self._ended.done():
             self._process.send_signal(number)
 
     async def stop(self, patience: float) -> None:
-        """Sends SIGTERM, then SIGKILL after `patience` seconds; nothing of its group is left afterwards."""
         self.signal(signal.SIGTERM)
         try:
             await asyncio.wait((self._ended,), timeout=patience)
@@ -216,7 +214,6 @@ class Process:
         await self.wait()
 
     def kill(self) -> None:
-        """Kills it and everything it started, immediately."""
         # Its group was killed when it ended, and its id may have been reused since.
         if not self._ended.done():
             self._kill_group()
@@ -225,7 +222,6 @@ class Process:
         return ending(status)
 
     async def write(self, files: Mapping[Path, str]) -> None:
-        """Writes files, each atomically."""
         write_files(files)
 
     def _watch_end(self) -> None:
@@ -407,9 +403,8 @@ async def end_in_turn(stages: Sequence[Sequence[Running]], patience: float) -> N
         for stage in stages:
             await asyncio.gather(*(process.stop(patience) for process in stage))
     finally:
-        for stage in stages:
-            for process in stage:
-                process.kill()
+        for process in chain.from_iterable(stages):
+            process.kill()
 
 
 async def break_off(processes: Sequence[Running]) -> None:

@@ -18,7 +18,6 @@ PARTING_SECONDS = 40.0
 
 
 def rank_name(name: str, rank: int) -> str:
-    """A rank's name; rank 0 has the name of the whole."""
     return name if rank == 0 else f"{name}-rank-{rank}"
 
 
@@ -56,12 +55,10 @@ class RankedProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of rank 0."""
         return self._ranks[0].pid
 
     @property
     def host(self) -> str:
-        """Host of rank 0."""
         return self._ranks[0].host
 
     async def wait(self) -> int:
@@ -69,11 +66,10 @@ class RankedProcess:
         return await asyncio.shield(self._ending)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to rank 0; the other ranks end when it does."""
+        """Rank 0 gets it; the other ranks end when it does."""
         self._ranks[0].signal(number)
 
     async def write(self, files: Mapping[Path, str]) -> None:
-        """Writes files on the node of each rank."""
         await asyncio.gather(*(rank.write(files) for rank in self._ranks))
 
     async def stop(self, patience: float) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import importlib.util
 import logging
@@ -35,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.common.parent_death import die_with
+from penstock.common.parent_death import PR_SET_CHILD_SUBREAPER, die_with, prctl
 from penstock.up.cluster_config import Cluster, Share
 from penstock.up.keeper import Keeper, for_nodes
 from penstock.up.placement import PlacementFailed
@@ -45,7 +44,6 @@ from penstock.up.ranked_process import RankedProcess, rank_environments, rank_na
 STORE_BYTES = 80 << 20
 """Object store of a cluster that is started here: only log lines pass through it."""
 REACH_SECONDS = 10.0
-PR_SET_CHILD_SUBREAPER = 36
 WHY = re.compile(r"The actor (?:is dead|died) because [^.]*\.")
 
 Result = TypeVar("Result")
@@ -109,9 +107,7 @@ def adopt_orphans() -> set[int]:
 
     Ray leaves some processes behind when it ends.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     return _children()
 
 
@@ -215,13 +211,11 @@ class RayPlacement:
         self._live: set[RayProcess] = set()
 
     async def start(self, command: Command, on_line: OnLine | None) -> Running:
-        """Starts a process, or all its ranks."""
         if command.ranks > 1:
             return await self._start_ranks(command, on_line)
-        return await self._begun(self._begin(command, self._actor(command.name), on_line))
+        return await self._begun(command, self._actor(command.name), on_line)
 
     async def close(self) -> None:
-        """Kills the remaining processes."""
         left = list(self._live)
         for process in left:
             process.kill()
@@ -253,7 +247,8 @@ class RayPlacement:
         process.living.add_done_callback(lambda _: self._live.discard(process))
         return process
 
-    async def _begun(self, process: RayProcess) -> RayProcess:
+    async def _begun(self, command: Command, actor: Any, on_line: OnLine | None) -> RayProcess:
+        process = self._begin(command, actor, on_line)
         try:
             await process.begun.wait()
         except asyncio.CancelledError:
@@ -273,7 +268,7 @@ class RayPlacement:
             # new actors for all ranks.
             for actor in actors:
                 ray.kill(actor)
-            return await self._begun(self._begin(command, actors[0], on_line))
+            return await self._begun(command, actors[0], on_line)
         except asyncio.CancelledError:
             for actor in actors:
                 ray.kill(actor)
@@ -318,7 +313,7 @@ class RayProcess:
         self.living = asyncio.create_task(self._live(on_line), name=f"{command.name} on Ray")
 
     async def wait(self) -> int:
-        """Returns its exit status; that of SIGKILL if its actor was lost."""
+        """Its exit status; that of SIGKILL if its actor was lost."""
         return await asyncio.shield(self.living)
 
     def signal(self, number: signal.Signals) -> None:
@@ -326,7 +321,7 @@ class RayProcess:
             self._ask(self.actor.signal.remote(int(number)))
 
     async def write(self, files: Mapping[Path, str]) -> None:
-        """Writes files on its node. Raises OSError, for example if the disk is full."""
+        """Raises OSError, for example if the node's disk is full."""
         if self.living.done():
             return
         errors = _ray().exceptions
@@ -338,7 +333,6 @@ class RayProcess:
             pass  # `_follow` reports the loss of the actor.
 
     async def stop(self, patience: float) -> None:
-        """Sends SIGTERM, and kills it after `patience` seconds."""
         self.signal(signal.SIGTERM)
         try:
             await asyncio.wait((self.living,), timeout=patience)

@@ -8,8 +8,8 @@ States of each process (`State`) once it works:
                  └──► all stop, with an error       if no restarts are left, or a restart could not help
                  └──► all stop                      if it was the trainer, and it is done
 
-- A **server** restarts on the same address. `ServerCommand` makes it wait for the weights of the run's
-  trainer: a freshly started server holds the base model, which must not be sampled mid-run.
+- A **server** restarts on the same address and waits for the weights of the run's trainer
+  (`Listens.options`): a freshly started server holds the base model, which must not be sampled mid-run.
   Workers and trainer keep running; they reconnect on their own.
 - A **server** that comes back on another host of a cluster ends the run. Workers and trainer know the old
   address, and its journal may be on the host that is gone.
@@ -130,32 +130,25 @@ class Listens:
         return (*again, "--http-listen", f"{host}:{self.http_port}")
 
 
-ServerCommand = Callable[[Listens | None], Command]
-"""Makes the server's command: for its first start (None), or for a restart on its previous addresses."""
-
-EngineCommand = Callable[[], Command]
-
-WorkerCommand = Callable[[str], Command]
-"""Makes a worker's command for the server's address."""
-
-TrainerCommand = Callable[[str, bool], Command]
-"""Makes the trainer's command for the server's address; the flag says whether it resumes."""
-
-
 @dataclass(frozen=True)
 class Cast:
-    """The processes of a run."""
+    """The processes of a run: how the command of each is made."""
 
-    server: ServerCommand
-    workers: Mapping[str, WorkerCommand] = field(default_factory=dict[str, WorkerCommand])
-    """By name."""
-    trainer: TrainerCommand | None = None
-    """None if the trainer runs elsewhere."""
+    server: Callable[[Listens | None], Command]
+    """For its first start (None), or for a restart on its previous addresses."""
+    workers: Mapping[str, Callable[[str], Command]] = field(
+        default_factory=dict[str, Callable[[str], Command]]
+    )
+    """By name; each takes the server's address."""
+    trainer: Callable[[str, bool], Command] | None = None
+    """Takes the server's address, and whether to resume. None if the trainer runs elsewhere."""
     trainer_keeps_checkpoints: bool = False
     """Whether a trainer that died can resume."""
     trainer_resumes: bool = False
     """Whether its first start resumes too."""
-    engines: Mapping[str, EngineCommand] = field(default_factory=dict[str, EngineCommand])
+    engines: Mapping[str, Callable[[], Command]] = field(
+        default_factory=dict[str, Callable[[], Command]]
+    )
     """By name. If there are any, the server is a hub."""
     engines_file: Path = Path("engines")
     """File from which the hub reads its engines' addresses."""

@@ -82,7 +82,6 @@ def read_untrained(metadata: struct_pb2.Struct, count: int) -> NDArray[np.bool_]
 
 
 def write_unwanted(reason: str) -> Mapping[str, str]:
-    """Metadata that marks a trajectory's whole group as of no use."""
     return {UNWANTED: reason}
 
 
@@ -92,7 +91,6 @@ def read_unwanted(metadata: struct_pb2.Struct) -> str:
 
 
 def write_status(status: str) -> Mapping[str, str]:
-    """Metadata with the reason why the answer ended, as given by the trajectory's function."""
     return {STATUS: status}
 
 
@@ -102,10 +100,8 @@ def read_status(metadata: struct_pb2.Struct) -> str:
 
 
 def write_metadata_whole() -> Mapping[str, str]:
-    """Metadata which states that all metadata written by the trajectory's function is present."""
     return {METADATA: _WHOLE}
 
 
 def metadata_is_whole(metadata: struct_pb2.Struct) -> bool:
-    """Whether all metadata written by the trajectory's function is present."""
     return METADATA in metadata.fields and metadata.fields[METADATA].string_value == _WHOLE

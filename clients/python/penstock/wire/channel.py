@@ -113,16 +113,12 @@ def client_options(*, own_connection: bool = False) -> Options:
         for service, methods in IDEMPOTENT_UNARY.items()
         for method in methods
     ]
-    options = _both_ends()
-    options.append(("grpc.max_metadata_size", MAX_METADATA_BYTES))
-    options.append(
-        (
-            "grpc.service_config",
-            json.dumps({"methodConfig": [{"name": names, "retryPolicy": retry}]}),
-        )
-    )
-    # Reconnects to a restarted server within seconds; gRPC's default backoff grows to two minutes.
-    options += [
+    config = {"methodConfig": [{"name": names, "retryPolicy": retry}]}
+    options = [
+        *_both_ends(),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.service_config", json.dumps(config)),
+        # Reconnects to a restarted server within seconds; gRPC's default backoff grows to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 200),
         # Not a backoff, but the time limit of one attempt; TLS needs three round trips.
         ("grpc.min_reconnect_backoff_ms", CONNECT_MS),

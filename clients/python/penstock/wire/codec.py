@@ -17,8 +17,8 @@ unknown fields. It parses such a message through the typed class once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -50,7 +50,7 @@ TOKEN = np.dtype("<i4")
 LOGPROB = np.dtype("<f4")
 
 # Ordered so that each file comes after its imports.
-_MODULES = (
+MODULES = (
     rejection_pb2,
     conversation_pb2,
     trajectory_pb2,
@@ -66,23 +66,9 @@ class MalformedMessage(ValueError):
     """The bytes are not a message of the expected type, or its arrays are inconsistent."""
 
 
-class HasTokenIds(Protocol):
-    """A Segment or a TokenSequence, typed or twin."""
-
-    @property
-    def token_ids(self) -> Iterable[int]: ...
-
-
-class HasLogprobs(Protocol):
-    """A Segment, typed or twin."""
-
-    @property
-    def logprobs(self) -> Iterable[float]: ...
-
-
 def _register_twins() -> None:
     pool = descriptor_pool.Default()
-    for module in _MODULES:
+    for module in MODULES:
         file = descriptor_pb2.FileDescriptorProto()
         module.DESCRIPTOR.CopyToProto(file)
         for message in file.message_type:
@@ -153,9 +139,8 @@ def decode(typed: type[M], data: bytes) -> M:
     array fails unless its length is a multiple of four bytes. Readers of segments check that the arrays
     match in length.
     """
-    message_class = twin(typed)
     try:
-        message = message_class.FromString(data)
+        message = twin(typed).FromString(data)
         if not _holds_arrays(typed.DESCRIPTOR.full_name):
             return message
         message.DiscardUnknownFields()
@@ -163,7 +148,7 @@ def decode(typed: type[M], data: bytes) -> M:
             # Unpacked or split arrays, an unknown field, or merely another legal encoding.
             canonical = typed.FromString(data)
             canonical.DiscardUnknownFields()
-            message = message_class.FromString(canonical.SerializeToString())
+            message = twin(typed).FromString(canonical.SerializeToString())
     except DecodeError as error:
         raise MalformedMessage(f"not a {typed.DESCRIPTOR.full_name}") from error
     return message
@@ -171,11 +156,7 @@ def decode(typed: type[M], data: bytes) -> M:
 
 def decoder(typed: type[M]) -> Callable[[bytes], M]:
     """`decode` of one message type, as a deserializer for gRPC."""
-
-    def deserialize(data: bytes) -> M:
-        return decode(typed, data)
-
-    return deserialize
+    return partial(decode, typed)
 
 
 def encode(message: Message) -> bytes:
@@ -183,13 +164,15 @@ def encode(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def token_ids(holder: HasTokenIds) -> NDArray[np.int32]:
-    """Tokens of a twin Segment or TokenSequence: int32, shape [n], a read-only view into the message."""
+def token_ids(
+    holder: trajectory_pb2.Segment | trajectory_pb2.TokenSequence | weights_pb2.WeightProbe,
+) -> NDArray[np.int32]:
+    """Tokens of a twin: int32, shape [n], a read-only view into the message."""
     return _view(holder.token_ids, TOKEN)
 
 
-def logprobs(holder: HasLogprobs) -> NDArray[np.float32]:
-    """Log-probabilities of a twin Segment: float32, shape [n] or [0], a read-only view into the message."""
+def logprobs(holder: trajectory_pb2.Segment | weights_pb2.WeightProbe) -> NDArray[np.float32]:
+    """Log-probabilities of a twin: float32, shape [n] or [0], a read-only view into the message."""
     return _view(holder.logprobs, LOGPROB)
 
 
@@ -203,8 +186,3 @@ def _view(field: Iterable[object], dtype: np.dtype[Any]) -> NDArray[Any]:
 def array_bytes(array: NDArray[Any], dtype: np.dtype[Any] = TOKEN) -> Any:
     """An array as little-endian bytes, for a twin's field."""
     return np.ascontiguousarray(array, dtype).tobytes()
-
-
-def to_typed(typed: type[M], message: Message) -> M:
-    """Converts a twin to its typed message, for callers that want lists."""
-    return typed.FromString(message.SerializeToString())

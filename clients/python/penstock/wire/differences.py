@@ -38,7 +38,6 @@ class Difference:
 
     @property
     def length_bytes(self) -> int:
-        """Length of the payload."""
         return sum(map(len, self.pieces))
 
 
@@ -79,7 +78,7 @@ def _encoded(
 ) -> weights_pb2.TensorSpec:
     if encoded.encoding == weights_pb2.TENSOR_ENCODING_SAME:
         return same(spec)
-    result = weights_pb2.TensorSpec(
+    return weights_pb2.TensorSpec(
         name=spec.name,
         shape=spec.shape,
         dtype=spec.dtype,
@@ -87,10 +86,5 @@ def _encoded(
         length_bytes=encoded.length_bytes,
         encoding=encoded.encoding,
         xxh3=spec.xxh3,
+        sparse=encoded.coding,
     )
-    if (coding := encoded.coding) is not None:
-        result.sparse.changed_element_count = coding.changed_element_count
-        result.sparse.index_coding = coding.index_coding
-        result.sparse.index_length_bytes = coding.index_length_bytes
-        result.sparse.compression = coding.compression
-    return result

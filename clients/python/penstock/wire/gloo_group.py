@@ -18,14 +18,13 @@ import re
 import socket
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed import (
     BroadcastOptions,
     ProcessGroupGloo,
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-    Work,
 )
 
 _PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
@@ -81,12 +80,14 @@ class GlooGroup:
         own_address: str,
         timeout_seconds: float,
     ) -> None:
-        gloo = cast("_Gloo", ProcessGroupGloo)
-        options = gloo._Options()  # pyright: ignore[reportPrivateUsage]
+        # torch's stubs lack most of this class.
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
         # By default gloo resolves the host's name, which need not lead back to this host.
-        options._devices = [gloo.create_device(hostname=own_address)]  # pyright: ignore[reportPrivateUsage]
-        options._timeout = timedelta(seconds=timeout_seconds)  # pyright: ignore[reportPrivateUsage]
-        self._timeout_seconds = timeout_seconds
+        options._devices = [gloo.create_device(hostname=own_address)]
+        options._timeout = timedelta(seconds=timeout_seconds)
+        self.timeout_seconds = timeout_seconds
+        """Maximum duration of a single wait."""
         try:
             self._group = gloo(store, rank, world_size, options)
         except RuntimeError as error:
@@ -94,17 +95,12 @@ class GlooGroup:
         # Keeps the store alive: the leader's serves the whole group.
         self._store = store
 
-    @property
-    def timeout_seconds(self) -> float:
-        """Maximum duration of a single wait."""
-        return self._timeout_seconds
-
     def broadcast(self, buffer: torch.Tensor, seconds: float | None = None) -> None:
         """Sends the leader's buffer into every other member's; returns when this member is done.
 
         Raises GroupBroken, after `seconds` at the latest.
         """
-        limit = self._timeout_seconds if seconds is None else min(seconds, self._timeout_seconds)
+        limit = self.timeout_seconds if seconds is None else min(seconds, self.timeout_seconds)
         options = BroadcastOptions()
         options.rootRank = LEADER
         options.rootTensor = 0
@@ -114,27 +110,6 @@ class GlooGroup:
             self._group.broadcast([buffer], options).wait()
         except RuntimeError as error:
             raise GroupBroken(f"the group broke: {_said(error)}") from error
-
-
-class _Broadcasts(Protocol):
-    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions, /) -> Work: ...
-
-
-class _Options(Protocol):
-    _devices: list[object]
-    _timeout: timedelta
-
-
-class _Gloo(Protocol):
-    """ProcessGroupGloo, including what torch's own stubs lack."""
-
-    def _Options(self) -> _Options: ...  # noqa: N802
-
-    def create_device(self, *, hostname: str) -> object: ...
-
-    def __call__(
-        self, store: TCPStore, rank: int, size: int, options: _Options, /
-    ) -> _Broadcasts: ...
 
 
 def lay_out(lengths: Iterable[int]) -> tuple[list[int], int]:

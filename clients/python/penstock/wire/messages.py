@@ -1,24 +1,27 @@
-"""The twins that Penstock's own code makes, by the names of their messages; `codec` explains twins.
+"""The twin of every message of `penstock.v1`, under the message's name; `codec` explains twins.
 
-A twin is declared as the generated class, but no annotation can name it: those use the generated one.
+For type checkers a twin is its generated class.
 """
+
+# ruff: noqa: F403
+# pyright: reportWildcardImportFromLibrary=false
 
 from __future__ import annotations
 
-from penstock.v1 import journal_pb2
-from penstock.wire.codec import twin
+from typing import TYPE_CHECKING
 
-GroupDropped = twin(journal_pb2.GroupDropped)
-GroupsEnded = twin(journal_pb2.GroupsEnded)
-GroupsReceipted = twin(journal_pb2.GroupsReceipted)
-JournalRecord = twin(journal_pb2.JournalRecord)
-LeasesExpired = twin(journal_pb2.LeasesExpired)
-RunReplaced = twin(journal_pb2.RunReplaced)
-ServerStarted = twin(journal_pb2.ServerStarted)
-SessionBegan = twin(journal_pb2.SessionBegan)
-StepFinal = twin(journal_pb2.StepFinal)
-TaskAccepted = twin(journal_pb2.TaskAccepted)
-TasksKnown = twin(journal_pb2.TasksKnown)
-TrajectoriesForgotten = twin(journal_pb2.TrajectoriesForgotten)
-TrajectoryClosed = twin(journal_pb2.TrajectoryClosed)
-WeightsActivated = twin(journal_pb2.WeightsActivated)
+if TYPE_CHECKING:
+    from penstock.v1.conversation_pb2 import *
+    from penstock.v1.journal_pb2 import *
+    from penstock.v1.rejection_pb2 import *
+    from penstock.v1.rollout_service_pb2 import *
+    from penstock.v1.task_service_pb2 import *
+    from penstock.v1.trainer_service_pb2 import *
+    from penstock.v1.trajectory_pb2 import *
+    from penstock.v1.weights_pb2 import *
+else:
+    from penstock.wire import codec
+
+    for module in codec.MODULES:
+        for name in module.DESCRIPTOR.message_types_by_name:
+            globals()[name] = codec.twin(getattr(module, name))

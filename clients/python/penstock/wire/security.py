@@ -90,9 +90,7 @@ class Security:
         Raises CredentialsUnusable if the channel could not or must not be made, and ValueError if
         `address` is malformed.
         """
-        check_target(address)
-        tokens = open_token_source(self, address)
-        _channel_credentials(self)
+        tokens, _, _ = _prepared(address, self, own_connection=False)
         if tokens is not None:
             tokens.metadata()
 
@@ -132,27 +130,19 @@ def open_channel(
 
     `own_connection` gives the channel a connection that it shares with no other channel of the process.
     """
-    check_target(address)
-    security = security or Security()
-    tokens = open_token_source(security, address)
-    credentials = _channel_credentials(security)
-    options = _options(security, own_connection)
+    tokens, credentials, options = _prepared(address, security or Security(), own_connection)
     if credentials is None:
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=options)
-    return channel if tokens is None else TokenChannel(channel, tokens)
+    return channel if tokens is None else TokenChannel(channel, tokens.metadata)
 
 
 def open_blocking_channel(
     address: str, security: Security | None = None, *, own_connection: bool = False
 ) -> tuple[grpc.Channel, TokenSource | None]:
     """The same for blocking calls. Each call must pass the metadata of the returned source."""
-    check_target(address)
-    security = security or Security()
-    tokens = open_token_source(security, address)
-    credentials = _channel_credentials(security)
-    options = _options(security, own_connection)
+    tokens, credentials, options = _prepared(address, security or Security(), own_connection)
     if credentials is None:
         return grpc.insecure_channel(address, options=options), tokens
     return grpc.secure_channel(address, credentials, options=options), tokens
@@ -182,13 +172,19 @@ def _channel_credentials(security: Security) -> grpc.ChannelCredentials | None:
     )
 
 
-def _options(security: Security, own_connection: bool) -> Options:
+def _prepared(
+    address: str, security: Security, own_connection: bool
+) -> tuple[TokenSource | None, grpc.ChannelCredentials | None, Options]:
+    """What a channel is made with, checked in the order of the module's docstring."""
+    check_target(address)
+    tokens = open_token_source(security, address)
+    credentials = _channel_credentials(security)
     options = client_options(own_connection=own_connection)
     if security.server_name:
         options.append(("grpc.ssl_target_name_override", security.server_name))
     if not security.encrypted and (security.token_file is not None or security.token):
         options.append(("grpc.enable_http_proxy", 0))
-    return options
+    return tokens, credentials, options
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -2,12 +2,7 @@
 
 A tensor is an array of unsigned integers of its dtype's width, so the result is bitwise equal whatever the
 bits mean. `encode` compares it with the base and chooses the smallest encoding; `apply` turns a copy of the
-base into the new tensor:
-
-    encoded = encode(base, new)
-    if encoded.coding is not None:          # TENSOR_ENCODING_SPARSE
-        target = base.copy()
-        apply(target, encoded.coding, b"".join(encoded.parts))   # target equals new
+base into the new tensor.
 
 The form is that of `SparseCoding` in weights.proto; `benchmarks/codec/weight_deltas.py` has the
 measurements behind the choices. Both directions work through a tensor in blocks, because memory fresh from
@@ -19,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zstandard
@@ -61,40 +56,13 @@ class SparseInvalid(ValueError):
     """A payload contradicts its SparseCoding, or cannot belong to a tensor of this size."""
 
 
-class SparseCoding(Protocol):
-    """How the payload codes one tensor's changes: the message of that name, or a Coding."""
-
-    @property
-    def changed_element_count(self) -> int: ...
-    @property
-    def index_coding(self) -> int: ...
-    @property
-    def index_length_bytes(self) -> int: ...
-    @property
-    def compression(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Coding:
-    """The fields of a SparseCoding message, typed or twin."""
-
-    changed_element_count: int
-    """Elements that changed."""
-    index_coding: weights_pb2.IndexCoding.ValueType
-    """How positions are coded."""
-    index_length_bytes: int
-    """Length of the positions in the payload."""
-    compression: weights_pb2.Compression.ValueType
-    """How positions and values are compressed."""
-
-
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """One tensor as it is sent."""
 
     encoding: weights_pb2.TensorEncoding.ValueType
     """SAME, SPARSE or RAW."""
-    coding: Coding | None
+    coding: weights_pb2.SparseCoding | None
     """Set with SPARSE."""
     changed_element_count: int
     """Elements that differ from the base, whatever the encoding."""
@@ -187,7 +155,7 @@ def _zigzag(differences: Elements) -> Elements:
 
 def _smallest(
     changes: Sequence[_Change], count: int, length: int, level: int
-) -> tuple[Coding, tuple[bytes, ...]]:
+) -> tuple[weights_pb2.SparseCoding, tuple[bytes, ...]]:
     indexes: list[tuple[weights_pb2.IndexCoding.ValueType, bytes]] = []
     if count <= BITMAP_ONLY_ABOVE * length:
         indexes.append((weights_pb2.INDEX_CODING_GAPS, _gaps(changes)))
@@ -197,7 +165,15 @@ def _smallest(
     values = _planes(changes)
     packed_values = compressor.compress(values)
     candidates = [
-        (Coding(count, coding, len(part), compression), (part, values_part))
+        (
+            weights_pb2.SparseCoding(
+                changed_element_count=count,
+                index_coding=coding,
+                index_length_bytes=len(part),
+                compression=compression,
+            ),
+            (part, values_part),
+        )
         for coding, index in indexes
         for compression, part, values_part in (
             (weights_pb2.COMPRESSION_UNSPECIFIED, index, values),
@@ -247,12 +223,13 @@ def _planes(changes: Sequence[_Change]) -> bytes:
     )
 
 
-def apply(target: Elements, coding: SparseCoding, payload: Buffer) -> None:
+def apply(target: Elements, coding: weights_pb2.SparseCoding, payload: Buffer) -> None:
     """Turns `target`, a copy of the base, into the new tensor, in place.
 
-    `target` is one-dimensional, contiguous, uint16 or uint32. Raises SparseInvalid if the payload is
-    malformed; `target` is then unchanged. The decompressed payload takes additional memory. Its size is
-    checked before it is allocated: at most one byte per element for positions, plus the element itself.
+    `target` is one-dimensional, contiguous, uint16 or uint32. `coding` may be a twin. Raises SparseInvalid
+    if the payload is malformed; `target` is then unchanged. The decompressed payload
+    takes additional memory. Its size is checked before it is allocated: at most one byte per element for
+    positions, plus the element itself.
     """
     width, count = target.dtype.itemsize, coding.changed_element_count
     if width not in WIDTHS:

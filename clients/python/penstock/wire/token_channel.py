@@ -8,123 +8,67 @@ behaves differently when read or cancelled. This channel returns the original ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar, cast
+from typing import Any, Self
 
 import grpc
 
-Q = TypeVar("Q")
-R = TypeVar("R")
-C = TypeVar("C")
-
 Pairs = Sequence[tuple[str, str | bytes]]
-Metadata = grpc.aio.Metadata | Pairs
-Serialize = Callable[[Q], bytes]
-Deserialize = Callable[[bytes], R]
 
 
-class MetadataSource(Protocol):
-    """Provides the metadata for each call."""
+def _adding(kind: str) -> Any:
+    """The channel's method `kind`, for calls with more metadata."""
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata to add to the call's own."""
-        ...
+    # Generated stubs pass `_registered_method`.
+    def make(
+        self: TokenChannel,
+        method: str,
+        request_serializer: object = None,
+        response_deserializer: object = None,
+        _registered_method: bool | None = False,
+    ) -> Callable[..., Any]:
+        begin = getattr(self.inner, kind)(method, request_serializer, response_deserializer)
+
+        def call(
+            request: object = None,
+            timeout: float | None = None,
+            metadata: grpc.aio.Metadata | Pairs | None = None,
+            **rest: object,
+        ) -> Any:
+            more = (*(metadata or ()), *self.source())
+            return begin(request, timeout=timeout, metadata=more, **rest)
+
+        return call
+
+    return make
 
 
 class TokenChannel(grpc.aio.Channel):
-    """Wraps a channel and adds metadata to each call."""
+    """Wraps a channel and adds what `source` returns to the metadata of each call."""
 
-    def __init__(self, channel: grpc.aio.Channel, source: MetadataSource) -> None:
-        self._channel = channel
-        self._source = source
+    def __init__(self, channel: grpc.aio.Channel, source: Callable[[], Pairs]) -> None:
+        self.inner = channel
+        self.source = source
 
     async def __aenter__(self) -> Self:
-        await self._channel.__aenter__()
+        await self.inner.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> bool | None:
-        return await self._channel.__aexit__(exc_type, exc_val, exc_tb)
+    async def __aexit__(self, *raised: Any) -> bool | None:
+        return await self.inner.__aexit__(*raised)
 
     async def close(self, grace: float | None = None) -> None:
-        """Closes the wrapped channel."""
-        await self._channel.close(grace)
+        await self.inner.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """The state of the wrapped channel."""
-        return self._channel.get_state(try_to_connect)
+        return self.inner.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Waits for a state change of the wrapped channel."""
-        await self._channel.wait_for_state_change(last_observed_state)
+        await self.inner.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Waits until the wrapped channel is ready."""
-        await self._channel.channel_ready()
+        await self.inner.channel_ready()
 
-    # Generated stubs pass `_registered_method`.
-
-    def unary_unary(
-        self,
-        method: str,
-        request_serializer: Serialize[Q] | None = None,
-        response_deserializer: Deserialize[R] | None = None,
-        _registered_method: bool | None = False,
-    ) -> grpc.aio.UnaryUnaryMultiCallable[Q, R]:
-        """A method with one request and one response."""
-        inner = self._channel.unary_unary(method, request_serializer, response_deserializer)
-        return cast("grpc.aio.UnaryUnaryMultiCallable[Q, R]", _Carrying(inner, self._source))
-
-    def unary_stream(
-        self,
-        method: str,
-        request_serializer: Serialize[Q] | None = None,
-        response_deserializer: Deserialize[R] | None = None,
-        _registered_method: bool | None = False,
-    ) -> grpc.aio.UnaryStreamMultiCallable[Q, R]:
-        """A method with one request and a stream of responses."""
-        inner = self._channel.unary_stream(method, request_serializer, response_deserializer)
-        return cast("grpc.aio.UnaryStreamMultiCallable[Q, R]", _Carrying(inner, self._source))
-
-    def stream_unary(
-        self,
-        method: str,
-        request_serializer: Serialize[Q] | None = None,
-        response_deserializer: Deserialize[R] | None = None,
-        _registered_method: bool | None = False,
-    ) -> grpc.aio.StreamUnaryMultiCallable[Q, R]:
-        """A method with a stream of requests and one response."""
-        inner = self._channel.stream_unary(method, request_serializer, response_deserializer)
-        return cast("grpc.aio.StreamUnaryMultiCallable[Q, R]", _Carrying(inner, self._source))
-
-    def stream_stream(
-        self,
-        method: str,
-        request_serializer: Serialize[Q] | None = None,
-        response_deserializer: Deserialize[R] | None = None,
-        _registered_method: bool | None = False,
-    ) -> grpc.aio.StreamStreamMultiCallable[Q, R]:
-        """A method with a stream of requests and a stream of responses."""
-        inner = self._channel.stream_stream(method, request_serializer, response_deserializer)
-        return cast("grpc.aio.StreamStreamMultiCallable[Q, R]", _Carrying(inner, self._source))
-
-
-class _Carrying(Generic[C]):
-    """Starts calls of the wrapped method, with the source's metadata added to their own."""
-
-    def __init__(self, begin: Callable[..., C], source: MetadataSource) -> None:
-        self._begin, self._source = begin, source
-
-    def __call__(
-        self,
-        request: object = None,
-        timeout: float | None = None,
-        metadata: Metadata | None = None,
-        **rest: object,
-    ) -> C:
-        more = (*(metadata or ()), *self._source.metadata())
-        return self._begin(request, timeout=timeout, metadata=more, **rest)
+    unary_unary = _adding("unary_unary")
+    unary_stream = _adding("unary_stream")
+    stream_unary = _adding("stream_unary")
+    stream_stream = _adding("stream_stream")

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 import grpc
 import xxhash
@@ -33,6 +34,7 @@ ROOM_BYTES_PER_SECOND = 1e9
 SILENT_PARTS = 6
 UPDATE_WEIGHTS = "/penstock.v1.RolloutService/UpdateWeights"
 
+T = TypeVar("T")
 Piece = bytes | memoryview
 Request = bytes | weights_pb2.WeightCommit
 """A serialized UpdateWeightsRequest, or the commit, which still lacks the header's checksum."""
@@ -65,8 +67,37 @@ async def upload(
     return await _call(channel, header, body, silent_seconds=silent_seconds)
 
 
-class Filling:
-    """An upload whose shared memory is filled while the server verifies it. Use it on the event loop.
+class _Begun(Generic[T]):
+    """An upload that waits for the caller to tell it how to end. Use it on the event loop."""
+
+    _last: asyncio.Future[weights_pb2.UpdateWeightsResponse]
+
+    def __init__(self) -> None:
+        self._told: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
+
+    def cancel(self) -> None:
+        """Ends the call; the server then drops the version unless it is staged. Safe to repeat."""
+        self._last.cancel()
+        if self._last.done() and not self._last.cancelled():
+            self._last.exception()  # Marks it as retrieved, so that asyncio does not log it.
+
+    def _send(self, call: Coroutine[Any, Any, weights_pb2.UpdateWeightsResponse]) -> None:
+        self._last = asyncio.ensure_future(call)
+        self._last.add_done_callback(self._end)
+
+    def _end(self, _: object) -> None:
+        # grpc's own task waits for the request iterator to end, even after the call is over.
+        if not self._told.done():
+            self._told.set_result(None)
+
+    async def _tell(self, how: T) -> weights_pb2.UpdateWeightsResponse:
+        if not self._told.done():
+            self._told.set_result(how)
+        return await self._last
+
+
+class Filling(_Begun["Sequence[int]"]):
+    """An upload whose shared memory is filled while the server verifies it.
 
     The caller must end it with `commit` or `cancel`. An error of the call before that is raised by
     `commit`.
@@ -74,40 +105,24 @@ class Filling:
 
     def __init__(self, channel: grpc.aio.Channel, header: weights_pb2.WeightHeader) -> None:
         """Sends the header, whose source is shared memory with `filling` set."""
-        self._checksums: asyncio.Future[Sequence[int] | None] = (
-            asyncio.get_running_loop().create_future()
-        )
-        self._last = asyncio.ensure_future(_call(channel, header, self._requests))
-        self._last.add_done_callback(self._end)
+        super().__init__()
+        self._send(_call(channel, header, self._requests))
 
     async def commit(self, tensor_xxh3: Sequence[int]) -> weights_pb2.UpdateWeightsResponse:
         """Tells the server that all tensors are filled; returns its last answer, STAGED or ACTIVE.
 
         Raises AioRpcError and NotStaged.
         """
-        if not self._checksums.done():
-            self._checksums.set_result(tensor_xxh3)
-        return await self._last
-
-    def cancel(self) -> None:
-        """Ends the call; the server then drops the version. Safe to repeat."""
-        self._last.cancel()
-        if self._last.done() and not self._last.cancelled():
-            self._last.exception()  # Marks it as retrieved, so that asyncio does not log it.
-
-    def _end(self, _: object) -> None:
-        # grpc's own task waits for the request iterator to end, even after the call is over.
-        if not self._checksums.done():
-            self._checksums.set_result(None)
+        return await self._tell(tensor_xxh3)
 
     async def _requests(self) -> AsyncIterator[Request]:
-        checksums = await self._checksums
+        checksums = await self._told
         if checksums is not None:
             yield weights_pb2.WeightCommit(tensor_xxh3=checksums)
 
 
-class Staging:
-    """An upload that is staged first, and switched to on request. Use it on the event loop.
+class Staging(_Begun[weights_pb2.WeightActivation]):
+    """An upload that is staged first, and switched to on request.
 
     The caller must end it with `activate` or `cancel`.
     """
@@ -119,15 +134,12 @@ class Staging:
         payload: Iterable[Piece] = (),
     ) -> None:
         """Sends the header, which must ask for staged activation, and then the payload, as `upload`."""
+        super().__init__()
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[bool] = loop.create_future()
         self._staged: asyncio.Future[weights_pb2.UpdateWeightsResponse] = loop.create_future()
-        self._activation: asyncio.Future[weights_pb2.WeightActivation | None] = loop.create_future()
-        self._payload = payload
-        self._last = asyncio.ensure_future(
-            _call(channel, header, self._requests, self._hear, self._activation, self._ready)
-        )
-        self._last.add_done_callback(self._end)
+        body = partial(_chunk_requests, payload, None)
+        self._send(_call(channel, header, body, self._hear, self._told, self._ready))
 
     async def ready(self) -> bool:
         """Whether the server is ready for the payload; false if it has the version or refuses it."""
@@ -143,27 +155,11 @@ class Staging:
         self, in_flight: weights_pb2.InFlightPolicy.ValueType
     ) -> weights_pb2.UpdateWeightsResponse:
         """Has the version switched to; returns the answer ACTIVE. Raises AioRpcError and NotStaged."""
-        if not self._activation.done():
-            self._activation.set_result(weights_pb2.WeightActivation(in_flight=in_flight))
-        return await self._last
-
-    def cancel(self) -> None:
-        """Ends the call; the version may stay staged. Safe to repeat."""
-        self._last.cancel()
-        if self._last.done() and not self._last.cancelled():
-            self._last.exception()  # Marks it as retrieved, so that asyncio does not log it.
+        return await self._tell(weights_pb2.WeightActivation(in_flight=in_flight))
 
     def _hear(self, answer: weights_pb2.UpdateWeightsResponse) -> None:
         if not self._staged.done():
             self._staged.set_result(answer)
-
-    def _end(self, _: object) -> None:
-        # grpc's own task waits for the request iterator to end, even after the call is over.
-        if not self._activation.done():
-            self._activation.set_result(None)
-
-    def _requests(self) -> AsyncIterator[Request]:
-        return _chunk_requests(self._payload, None)
 
 
 async def _call(
@@ -185,7 +181,6 @@ async def _call(
     method: grpc.aio.StreamStreamMultiCallable[bytes, weights_pb2.UpdateWeightsResponse] = (
         channel.stream_stream(
             UPDATE_WEIGHTS,
-            request_serializer=_as_it_is,
             response_deserializer=codec.decoder(weights_pb2.UpdateWeightsResponse),
         )
     )
@@ -319,7 +314,3 @@ def _varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
-
-
-def _as_it_is(request: bytes) -> bytes:
-    return request

@@ -11,11 +11,11 @@ bytes as received, because another language may legally encode it in another ord
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import Message
 
 from penstock.v1 import weights_pb2
 from penstock.wire import codec
@@ -31,8 +31,6 @@ _LONGEST_VARINT = 9
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of an upload."""
-
     message: weights_pb2.WeightHeader
     """A twin message."""
     sha256: bytes
@@ -41,8 +39,6 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The fields of a WeightChunk."""
-
     offset_bytes: int
     data: memoryview
     """A view of the received message."""
@@ -68,18 +64,8 @@ def read_upload_message(data: bytes) -> UploadMessage:
     return request
 
 
-class _RawRequest(Protocol):
-    """An UpdateWeightsRequest that exposes only its header, as bytes."""
-
-    @property
-    def header(self) -> Sequence[bytes]: ...
-
-
-class _RawRequests(Protocol):
-    def FromString(self, data: bytes, /) -> _RawRequest: ...  # noqa: N802
-
-
-def _raw_class() -> _RawRequests:
+def _raw_class() -> type[Message]:
+    """An UpdateWeightsRequest that exposes only its header: a repeated field of bytes."""
     file = descriptor_pb2.FileDescriptorProto(
         name="penstock/v1raw/weights.proto", package=RAW_PACKAGE, syntax="proto3"
     )
@@ -93,10 +79,10 @@ def _raw_class() -> _RawRequests:
     pool = descriptor_pool.Default()
     pool.AddSerializedFile(file.SerializeToString())
     found = pool.FindMessageTypeByName(f"{RAW_PACKAGE}.UpdateWeightsRequest")
-    return cast("_RawRequests", message_factory.GetMessageClass(found))
+    return message_factory.GetMessageClass(found)
 
 
-_Raw = _raw_class()
+_Raw: Any = _raw_class()
 
 
 def _plain_chunk(data: bytes) -> Chunk | None:
@@ -108,7 +94,7 @@ def _plain_chunk(data: bytes) -> Chunk | None:
         if at + length != len(data):
             return None
         return _fields(data, at)
-    except (IndexError, _Unusual):
+    except (IndexError, ValueError):
         return None
 
 
@@ -140,10 +126,6 @@ def _fields(data: bytes, at: int) -> Chunk | None:
     return Chunk(offset, memoryview(data)[begin:after], xxh3)
 
 
-class _Unusual(Exception):
-    """A varint that is not a plain non-negative number."""
-
-
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """A number, and the position after it."""
     value = 0
@@ -152,4 +134,4 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << (7 * place)
         if byte < 0x80:
             return value, at + place + 1
-    raise _Unusual
+    raise ValueError("not a plain non-negative number")

@@ -1,23 +1,52 @@
-"""Server reflection, v1 and v1alpha, so that grpcurl and `buf curl` can list, describe and call.
+"""The standard gRPC services: health, and server reflection for grpcurl and `buf curl`.
 
-grpcio-reflection supports only v1alpha. The two protocols differ only in their package name, so the
-same servicer and messages serve v1. Its descriptor is a renamed copy, so that clients can also
-describe the v1 service itself.
+grpcio-reflection supports only v1alpha. v1 differs only in its package name, so the same servicer and
+messages serve it. Its descriptor is a renamed copy, so that clients can also describe the v1 service
+itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
-from grpc_health.v1 import health
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from penstock.server.rpc.boundary import SERVICES
 
 V1_SERVICE = "grpc.reflection.v1.ServerReflection"
+
+
+class Health:
+    """SERVING while the server can begin turns."""
+
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        """`is_ready` is called at each `publish`."""
+        self._is_ready = is_ready
+        self.draining = False
+        # grpcio-health-checking carries no types.
+        self._servicer: Any = cast("Any", health).aio.HealthServicer()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        cast("Any", health_pb2_grpc).add_HealthServicer_to_server(self._servicer, server)
+
+    async def drain(self) -> None:
+        self.draining = True
+        await self.publish()
+
+    async def publish(self) -> None:
+        """Report the state to watchers, for every service."""
+        status = (
+            health_pb2.HealthCheckResponse.SERVING
+            if self._is_ready() and not self.draining
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for name in (health.OVERALL_HEALTH, *(service.full_name for service in SERVICES)):
+            await self._servicer.set(name, status)
 
 
 def _register_v1() -> None:
