@@ -59,7 +59,7 @@ FAULTY = $(BIN)/python -m pytest -q $(UNHURRIED) --machine-examples $(MACHINES) 
 	$(if $(SEED),--fault-seed $(SEED))
 
 # The report is written even if a fault test fails.
-faults: setup ## run each fault test as often as its table says, or FAULTS=3 times; SEED=7; writes docs/reliability.md
+faults: setup ## run each fault test as often as its table says, or FAULTS=3 times; SEED=7; writes docs/internals/reliability.md
 	-@$(BIN)/python .ci/add_extra.py ray
 	-@$(BIN)/python .ci/programs.py
 	@$(FAULTY) tests/faults tests/system/test_end_to_end.py -k "not soak" $(if $(FAULTS),--fault-count $(FAULTS),--fault-table) $(ARGS); \

@@ -27,7 +27,8 @@ Every option of vLLM's engine may be given under its own name:
 
     penstock serve --model HuggingFaceTB/SmolLM2-135M-Instruct --dtype bfloat16 --max-model-len 2048
 
-With --engines it is a hub instead: it offers the same services for a pool of such servers (docs/pool.md).
+With --engines it is a hub instead: it offers the same services for a pool of such servers
+(docs/operations/many-engines.md).
 
     penstock serve --engines 10.0.0.1:50051,10.0.0.2:50051
 
@@ -35,7 +36,7 @@ All settings may also be in a TOML file: the server's own settings at the top an
 [weights], [conversation], [http], [streaming], [limits], [pool] and [security], vLLM's in [engine].
 --dry-run prints such a file with every setting resolved.
 
-An address other than this host's loopback needs TLS and tokens: docs/security.md.
+An address other than this host's loopback needs TLS and tokens: docs/operations/security.md.
 """
 
 

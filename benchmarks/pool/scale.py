@@ -3,8 +3,8 @@
     python -m benchmarks.pool.scale [--engines 1024] [--tokens-per-second 20000] [--turn-tokens 1000] ...
 
 It runs no servers. `Measured` has the costs of one hub on one core, measured with the commands listed in
-docs/scale.md. `Deployment` is the planned system. Rates are per second, sizes in bytes. Without options it
-computes the deployments of docs/scale.md.
+docs/operations/sizing.md. `Deployment` is the planned system. Rates are per second, sizes in bytes.
+Without options it computes the deployments of that page.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def as_options(*kinds: type[Deployment] | type[Measured]) -> Callable[[Command],
 @click.command(help=__doc__.split("\n")[0])
 @as_options(Deployment, Measured)
 def main(**given: float | None) -> None:
-    """Print the tables of docs/scale.md, or those of the deployment given by the options."""
+    """Print the tables of docs/operations/sizing.md, or those of the deployment given by the options."""
     wanted = {name: value for name, value in given.items() if value is not None}
     of = {kind: {f.name for f in fields(kind)} for kind in (Deployment, Measured)}
     measured = Measured(**{n: v for n, v in wanted.items() if n in of[Measured]})

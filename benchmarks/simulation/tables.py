@@ -6,7 +6,7 @@
         [--no-tables]
 
 The simulator (`virtual_run`) drives the server's own gate, freshness controller, placing, turn limits
-and lag. docs/simulation.md describes the rest of the model and what it leaves out.
+and lag. docs/internals/simulation.md describes the rest of the model and what it leaves out.
 
 `--validate` starts real pools on this machine and measures the times of their parts. It runs each setting
 for real and simulated, and prints both (`validation`). The engines are processes that sleep for

@@ -1,6 +1,7 @@
 """An agent, its reward and a filter, written for slime; nothing here depends on Penstock.
 
-If the policy's answer is wrong, it is asked to look again; then it is scored. docs/moving.md runs it.
+If the policy's answer is wrong, it is asked to look again; then it is scored.
+docs/guides/migrate.md runs it.
 """
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput

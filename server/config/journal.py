@@ -20,7 +20,7 @@ class JournalSection(Section):
     url: str | None = None
     """nats://HOST:PORT of a NATS server with JetStream that keeps the journal instead of a folder.
     Unless `durability` is "fsync", it can list several servers of one cluster, separated by commas.
-    Needs the extra `jetstream`; see docs/many-hubs.md."""
+    Needs the extra `jetstream`; see docs/operations/many-hubs.md."""
     stream: str = "PENSTOCK"
     """Name of the stream there; it is created if it does not exist. Only one server may write to a
     stream."""

@@ -48,14 +48,15 @@ class _Calling(Section):
 
 
 class PeersSection(_Calling):
-    """Servers from which an upload tells this one to fetch a version; see docs/pool.md."""
+    """Servers from which an upload tells this one to fetch a version;
+    see docs/operations/many-engines.md."""
 
     silent_seconds: float = Field(default=30.0, gt=0)
     """How long a peer may send nothing before the upload is refused."""
 
 
 class PoolSection(_Calling):
-    """Engine servers behind a hub; see docs/pool.md."""
+    """Engine servers behind a hub; see docs/operations/many-engines.md."""
 
     engines: tuple[str, ...] = ()
     """Addresses of the engine servers. Each is HOST:PORT, dns:HOST:PORT for every address of a

@@ -64,7 +64,7 @@ class StreamingSection(Section):
 
 
 class HttpSection(Section):
-    """The HTTP endpoints, compatible with the SDKs of other services; see docs/endpoints.md."""
+    """The HTTP endpoints, compatible with the SDKs of other services; see docs/guides/endpoints.md."""
 
     listen: str | None = None
     """HOST:PORT. Defaults to gRPC's host and the port after gRPC's, or a free port if gRPC's is 0 or the
@@ -80,7 +80,7 @@ class HttpSection(Section):
 
 
 class ConversationSection(Section):
-    """How the policy's messages in a conversation are parsed; see docs/conversations.md."""
+    """How the policy's messages in a conversation are parsed; see docs/concepts/conversations.md."""
 
     tool_parser: str = ""
     """vLLM's name of the parser that finds tool calls, such as "hermes". If empty, they remain text."""
@@ -89,7 +89,7 @@ class ConversationSection(Section):
 
 
 class SecuritySection(Section):
-    """Who may connect and how connections are protected; see docs/security.md."""
+    """Who may connect and how connections are protected; see docs/operations/security.md."""
 
     certificate: Path | None = None
     """PEM file of the server's certificate and its chain. With `certificate` and `key`, connections

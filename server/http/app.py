@@ -1,6 +1,6 @@
 """Endpoints compatible with other services' SDKs: routes to surfaces, behind the same gate as gRPC calls.
 
-docs/endpoints.md lists the paths. `/health` is for probes, without authentication.
+docs/guides/endpoints.md lists the paths. `/health` is for probes, without authentication.
 
 Order for each request: authentication and role (`security.gate`) -> the body is read -> the turn begins
 (`http.turns`) -> the answer, whole or as server-sent events. Before the first byte of the answer an error

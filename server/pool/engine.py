@@ -1,4 +1,4 @@
-"""Many engine servers as one engine; docs/pool.md describes the design.
+"""Many engine servers as one engine; docs/operations/many-engines.md describes the design.
 
 `Serving` takes `PoolEngine` in place of vLLM's engine. It connects these parts:
 

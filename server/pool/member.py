@@ -1,6 +1,6 @@
 """One engine of a pool: whether it is in rotation, which weights it has, how many turns it may have.
 
-States and transitions (docs/pool.md has a diagram):
+States and transitions (docs/operations/many-engines.md has a diagram):
 
     JOINING    answers, but does not have the pool's weights      -> SERVING, once it was given them
     SERVING    in rotation                                        -> SWITCHING, JOINING, DRAINING, LOST

@@ -1,8 +1,8 @@
 """The engines of a pool: which are listed, and which are in rotation.
 
 A task per address looks at the engine server (`GetServerInfo`), at intervals and immediately after a
-failure, and updates the member's state (docs/pool.md has a diagram). An engine without the pool's weights
-is brought up to date before it takes turns; `weights` does that.
+failure, and updates the member's state (docs/operations/many-engines.md has a diagram). An engine without
+the pool's weights is brought up to date before it takes turns; `weights` does that.
 
 What a failure does. If an engine does not answer or refuses the hub, the member is LOST, and is retried
 with increasing delays. An engine that was silent with its turns (`turns`) still answers. It is asked for a

@@ -26,7 +26,7 @@ ENDED = ("JOURNAL_FAILED", "UNAVAILABLE", "CANCELLED")
 """Reasons that a caller can get from a server whose journal failed.
 
 Either the failure itself or, if the server is ending or has ended, a broken connection
-(docs/clients.md). CANCELLED is not the server's answer: when a server stops, gRPC drops calls that
+(docs/guides/clients.md). CANCELLED is not the server's answer: when a server stops, gRPC drops calls that
 arrived but were not yet accepted, whatever the grace period.
 """
 

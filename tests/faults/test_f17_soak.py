@@ -78,7 +78,7 @@ SLOPE_BYTES_PER_HOUR = 1 << 20
 NOISE_BYTES = 4 << 20
 """Memory that an allocator may hold at one moment and have returned at the next."""
 JOURNAL_BYTES = 192 << 20
-"""Four times what is remembered, plus eight segments; see docs/journal.md, "Compaction"."""
+"""Four times what is remembered, plus eight segments; see docs/operations/journal.md, "Compaction"."""
 MORE_FILES = 4 + AGENTS + 2
 """Segments during compaction, a connection for each agent, and two for the trainer."""
 

@@ -1,4 +1,4 @@
-"""Writes docs/reliability.md from the results of the fault suite: `python -m
+"""Writes docs/internals/reliability.md from the results of the fault suite: `python -m
 tests.faults.write_report`.
 
     make faults      runs the suite, updates tests/faults/results.json, and writes the page
@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results.json"
 DEFECTS = HERE / "defects.toml"
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "internals" / "reliability.md"
 
 MOST_ROWS = 30
 

@@ -21,7 +21,7 @@ PAGES = (
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "proto" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *CLIENTS,
 )
 
@@ -74,7 +74,7 @@ def test_every_make_target_of_the_readme_is_there() -> None:
 
 
 def test_every_message_of_the_clients_page_is_one() -> None:
-    text = (ROOT / "docs" / "clients.md").read_text()
+    text = (ROOT / "docs" / "guides" / "clients.md").read_text()
     blocks = re.findall(r"```textproto\n# ([\w.]+)\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == text.count("```textproto") >= 8
     for name, body in blocks:

@@ -13,7 +13,7 @@ from penstock.cli.__main__ import rollout
 from penstock.common.settings import apply_setting
 from penstock.trainer.config.trainer import TrainerConfig
 
-PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "migrate.md"
 SCHEMA = TrainerConfig.model_json_schema()
 
 

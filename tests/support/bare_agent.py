@@ -1,6 +1,6 @@
-"""An agent written only from docs/clients.md.
+"""An agent written only from docs/guides/clients.md.
 
-    python -S bare_agent.py STUBS ADDRESS < docs/clients.md
+    python -S bare_agent.py STUBS ADDRESS < docs/guides/clients.md
 
 It uses generated stubs, gRPC and the messages on that page, with its own attempt's id filled in. It
 imports nothing from this project. It prints the results as JSON.

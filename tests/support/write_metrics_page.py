@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.trainer.core.figures import MOMENT
 from penstock.trainer.metrics.step_record import FIGURES
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 

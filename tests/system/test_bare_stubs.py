@@ -1,4 +1,4 @@
-"""With only protoc, as docs/clients.md describes, a language has enough to make an attempt."""
+"""With only protoc, as docs/guides/clients.md describes, a language has enough to make an attempt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.harness import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "clients.md"
+PAGE = ROOT / "docs" / "guides" / "clients.md"
 FROZEN_AT = 3
 """Number of tokens of the first turn after which it is aborted."""
 

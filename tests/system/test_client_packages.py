@@ -127,7 +127,10 @@ def test_the_ten_line_agent_has_ten_lines(path: str, begins: str, ends: str | No
     agent = text[text.index(begins) :]
     agent = agent[: agent.index(ends)] if ends else agent
     assert 5 < len([line for line in agent.splitlines() if line.strip(" }")]) <= 10
-    pages = [ROOT / "docs" / "clients.md", ROOT / "clients" / path.split("/")[1] / "README.md"]
+    pages = [
+        ROOT / "docs" / "guides" / "clients.md",
+        ROOT / "clients" / path.split("/")[1] / "README.md",
+    ]
     assert all(agent.strip() in page.read_text() for page in pages)
 
 

@@ -150,7 +150,7 @@ def evaluate(
     dry_run: bool,
     **said: Any,
 ) -> None:
-    """Measure what a server samples on sets of prompts; see docs/evaluation.md.
+    """Measure what a server samples on sets of prompts; see docs/guides/evaluation.md.
 
     Takes and scores the turns in this process, with or without a trainer on the same server.
     """

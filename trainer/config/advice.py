@@ -11,7 +11,7 @@ from penstock.trainer.config.trainer import TrainerConfig
 
 
 def advise(config: TrainerConfig) -> list[str]:
-    """Returns a warning for each such choice, naming the fields. docs/algorithms.md has the reasons."""
+    """A warning for each such choice, naming the fields. docs/concepts/algorithms.md has the reasons."""
     algorithm, max_lag = config.algorithm, config.staleness.max_lag
     said: list[str] = []
     if max_lag > 0 and not algorithm.corrects_for_age:

@@ -1,6 +1,6 @@
 """The section `[algorithm]`: unions of kinds, each with only the fields that apply to it.
 
-Meaningless combinations therefore cannot be written. docs/algorithms.md has the formulas and
+Meaningless combinations therefore cannot be written. docs/concepts/algorithms.md has the formulas and
 explains when to choose which.
 """
 
@@ -27,7 +27,7 @@ DEFAULT_KINDS = {
 
 
 class CustomFunction(Section):
-    """A function you provide. docs/algorithms.md describes its arguments and result."""
+    """A function you provide. docs/concepts/algorithms.md describes its arguments and result."""
 
     kind: Literal["custom"]
     """A function you provide."""

@@ -1,4 +1,4 @@
-"""The section `[data]`: where prompts come from, and how they are sampled. docs/data.md has examples."""
+"""The section `[data]`: where prompts come from, and how they are sampled (docs/guides/data.md)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SamplingConfig(Section):
     """Upper bound on policy tokens in one turn."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. One keeps every token. In training, a lower value requires an algorithm that does
-    not read the log-probabilities that tokens were sampled with; see docs/algorithms.md."""
+    not read the log-probabilities that tokens were sampled with; see docs/concepts/algorithms.md."""
     top_k: int = Field(default=0, ge=0)
     """Number of most likely tokens to sample from. Zero means no limit. In training, a limit has
     the same requirement as a `top_p` below one."""

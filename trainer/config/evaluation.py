@@ -1,4 +1,5 @@
-"""The tables `[[evaluation]]`: what is measured during training, when, and how. See docs/evaluation.md."""
+"""The tables `[[evaluation]]`: what is measured during training, when, and how
+(docs/guides/evaluation.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The section `[groups]`: which delivered groups a step trains, and how long answers are treated.
-docs/data.md explains when to choose what."""
+docs/guides/data.md explains when to choose what."""
 
 from __future__ import annotations
 

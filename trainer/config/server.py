@@ -14,7 +14,8 @@ class ServerConfig(Section):
     """The rollout server or servers."""
 
     address: str | tuple[str, ...] = "127.0.0.1:50051"
-    """HOST:PORT of the server. A list divides the run over several servers: docs/many-hubs.md."""
+    """HOST:PORT of the server. A list divides the run over several servers; see
+    docs/operations/many-hubs.md."""
     tls: bool = False
     """Whether the connection is encrypted; implied by `ca` and `certificate`."""
     ca: Path | None = None

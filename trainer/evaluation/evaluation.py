@@ -3,7 +3,7 @@
     version active -> due? -> prompts submitted, `concurrency` at a time -> groups, on separate demand
                                 -> measured, acknowledged -> once all have arrived: the record
 
-docs/evaluation.md describes the two modes, and what each failure does.
+docs/guides/evaluation.md describes the two modes, and what each failure does.
 
 Prompts are spread over the run's servers by their index in the set, so that even a small set is shared
 evenly. Evaluation groups never mix with training. They have separate demand, pass the staleness gate, get

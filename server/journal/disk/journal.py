@@ -1,4 +1,4 @@
-"""The journal on disk: append-only segments, compacted into snapshots (docs/journal.md).
+"""The journal on disk: append-only segments, compacted into snapshots (docs/operations/journal.md).
 
 Append: encode the records -> queue them -> write everything queued as one batch, durably (`fsync`) or not
 (`process`) -> answer. The writer decides between the whole and the short form of a group record when it

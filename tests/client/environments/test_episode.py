@@ -29,7 +29,7 @@ from penstock.trainer.data.sources.problem import Finite
 from penstock.trainer.data.tasks import describe_problem
 from tests.support.harness import SubmitTasksRequest, serve
 
-PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "environments.md"
 
 
 def turn_of(text: str, finish: FinishReason = FinishReason.STOP) -> Turn:

@@ -24,7 +24,7 @@ from tests.support.harness import serve
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-# The agents of docs/external.md: language, interpreter, and required tools.
+# The agents of docs/guides/programs.md: language, interpreter, and required tools.
 AGENTS = (("python", sys.executable, ()), ("sh", "sh", ("curl", "jq")))
 OPENAI = """
 import json, os, openai
@@ -221,7 +221,7 @@ async def test_an_agent_of_the_openai_sdk_takes_its_turns_by_tls_without_the_wor
 
 def found_in_the_docs(language: str) -> str:
     """The page's one agent in a language."""
-    page = Path(__file__).parents[3] / "docs" / "external.md"
+    page = Path(__file__).parents[3] / "docs" / "guides" / "programs.md"
     blocks = re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
     (agent,) = [block for block in blocks if "PENSTOCK_RESULT_FILE" in block]
     return agent

@@ -271,7 +271,10 @@ async def test_a_journal_that_is_compacted_meanwhile_is_read_as_it_was_at_some_m
 def test_a_stream_is_not_read() -> None:
     shown = invoke("list", "nats://127.0.0.1:4222")
     assert shown.exit_code == 2
-    assert "a journal in a NATS stream" in shown.stderr and "docs/many-hubs.md" in shown.stderr
+    assert (
+        "a journal in a NATS stream" in shown.stderr
+        and "docs/operations/many-hubs.md" in shown.stderr
+    )
 
 
 def test_an_empty_folder_is_no_journal(tmp_path: Path) -> None:

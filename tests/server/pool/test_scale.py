@@ -1,4 +1,4 @@
-"""The figures in docs/scale.md for the tree that distributes a version from a hub to its hosts."""
+"""The figures in docs/operations/sizing.md for the tree that distributes a version to the hosts."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_every_field_of_every_kind_explains_itself() -> None:
             assert field.description, f"{kind.__name__}.{name}"
 
 
-PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "concepts" / "algorithms.md").read_text()
 
 
 def test_the_page_begins_with_the_defaults() -> None:

@@ -303,7 +303,7 @@ async def test_torchrun_starts_ranks_stops_them_and_starts_them_again(
 
 
 async def torchrun(stand: Stand, *arguments: str) -> asyncio.subprocess.Process:
-    """Start two ranks with the command of docs/ranks.md."""
+    """Start two ranks with the command of docs/guides/several-gpus.md."""
     command = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     with stand.log.open("ab") as log:
         return await asyncio.create_subprocess_exec(

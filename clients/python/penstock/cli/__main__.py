@@ -359,7 +359,7 @@ _TOKEN_FILE = click.option(
 
 @main.group()
 def token() -> None:
-    """Create, list and revoke access tokens for a server; see docs/security.md."""
+    """Create, list and revoke access tokens for a server; see docs/operations/security.md."""
 
 
 @token.command("create")

@@ -21,7 +21,7 @@ class _JournalFolder(click.Path):
     ) -> str | bytes | os.PathLike[str]:
         if str(value).startswith(("nats:", "tls:")):
             self.fail(
-                "only its server can read a journal in a NATS stream: see docs/many-hubs.md",
+                "only its server can read a journal in a NATS stream: see docs/operations/many-hubs.md",
                 param,
                 ctx,
             )
@@ -35,7 +35,7 @@ _JOURNAL = click.argument(
 
 @click.group()
 def journal() -> None:
-    """Show, check and export the journal of a server; see docs/journal.md.
+    """Show, check and export the journal of a server; see docs/operations/journal.md.
 
     These commands lock and change nothing. The server can keep running.
     """
@@ -74,6 +74,6 @@ def verify_journal(folder: Path, as_json: bool) -> None:
 def export_journal(folder: Path, out: Path, state: str) -> None:
     """Write the finished groups of the journal in FOLDER to OUT, a *.jsonl or *.parquet file.
 
-    Writes one row per trajectory. docs/journal.md lists the columns.
+    Writes one row per trajectory. docs/operations/journal.md lists the columns.
     """
     exit_with("penstock.server.journal.tools.command", "export", "server", folder, out, state)

@@ -110,7 +110,7 @@ _STYLE = (
         default="penstock",
         show_default=True,
         help="Calling convention of the functions: Penstock's, or that of the system they were written "
-        "for. See docs/moving.md.",
+        "for. See docs/guides/migrate.md.",
     ),
     click.option(
         "--args",

@@ -4,7 +4,7 @@ Each section is checked by its command's own parser, and then that the sections 
 
 By default, no process is open to other hosts. A server or an engine server that other nodes reach needs
 TLS and tokens, and the hub needs its engines' token. Otherwise the configuration is rejected
-(docs/security.md).
+(docs/operations/security.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configuration of `penstock up`: how many engines run, and where each process runs; docs/cluster.md.
+"""Configuration of `penstock up`: how many engines run, and where (docs/operations/clusters.md).
 
 [engines]                    # with this section, [serve] configures a hub
 count = 2

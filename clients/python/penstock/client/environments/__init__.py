@@ -3,7 +3,7 @@
     reset ─► observation ─► turn ─► action ─► step ─► observation ─► turn ...  ─► done, or a limit
               (environment)  (policy)                  reward of this turn
 
-`penstock rollout --environment NAME` plays one episode per attempt; see docs/environments.md.
+`penstock rollout --environment NAME` plays one episode per attempt; see docs/guides/environments.md.
 Uses `client`, `wire` and `common`. Begin with `episode.py`.
 """
 

@@ -39,7 +39,7 @@ _OPTIONS = (
         multiple=True,
         metavar="NAME",
         help="Environment for episodes of many turns: textarena:GAME, reasoning_gym:DATA_SET or "
-        "PKG.MODULE:CLASS. If repeated, each task names the one to use. See docs/environments.md.",
+        "PKG.MODULE:CLASS. If repeated, each task names the one to use. See docs/guides/environments.md.",
     ),
     click.option(
         "--set",

@@ -93,7 +93,7 @@ _OPTIONS = (
         "command_line",
         metavar="COMMAND",
         help="Run this command with /bin/sh for each attempt, instead of --generate. --reward is then a "
-        "function, exit-status or result-file (the default). See docs/external.md.",
+        "function, exit-status or result-file (the default). See docs/guides/programs.md.",
     ),
     click.option(
         "--time-limit",

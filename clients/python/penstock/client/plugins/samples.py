@@ -1,7 +1,7 @@
 """Data types that functions written for slime use: samples, and what they return.
 
-The names, the fields and the effects of the methods are slime's. docs/moving.md lists where they end up.
-Fields are open: such functions set extra attributes on a sample and read them in their reward.
+The names, the fields and the effects of the methods are slime's; docs/guides/migrate.md lists where they
+end up. Fields are open: such functions set extra attributes on a sample and read them in their reward.
 """
 
 from __future__ import annotations
