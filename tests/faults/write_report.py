@@ -10,7 +10,9 @@ are in tests/faults/defects.toml.
 from __future__ import annotations
 
 import json
+import re
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,77 +26,88 @@ DEFECTS = HERE / "defects.toml"
 PAGE = ROOT / "docs" / "internals" / "reliability.md"
 
 MOST_ROWS = 30
+WIDTH = 100
 
 PROMISES = {
-    "R1": "No accepted group is lost, none trained twice, across kill -9 of trainer, server and agent; "
-    'with `durability = "fsync"` across power loss',
-    "R2": "No token is lost or doubled across an abort, a lost caller or a lost engine; each carries the "
+    "R1": "No accepted group is lost, and none is trained twice, after kill -9 of trainer, server or "
+    'agent; with `durability = "fsync"` also after power loss',
+    "R2": "No token is lost or doubled by an abort, a lost caller or a lost engine; each carries the "
     "version and the log-probability of the pass that sampled it",
-    "R3": "A weight version is live on all ranks or on none",
+    "R3": "A weight version is active on all ranks of an engine or on none",
     "R4": "No token is trained with a lag above `max_lag`",
-    "R5": "Memory is bounded with every consumer stopped",
-    "R6": "Errors are precise: statuses with a reason from one table",
-    "R7": "A dead peer is noticed within 15 s; a stop drains",
-    "R8": "Nobody enters without a credential; an agent cannot do what the trainer may",
-    "R9": "Versions only grow; one trainer writes",
+    "R5": "Memory is bounded even if no consumer reads",
+    "R6": "Every error is a status with a reason from one table",
+    "R7": "A dead peer is noticed after about 15 s; a stop drains",
+    "R8": "With authentication configured, every call but a health check needs a credential, and a role "
+    "allows only its own calls",
+    "R9": "Versions only increase; one trainer writes",
     "R10": "An old client works with a new server",
 }
 ON_REAL_ENGINES = ("F21",)
 """Faults that are also run with real engines."""
 FAULTS = {
     "F1": ("kill -9 of the trainer at any moment", ("R1", "R9")),
-    "F2": ("kill -9 of the server at named points", ("R1",)),
-    "F3": ("kill -9 of an engine in mid-turn", ("R2",)),
+    "F2": ("kill -9 of the server at failpoints", ("R1",)),
+    "F3": ("kill -9 of an engine during a turn", ("R2",)),
     "F4": ("kill -9 of an agent", ("R1",)),
-    "F5": ("SIGSTOP of each role, for seconds", ("R9", "R7")),
-    "F6": ("the network goes dark", ("R1", "R7")),
-    "F7": ("a network that delays, throttles, resets, closes, cuts and flips", ("R1", "R2", "R7")),
-    "F8": ("callers that read nothing", ("R5",)),
-    "F9": ("a thousand clients reconnect at once", ("R5", "R7")),
-    "F10": ("uploads of weights that are wrong in any way", ("R3", "R9")),
+    "F5": ("SIGSTOP of each role for seconds", ("R9", "R7")),
+    "F6": ("a network link that is set down", ("R1", "R7")),
+    "F7": (
+        "a network that delays, throttles, resets, closes, cuts and flips bits",
+        ("R1", "R2", "R7"),
+    ),
+    "F8": ("callers that read no answers", ("R5",)),
+    "F9": ("a thousand clients that reconnect at once", ("R5", "R7")),
+    "F10": ("faulty uploads of weights", ("R3", "R9")),
     "F11": ("requests that make no sense", ("R6",)),
-    "F12": ("every rpc fuzzed from its descriptor; a model of the walk", ("R1", "R6")),
+    "F12": ("fuzzing of every rpc, and a model of a whole run", ("R1", "R6")),
     "F13": ("a disk that is full, read-only or fails", ("R1",)),
     "F14": ("power loss", ("R1",)),
     "F16": ("a port in use; a stop under load", ("R7",)),
-    "F17": ("a soak, with kills of the server", ("R1", "R5")),
-    "F18": ("no, expired and wrong credentials", ("R8",)),
+    "F17": ("a soak with kills of the server", ("R1", "R5")),
+    "F18": ("missing, expired and wrong credentials", ("R8",)),
     "F19": ("the staleness gate under random lengths and failures", ("R4",)),
-    "F20": ("kill -9 of a worker while thousands of its attempts wait", ("R1",)),
+    "F20": ("kill -9 of a worker with thousands of waiting attempts", ("R1",)),
     "F21": ("kill -9 of the engine servers of a pool", ("R1", "R2", "R4")),
-    "F22": (
-        "the journal on NATS JetStream: kill -9 of it and of the server, its loss of power",
-        ("R1",),
-    ),
+    "F22": ("NATS JetStream: kill -9 of NATS and of the server, and power loss", ("R1",)),
     "F23": ("kill -9 of the actors of a run on Ray", ("R1", "R4")),
     "F24": ("a soak of weight updates under load, some of them faulty", ("R2", "R3", "R5")),
     "F25": ("clients of an earlier release", ("R10",)),
 }
+SHOWN = {
+    "certificate of nobody, or of another": "no client certificate, or one of an unknown authority",
+    "NATS stays away for longer than is waited": "NATS away for longer than `patience_seconds`",
+}
+"""Plainer names of some results."""
 
-LIMITS = """\
-- **A bit that flips on the way.** TCP's checksum and the link's find nearly all of them, and HTTP/2\
- ends the connection where a frame no longer parses. What passes both is not noticed in plaintext, \
-but for weights, whose chunks and tensors carry XXH3-64 each, and the journal, whose records do: a \
-token that became another token is accepted. TLS authenticates every byte; over it a flipped bit is \
-a lost connection, and those lose nothing.
-- **A trainer that says the greatest epoch there is** (2^63 - 1) is the last one: nothing is \
-greater, and the journal remembers it. Only a credential of the role trainer can.
-- **grpcio's client**, not the server, answers INTERNAL where a status arrives in the middle of its \
-next write on a stream. The server waits until a caller pauses for 150 ms before it refuses; a caller\
- that is held up for longer between two writes may still see it.
-- **One message of 64 MiB is decoded at once.** While one with a million map entries is, others wait\
- for about a second on one core; `limits.caller.message_bytes` bounds what a caller may send.
-- **A journal on NATS JetStream survives the loss of power** as far as NATS syncs what it acknowledges, \
-which 2.10 and later can be told to (`sync_interval: always`). F22 ran with 2.15.1, and takes for granted \
-that a file that was synced has its name.
-- **`redelivery_count` begins at zero** with each start of the server: that a group was delivered is\
- not in the journal, only that it was used.
-"""
+LIMITS = (
+    "**Flipped bits in plaintext.** Weights and journal records carry checksums (XXH3-64). For "
+    "everything else, a bit that passes the checksums of TCP and of the link, and still parses, is "
+    "not noticed: a token may become another token. Over TLS a flipped bit ends the connection, and "
+    "nothing is lost.",
+    "**The greatest epoch** (2^63 - 1). No trainer can follow one that uses it, because the journal "
+    "remembers it. Only a credential of the role trainer can use it.",
+    "**INTERNAL from grpcio's client**, if a status arrives while the client writes to a stream. The "
+    "server refuses only after its caller has paused for 150 ms. A caller that pauses longer between "
+    "two writes may still see it.",
+    "**One message of 64 MiB** is decoded at once. With a million map entries, it delays other calls "
+    "by about a second on one core. `limits.caller.message_bytes` sets a lower limit.",
+    "**Power loss under NATS JetStream** is survived only if NATS syncs each write "
+    "(`sync_interval: always`, from 2.10 on). F22 ran with 2.15.1. It assumes that a synced file "
+    "keeps its name.",
+    "**`redelivery_count`** starts at zero with each start of the server. The journal records that a "
+    "group was trained, not that it was delivered.",
+)
 
 
 def render(verdicts: Sequence[Verdict], machine: str, defects: Sequence[dict[str, object]]) -> str:
-    parts = [HEAD.format(machine=machine), _promises(verdicts), _faults(verdicts)]
-    parts += [_skipped(verdicts), "## What cannot be promised\n\n" + LIMITS, _defects(defects)]
+    limits = "## Limits\n\n" + "\n".join(_item(limit) for limit in LIMITS) + "\n"
+    parts = [
+        HEAD + _wrapped(METHOD.format(machine=machine)) + "\n",
+        _promises(verdicts),
+        _faults(verdicts),
+    ]
+    parts += [_skipped(verdicts), limits, _defects(defects)]
     return "\n".join(part for part in parts if part)
 
 
@@ -103,16 +116,45 @@ HEAD = """\
 edit. -->
 # Reliability
 
-What is promised, the faults that were made to happen to it, and what became of it: {machine}.
-`make faults` makes them happen again, `make faults FAULTS=3` each three times; a few of each are in\
- `make test`. Every line is of the newest run of its fault, from its seed. `make soak` is the run \
-under load.
+This page shows what Penstock promises, which faults were injected to test each promise, and the \
+results.
+It also lists what cannot be promised, and the defects that the faults revealed.
 
-Where somebody is killed or stopped in a run with groups and a trainer (F1, F2, F4, F5, F7, F12's \
-model, `penstock up`), what became of every group and token is decided afterwards, from what the three \
-sides wrote down and nothing else: the server's journal, the trainer's ledger, the agents' logs. The \
-rules are at the head of `tests/faults/history.py`.
+| command | runs |
+|---|---|
+| `make faults` | every fault as often as below, except the soaks; rewrites this page |
+| `make faults FAULTS=3` | every fault three times; `ARGS="-k f7"` selects some, `SEED=7` the seed |
+| `make fuzz` | F12 at its full count |
+| `make soak` | F17 and F24: runs under load |
+| `make test` | a few repetitions of each fault |
+
 """
+METHOD = """\
+Each line below is the newest run of its fault, on {machine}. Column "to" names the target; `fake` \
+is a server around the fake engine of the tests. Case number i uses the seed plus i, so any case can \
+be repeated alone. After runs with groups and a trainer (F1, F2, F4, F5, F7, the \
+model of F12, `penstock up`), a checker decides what happened to every group and token. It reads only \
+the server's journal, the trainer's ledger and the agents' logs. `tests/faults/history.py` lists its \
+rules.
+"""
+
+
+def _wrapped(text: str, first: str = "", later: str = "") -> str:
+    """`text` as lines of Markdown. Lines do not break within code."""
+    code = re.compile(r"`[^`]*`")
+    lines = textwrap.wrap(
+        code.sub(lambda found: found[0].replace(" ", "\0"), text),
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\0", " ")
+
+
+def _item(text: str) -> str:
+    return _wrapped(text, "- ", "  ")
 
 
 def _promises(verdicts: Sequence[Verdict]) -> str:
@@ -136,50 +178,81 @@ def _faults(verdicts: Sequence[Verdict]) -> str:
         broken = sum(verdict.violations for verdict in found)
         seconds = sum(verdict.seconds for verdict in found)
         lines.append(f"### {fault}: {what}\n")
-        lines.append(
-            f"For {' and '.join(promises)}. In all {total:,} times, {broken} violations, {seconds:.0f} s.\n"
-        )
+        tested = f"{', '.join(promises)}: {total:,} times, {broken} violations, {seconds:.0f} s"
         shown = found
         if len(found) > MOST_ROWS:
             # A long table would hide the rows that matter.
             shown = [verdict for verdict in found if verdict.violations]
-            lines += ["Survived:\n", *_survived([v for v in found if not v.violations]), ""]
+            survived = _survived([v for v in found if not v.violations])
+            lines += [f"{tested}. Survived:\n", *survived, ""]
+            tested = "Not survived"
         if shown:
-            lines.append("| what | to | count | violations | seed | seconds | |")
-            lines.append("|---|---|---|---|---|---|---|")
-            lines += [_row(verdict) for verdict in shown]
-        lines.append("")
+            lines += _table(shown, tested)
+            lines.append("")
     return "\n".join(lines)
 
 
 def _survived(verdicts: Sequence[Verdict]) -> list[str]:
-    """One line for each combination of place, count, unit and seed. Text after a comma in a name
-    goes in brackets.
+    """One list for each count and seed. Text after a comma in a name is a variant; names that have
+    the same variants in the same places are one item.
     """
-    runs: dict[tuple[str, int, str, int], dict[str, list[str]]] = {}
+    runs: dict[tuple[str, int], dict[str, dict[str, list[str]]]] = {}
     for verdict in verdicts:
-        run = runs.setdefault((verdict.where, verdict.count, verdict.unit, verdict.seed), {})
-        name, _, kind = verdict.name.partition(", ")
-        run.setdefault(name, []).append(kind)
+        names = runs.setdefault((_count(verdict), verdict.seed), {})
+        name, _, variant = verdict.name.partition(", ")
+        names.setdefault(name, {}).setdefault(variant, []).append(verdict.where)
     lines: list[str] = []
-    for (where, count, unit, seed), names in runs.items():
-        shown = ", ".join(
-            f"{name} ({', '.join(kinds)})" if any(kinds) else name for name, kinds in names.items()
+    for (count, seed), names in runs.items():
+        items: dict[str, list[str]] = {}
+        for name, variants in names.items():
+            for places in dict.fromkeys(map(tuple, variants.values())):
+                of = ", ".join(v for v, found in variants.items() if v and tuple(found) == places)
+                where = f"{' and '.join(places)}{f' ({of})' if of else ''}"
+                items.setdefault(where, []).append(f"`{name}`")
+        lines.append(f"{count.capitalize()} each, seed {seed}:\n")
+        lines += [_item(f"{where}: {', '.join(shown)}") for where, shown in items.items()]
+        lines.append("")
+    return lines[:-1]
+
+
+COLUMNS = ("what", "to", "count", "violations", "seed", "seconds", "measured")
+
+
+def _table(verdicts: Sequence[Verdict], title: str) -> list[str]:
+    """The results as a table after its title. Columns with one value for all rows are in the title."""
+    rows = [_cells(verdict) for verdict in verdicts]
+    columns = list(range(len(COLUMNS)))
+    if len(rows) > 1:
+        same = [column for column in (1, 3, 4, 6) if len({row[column] for row in rows}) == 1]
+        columns = [column for column in columns if column not in same]
+        title += "".join(
+            f"; {form.format(rows[0][column])}"
+            for column, form in ((1, "to: {}"), (4, "seed {}"))
+            if column in same and rows[0][column]
         )
-        lines.append(f"- to {where}, {count:,} {unit} each, seed {seed}: {shown}")
-    return lines
+    lines = [f"{title}.\n", _line([COLUMNS[column] for column in columns])]
+    lines.append("|" + "---|" * len(columns))
+    return lines + [_line([row[column] for column in columns]) for row in rows]
 
 
-def _row(verdict: Verdict) -> str:
-    cells = (
-        verdict.name,
+def _cells(verdict: Verdict) -> tuple[str, ...]:
+    return (
+        SHOWN.get(verdict.name, verdict.name),
         verdict.where,
-        f"{verdict.count:,} {verdict.unit}",
+        _count(verdict),
         str(verdict.violations),
         str(verdict.seed),
         f"{verdict.seconds:.1f}",
         f"again: `{verdict.again}`" if verdict.again else verdict.figures,
     )
+
+
+def _count(verdict: Verdict) -> str:
+    once = verdict.count == 1 and verdict.unit == "times"
+    return "once" if once else f"{verdict.count:,} {verdict.unit}"
+
+
+def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -205,16 +278,24 @@ def _skipped(verdicts: Iterable[Verdict]) -> str:
 
 def _defects(defects: Sequence[dict[str, object]]) -> str:
     lines = [
-        "## Defects found on the way\n",
-        "| fault | seed | what was wrong | fix |",
-        "|---|---|---|---|",
-    ]
-    for defect in defects:
-        cells = (
-            str(defect[key]).strip().replace("|", "\\|") for key in ("fault", "seed", "what", "fix")
+        "## Defects\n",
+        _wrapped(
+            "What the faults revealed, by fault: how to reproduce it before its fix, what was wrong, "
+            "and the fix."
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        + "\n",
+    ]
+    for fault in sorted({str(defect["fault"]) for defect in defects}, key=_number):
+        lines.append(f"**{fault}**\n")
+        lines += [_item(_defect(each)) for each in defects if each["fault"] == fault]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _defect(defect: dict[str, object]) -> str:
+    seed = defect["seed"]
+    shown = f"seed {seed}" if isinstance(seed, int) else str(seed)
+    return f"*{shown}*: {defect['what']} Fix: {defect['fix']}"
 
 
 def _number(fault: str) -> int:
