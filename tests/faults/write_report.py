@@ -122,7 +122,7 @@ It also lists what cannot be promised, and the defects that the faults revealed.
 
 | command | runs |
 |---|---|
-| `make faults` | every fault as often as below, except the soaks; rewrites this page |
+| `make faults` | every fault but the soaks, as often as `tests/faults/report.py` lists; writes this page |
 | `make faults FAULTS=3` | every fault three times; `ARGS="-k f7"` selects some, `SEED=7` the seed |
 | `make fuzz` | F12 at its full count |
 | `make soak` | F17 and F24: runs under load |
@@ -177,8 +177,9 @@ def _faults(verdicts: Sequence[Verdict]) -> str:
         total = sum(verdict.count for verdict in found)
         broken = sum(verdict.violations for verdict in found)
         seconds = sum(verdict.seconds for verdict in found)
+        units = found[0].unit if len(found) == 1 else "times"
         lines.append(f"### {fault}: {what}\n")
-        tested = f"{', '.join(promises)}: {total:,} times, {broken} violations, {seconds:.0f} s"
+        tested = f"{', '.join(promises)}: {total:,} {units}, {broken} violations, {seconds:.0f} s"
         shown = found
         if len(found) > MOST_ROWS:
             # A long table would hide the rows that matter.
@@ -186,9 +187,16 @@ def _faults(verdicts: Sequence[Verdict]) -> str:
             survived = _survived([v for v in found if not v.violations])
             lines += [f"{tested}. Survived:\n", *survived, ""]
             tested = "Not survived"
-        if shown:
-            lines += _table(shown, tested)
+        if len(shown) == 1 and not broken:
+            (only,) = shown
+            target = f"; to: {only.where}" if only.where else ""
+            figures = f" {only.figures[0].upper()}{only.figures[1:]}." if only.figures else ""
+            lines.append(
+                _wrapped(f"{tested}{target}; seed {only.seed}. {only.name.capitalize()}.{figures}")
+            )
             lines.append("")
+        elif shown:
+            lines += [*_table(shown, tested), ""]
     return "\n".join(lines)
 
 
