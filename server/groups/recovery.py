@@ -303,7 +303,6 @@ class Recovered:
 
 
 def recover(found: Iterable[tuple[Record, Stored]]) -> Recovered:
-    """Raises JournalUnreadable."""
     state = Recovered()
     for record, stored in found:
         _apply(state, record, stored)
@@ -312,7 +311,6 @@ def recover(found: Iterable[tuple[Record, Stored]]) -> Recovered:
 
 
 async def recover_from(journal: Journal) -> Recovered:
-    """Raises JournalUnreadable."""
     state = Recovered()
     async for record, stored in journal.replay():
         _apply(state, record, stored)

@@ -16,7 +16,6 @@ class Surface(Protocol):
     """Requests, answers and errors in the format of one service."""
 
     def read(self, body: bytes) -> AgentRequest:
-        """Raises DomainError."""
         ...
 
     # The answer: as JSON, or as server-sent events.

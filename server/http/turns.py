@@ -16,7 +16,7 @@ States of an answer:
                                           for a gRPC call, and can be resumed
 
 **Retries.** SDKs retry requests on their own. Two requests are equal if their endpoint and bytes are. The
-second is a retry of the first if it says so, with `x-stainless-retry-count` above zero, or if the first was
+second is a retry of the first if its `x-stainless-retry-count` is above zero, or if the first was
 never answered in full because its connection was lost. A retry samples no token again: the server repeats
 the answer of a whole turn, follows a turn in flight from the beginning, and resumes an aborted one.
 

@@ -4,7 +4,7 @@
     release, refusal, retry -> wake -> `_compaction_due` -> `_begin_compaction`
 
 The journal of one kind of store supplies the steps below `Supplied`. One task writes the batches, and
-begins compactions between them. A compaction runs in a task of its own.
+begins compactions between them. A compaction runs in a separate task.
 
 After the first error of a write, or a bug, the journal answers no append any more. `failed` gives the
 reason, and the server stops. A compaction that fails with an expected error is tried again, because the

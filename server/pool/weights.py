@@ -307,7 +307,7 @@ class PoolWeights:
         return Differing(active, lambda: opens(active), payload.length_bytes * from_hub // hosts)
 
     async def switch(self, update: Update, policy: InFlight, before: VersionBefore) -> Switched:
-        """Returns when every engine in rotation has the version; each goes back by itself. Raises
+        """Returns when every engine in rotation has the version; each returns separately. Raises
         WEIGHT_LOAD_FAILED or PROBE_MISMATCH if engines could have taken the version but none did."""
         version, adapter = update.weight_version, update.adapter is not None
         async with self.state.change():

@@ -15,8 +15,9 @@ import pytest
 
 from penstock.trainer.core.aio import unless
 from penstock.trainer.state.ledger import FILE, Ledger
+from penstock.wire.messages import WeightReceipt, Welcome
 from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse
-from tests.support.trainer_walk import WeightReceipt, Welcome, delivery, greet, running, stage
+from tests.support.trainer_walk import delivery, greet, running, stage
 
 
 class Stalling(ScriptedServer):

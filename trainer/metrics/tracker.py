@@ -32,7 +32,7 @@ class RunStart:
 class Tracker(Protocol):
     """One tracking service.
 
-    Its methods are called from one thread of its own, and may take long. If one raises, the point is lost.
+    Its methods are called from one dedicated thread, and may take long. If one raises, the point is lost.
     """
 
     def open(self, start: RunStart) -> None:

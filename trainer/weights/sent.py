@@ -33,7 +33,7 @@ class Sent:
     def of(
         cls, parcel: Parcel, bytes_sent: int, answer: weights_pb2.UpdateWeightsResponse | None
     ) -> Sent:
-        """`answer` is None if it was lost and the server holds the version all the same."""
+        """`answer` is None if it was lost and the server nevertheless holds the version."""
         return cls(
             bytes_sent=bytes_sent,
             dense_bytes=parcel.payload.length_bytes,

@@ -103,7 +103,6 @@ class SegmentReader:
             raise SegmentCorrupt(self.path, self.end, "the snapshot is cut off here")
 
     def record(self, frame: Frame) -> Record:
-        """Raises SegmentCorrupt."""
         try:
             return JournalRecord.FromString(bytes(frame.payload))
         except Exception as error:  # protobuf raises several types.

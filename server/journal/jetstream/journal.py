@@ -131,7 +131,7 @@ class JetStreamJournal(AppendingJournal[Entry]):
         return await self._log.store(entries)
 
     def _take_batch(self) -> list[Append[Entry]]:
-        """Take at most BATCH_BYTES; BEGIN and END get a batch, and so a message, of their own."""
+        """Take at most BATCH_BYTES; BEGIN and END each get a separate batch, and so a separate message."""
         batch: list[Append[Entry]] = []
         size = 0
         while self._queue:

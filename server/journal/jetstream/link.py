@@ -231,7 +231,6 @@ class Link:
         return reply
 
     async def _answer(self, reply: str) -> Msg:
-        """Raises PASSING."""
         async with asyncio.timeout(ANSWER_SECONDS):
             answer = await self._answers[reply]
         if answer is None:

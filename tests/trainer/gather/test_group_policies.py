@@ -42,20 +42,18 @@ from penstock.trainer.state.ledger import Ledger, RefusedEntry, StepEntry, Train
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 from penstock.wire.channel import client_options
-from tests.support.harness import until
-from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse
-from tests.support.trainer_walk import (
+from penstock.wire.messages import (
+    Notice,
     Outcome,
     Segment,
     Trajectory,
     TrajectoryGroup,
     WeightReceipt,
-    delivery,
-    greet,
-    running,
-    stage,
 )
-from tests.trainer.data.test_feeder import DATA, Notice, Numbers
+from tests.support.harness import until
+from tests.support.scripted_trainer_server import ScriptedServer, Session, refuse
+from tests.support.trainer_walk import delivery, greet, running, stage
+from tests.trainer.data.test_feeder import DATA, Numbers
 
 HERE = "tests.trainer.gather.test_group_policies"
 FAILED = Outcome(failure={"reason": "TOOL", "message": "away"})

@@ -24,10 +24,10 @@ from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.step_record import StepRecord
 from penstock.v1 import rollout_service_pb2
 from penstock.wire import codec
-from penstock.wire.messages import Rejection
+from penstock.wire.messages import Rejection, WeightReceipt
 from penstock.wire.messages import WeightProbeResult as ProbeResult
 from tests.support.scripted_trainer_server import Received, ScriptedServer, Session, refuse
-from tests.support.trainer_walk import Scalars, StillPolicy, WeightReceipt, delivery, greet, running
+from tests.support.trainer_walk import Scalars, StillPolicy, delivery, greet, running
 
 ELEMENTS = 10_000
 

@@ -156,7 +156,7 @@ def choose_scale(task: str, *, tiny: bool) -> Scale:
 
 
 def serve_command(plan: Plan, listens: Listens | None) -> tuple[str, ...]:
-    """`penstock serve`; on the addresses it had, where it is started again."""
+    """`penstock serve`; a restart listens on the addresses it had before."""
     return penstock(
         "serve",
         *("--model", str(plan.model)),

@@ -169,7 +169,7 @@ class State(StrEnum):
 
 _TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.WAITING: frozenset({State.STARTING, State.ENDED}),
-    # A process is told to start, and then has started.
+    # First the order to start, then the start itself.
     State.STARTING: frozenset({State.STARTING, State.RUNNING, State.SERVING, State.ENDED}),
     State.RUNNING: frozenset({State.DONE, State.ENDED}),
     State.SERVING: frozenset({State.ENDED}),

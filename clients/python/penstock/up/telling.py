@@ -40,7 +40,7 @@ def show(console: Console, line: str) -> None:
 
 
 def log_events(path: Path, tell: Tell) -> Tell:
-    """Tells, and appends each event to a file; goes on without where that fails."""
+    """Tells, and appends each event to a file; a failed write is logged and ignored."""
 
     def append(who: str, what: str) -> None:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -16,7 +16,6 @@ from penstock.wire.security import Security
 def load_worker(
     external: CommandSettings, security: Security, settings: WorkerSettings
 ) -> Callable[[Calls], CommandWorker]:
-    """Raises BadFunction."""
     reward: Agent | None = None
     if external.reward not in (None, EXIT_STATUS, RESULT_FILE):
         reward = load_function(external.reward, "--reward")

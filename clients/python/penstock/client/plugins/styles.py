@@ -44,7 +44,6 @@ def load_functions(
     *,
     whole_group: bool,
 ) -> Functions:
-    """Raises BadFunction."""
     if style is Style.SLIME:
         agent = load_slime(generate, reward, args, whole_group=whole_group)
         if whole_group and reward is None:
@@ -75,7 +74,6 @@ def load_slime(
     *,
     whole_group: bool,
 ) -> SlimeAgent:
-    """Raises BadFunction."""
     if args.get("group_rm") and not whole_group:
         raise BadFunction("--args sets group_rm: use --group-reward instead")
     modules.install()

@@ -23,7 +23,6 @@ def load_worker(
     arguments: Path | None,
     settings: WorkerSettings,
 ) -> Callable[[Calls], Worker | WholeRollout]:
-    """Raises BadFunction."""
     style = Style(style_name)
     args = read_arguments(arguments)
     if rollout_function is not None:
