@@ -88,6 +88,10 @@ format: setup ## fix lint findings with ruff and buf
 	@$(BIN)/ruff format
 	@$(BIN)/buf format --write
 
+site: setup ## build the documentation site into build/site
+	@$(BIN)/python .ci/site.py
+	@$(BIN)/zensical build --strict
+
 gen: setup gen-into ## generate the Python stubs from proto/
 
 # Without set-up, so that its test can use another folder: make gen-into STUBS=/tmp/stubs
