@@ -9,7 +9,7 @@ STUBS := clients/python
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast backends faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into \
+.PHONY: help setup demo test test-fast backends faults fuzz soak lint types gen gen-into reference clients gen-clients gen-clients-into \
 	format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
 	bench-delta bench-buffer bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity \
 	bench-attempts bench-pool bench-prefix simulate
@@ -96,6 +96,9 @@ gen-into:
 		--python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
 
+reference: setup ## write the generated pages of docs/reference/
+	@$(BIN)/python -m tests.support.reference
+
 clients: setup ## set up, build and test the TypeScript and Go clients, if their tools are available
 	@$(BIN)/python .ci/clients.py
 	@$(BIN)/python -m pytest tests/system/test_languages.py tests/system/test_client_packages.py $(ARGS)
@@ -104,7 +107,10 @@ CLIENT_STUBS := .
 GOOGLE_PROTOS = $(dir $(shell $(BIN)/python -c "import google.rpc; print(list(google.rpc.__path__)[0])"))..
 TS_OPTIONS := env=node,esModuleInterop=true,importSuffix=.js,forceLong=bigint,oneof=unions-value,outputJsonMethods=false,exportCommonSymbols=false,annotateFilesWithVersion=false
 
-gen-clients: setup ## generate the stubs of clients/typescript and clients/go
+gen-reference: setup ## write the generated pages of docs/reference/
+	@$(BIN)/python -m tests.support.reference
+
+clients: setup ## generate the stubs of clients/typescript and clients/go
 	@$(BIN)/python .ci/clients.py
 	@$(MAKE) --no-print-directory gen-clients-into
 
