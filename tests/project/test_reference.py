@@ -109,20 +109,22 @@ def test_every_option_of_the_sources_is_on_the_page() -> None:
     assert found == set(shown)
 
 
-def test_every_command_has_a_section_with_its_exit_status() -> None:
-    named = {
-        next(texts(*call.args), node.name)
+def test_every_command_has_a_section_and_names_its_exit_status() -> None:
+    kinds = {
+        next(texts(*call.args), node.name): ast.unparse(call.func).rpartition(".")[2]
         for path, text in product().items()
         if path.is_relative_to(FOLDERS["penstock"] / "cli")
         for node in ast.parse(text).body
         if isinstance(node, ast.FunctionDef)
         for call in node.decorator_list
-        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".command")
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith((".command", ".group"))
     }
+    kinds["penstock"] = kinds.pop("main")
     found = sections("cli.md")
-    assert {name.split()[-1] for name in found if name.startswith("penstock")} == named
+    assert found.pop(commands.CONNECTION)
+    assert {name.split()[-1] for name in found} == kinds.keys()
     for name, text in found.items():
-        assert "Exit status: 0" in text or name == commands.CONNECTION, name
+        assert ("Exit status: 0" in text) == (kinds[name.split()[-1]] == "command"), name
 
 
 def test_no_command_is_shown_by_the_stub_that_passes_its_arguments_on() -> None:

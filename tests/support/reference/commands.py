@@ -30,7 +30,11 @@ passes them on; `vllm serve --help=all` describes them."""
 
 def page() -> str:
     found = dict(commands())
-    index = [(link(name, name), prose(_summary(command))) for name, command in found.items()]
+    index = [
+        (link(name, name), prose(_summary(command)))
+        for name, command in found.items()
+        if not isinstance(command, click.Group)
+    ]
     blocks = [markdown.table(("command", "purpose"), index)]
     shared: dict[str, list[str]] = {}
     for name, command in found.items():
@@ -47,16 +51,15 @@ def page() -> str:
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
-    """Every command that does something, with the parser that reads its options."""
+    """Every command, and every group before its commands, with the parser that reads its options."""
     yield from _below("penstock", main)
 
 
 def _below(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
-    if not isinstance(command, click.Group):
-        yield name, PARSERS.get(name, command)
-        return
-    for sub in command.commands:
-        yield from _below(f"{name} {sub}", command.commands[sub])
+    yield name, PARSERS.get(name, command)
+    if isinstance(command, click.Group):
+        for sub in command.commands:
+            yield from _below(f"{name} {sub}", command.commands[sub])
 
 
 def _section(name: str, command: click.Command) -> Iterator[str]:
@@ -132,4 +135,4 @@ def _default(option: click.Option, info: Mapping[str, Any]) -> str:
         return prose(option.show_default)
     if option.is_flag:
         return "off"
-    return NOTHING if info["default"] in (None, ()) or option.multiple else code(info["default"])
+    return NOTHING if info["default"] in (None, "") or option.multiple else code(info["default"])

@@ -16,7 +16,7 @@ from penstock.trainer.config.trainer import TrainerConfig
 from penstock.up.cluster_config import Engines
 from penstock.up.config import UpFile, Workers
 from tests.support.reference import markdown
-from tests.support.reference.markdown import choice, code, link, prose
+from tests.support.reference.markdown import NOTHING, choice, code, link, prose
 from tests.support.reference.value_types import default_words, parts, type_words
 
 TOP = "Top level"
@@ -100,29 +100,28 @@ class _Tables:
         for name, field in _own(model, table.selectors).items():
             path = f"{table.path}.{name}".lstrip(".")
             inner = self._table(path, field)
-            description = prose(field.description or "")
-            if inner is None:
-                rows.append(
-                    (code(path), type_words(field), default_words(name, field), description)
-                )
+            if inner is not None:
+                rows.append(self._table_row(inner, field, later))
                 continue
-            same = self._written.get(inner.kinds[0])
-            if same is None:
-                later.append(inner)
-                if len(inner.kinds) == 1:
-                    self._written[inner.kinds[0]] = inner.heading
-            words = "list of tables" if inner.is_list else "table"
-            default = (
-                "required" if field.is_required() else "unset" if field.default is None else ""
-            )
-            if inner.is_list:
-                default = default or code("[]")
-            description = prose(inner.description)
-            if same is not None:
-                description += f" Same keys as {link(code(same), same)}."
-            linked = link(words, same or inner.heading)
-            rows.append((code(path), linked, default or markdown.NOTHING, description))
+            default, description = default_words(name, field), prose(field.description or "")
+            rows.append((code(path), type_words(field), default, description))
         return markdown.table(("key", "type", "default", "description"), rows)
+
+    def _table_row(
+        self, table: _Table, field: FieldInfo, later: list[_Table]
+    ) -> tuple[str, str, str, str]:
+        """Describes a key that holds a table, with a link to the section of the table's keys."""
+        same, description = self._written.get(table.kinds[0]), prose(table.description)
+        if same is not None:
+            description += f" Same keys as {link(code(same), same)}."
+        else:
+            later.append(table)
+            if len(table.kinds) == 1:
+                self._written[table.kinds[0]] = table.heading
+        linked = link("list of tables" if table.is_list else "table", same or table.heading)
+        if field.is_required() or field.default is None or table.is_list:
+            return code(table.path), linked, default_words("", field), description
+        return code(table.path), linked, NOTHING, description
 
     def _table(self, path: str, field: FieldInfo) -> _Table | None:
         """The table that a key holds, or None if its value is no table with declared keys."""
