@@ -9,8 +9,8 @@ STUBS := clients/python
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast backends faults fuzz soak lint types gen gen-into reference clients gen-clients gen-clients-into \
-	format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
+.PHONY: help setup demo test test-fast backends faults fuzz soak lint types gen gen-into reference clients gen-clients \
+	gen-clients-into format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
 	bench-delta bench-buffer bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity \
 	bench-attempts bench-pool bench-prefix simulate
 
@@ -107,10 +107,7 @@ CLIENT_STUBS := .
 GOOGLE_PROTOS = $(dir $(shell $(BIN)/python -c "import google.rpc; print(list(google.rpc.__path__)[0])"))..
 TS_OPTIONS := env=node,esModuleInterop=true,importSuffix=.js,forceLong=bigint,oneof=unions-value,outputJsonMethods=false,exportCommonSymbols=false,annotateFilesWithVersion=false
 
-gen-reference: setup ## write the generated pages of docs/reference/
-	@$(BIN)/python -m tests.support.reference
-
-clients: setup ## generate the stubs of clients/typescript and clients/go
+gen-clients: setup ## generate the stubs of clients/typescript and clients/go
 	@$(BIN)/python .ci/clients.py
 	@$(MAKE) --no-print-directory gen-clients-into
 

@@ -40,6 +40,8 @@ _OVERRIDES = click.option(
     help="Override a value of CONFIG. Can be repeated.",
 )
 
+_STATUS = "Exit status: 0 if it succeeded; 1 if it failed; 2 if the command line is invalid."
+
 _SERVE_EXTRAS = "server,cpu (or server,cuda)"
 _UPLOAD_EXTRAS = "server (or trainer)"
 _ALL_EXTRAS = "server,trainer,cpu"
@@ -270,17 +272,12 @@ def evaluate(options: tuple[str, ...]) -> None:
     exit_with(module, "main", extras, list(options))
 
 
-_WEIGHTS_STATUS = (
-    "Exit status: 0 if it succeeded; 1 if it failed; 2 if the command line is invalid."
-)
-
-
 @main.group()
 def weights() -> None:
     """Show the weight versions of a server, or push one manually."""
 
 
-@weights.command("show", epilog=_WEIGHTS_STATUS)
+@weights.command("show", epilog=_STATUS)
 @click.argument("address", metavar="HOST:PORT", type=Address())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @security_options
@@ -289,7 +286,7 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
     exit_with("penstock.cli.weights", "show", _UPLOAD_EXTRAS, address, as_json, security)
 
 
-@weights.command("push", epilog=_WEIGHTS_STATUS)
+@weights.command("push", epilog=_STATUS)
 @click.argument("address", metavar="HOST:PORT", type=Address())
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
@@ -384,15 +381,12 @@ _TOKEN_FILE = click.option(
 )
 
 
-_TOKEN_STATUS = "Exit status: 0 if it succeeded; 1 if it failed; 2 if the command line is invalid."
-
-
 @main.group()
 def token() -> None:
     """Create, list and revoke access tokens for a server; see docs/operations/security.md."""
 
 
-@token.command("create", epilog=_TOKEN_STATUS)
+@token.command("create", epilog=_STATUS)
 @_TOKEN_FILE
 @click.option(
     "--name",
@@ -417,14 +411,14 @@ def create_token(path: Path, name: str, role: str, expires: str) -> None:
     exit_with("penstock.cli.tokens", "create", "server", path, name, role, expires)
 
 
-@token.command("list", epilog=_TOKEN_STATUS)
+@token.command("list", epilog=_STATUS)
 @_TOKEN_FILE
 def list_tokens(path: Path) -> None:
     """List the names, roles and expiry times of the tokens."""
     exit_with("penstock.cli.tokens", "show", "server", path)
 
 
-@token.command("revoke", epilog=_TOKEN_STATUS)
+@token.command("revoke", epilog=_STATUS)
 @_TOKEN_FILE
 @click.option("--name", required=True, help="Name of the token, as given to create.")
 def revoke_token(path: Path, name: str) -> None:
