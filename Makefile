@@ -9,8 +9,8 @@ STUBS := clients/python
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast backends faults fuzz soak lint types gen gen-into clients gen-clients gen-clients-into \
-	format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
+.PHONY: help setup demo test test-fast backends faults fuzz soak lint types gen gen-into reference clients gen-clients \
+	gen-clients-into format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
 	bench-delta bench-buffer bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity \
 	bench-attempts bench-pool bench-prefix simulate
 
@@ -99,6 +99,9 @@ gen-into:
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto \
 		--python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
+
+reference: setup ## write the generated pages of docs/reference/
+	@$(BIN)/python -m tests.support.reference
 
 clients: setup ## set up, build and test the TypeScript and Go clients, if their tools are available
 	@$(BIN)/python .ci/clients.py

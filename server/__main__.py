@@ -33,8 +33,8 @@ With --engines it is a hub instead: it offers the same services for a pool of su
     penstock serve --engines 10.0.0.1:50051,10.0.0.2:50051
 
 All settings may also be in a TOML file: the server's own settings at the top and in [leases],
-[weights], [conversation], [http], [streaming], [limits], [pool] and [security], vLLM's in [engine].
---dry-run prints such a file with every setting resolved.
+[weights], [journal], [conversation], [http], [streaming], [limits], [pool], [peers] and [security],
+vLLM's in [engine]. --dry-run prints such a file with every setting resolved.
 
 An address other than this host's loopback needs TLS and tokens: docs/operations/security.md.
 """
@@ -42,6 +42,8 @@ An address other than this host's loopback needs TLS and tokens: docs/operations
 
 @click.command(
     help=HELP,
+    epilog="Exit status: 0 if it was stopped by SIGTERM or Ctrl-C; 1 if it cannot serve, or its engine or "
+    "journal failed; 2 if the configuration or the command line is invalid.",
     context_settings={
         "ignore_unknown_options": True,
         "max_content_width": 100,
@@ -49,10 +51,15 @@ An address other than this host's loopback needs TLS and tokens: docs/operations
     },
 )
 @click.option("--model", help="Model directory or hub name; required here or in the file.")
-@click.option("--listen", help="HOST:PORT; port 0 picks a free one.  [default: 127.0.0.1:50051]")
+@click.option(
+    "--listen",
+    show_default="127.0.0.1:50051",
+    help="HOST:PORT to listen on; port 0 picks a free one.",
+)
 @click.option(
     "--http-listen",
-    help="HOST:PORT of the HTTP endpoints; empty for none.  [default: the port after gRPC's]",
+    show_default="the port after gRPC's",
+    help="HOST:PORT of the HTTP endpoints; empty for none.",
 )
 @click.option(
     "--engines",
@@ -64,7 +71,7 @@ An address other than this host's loopback needs TLS and tokens: docs/operations
     "settings",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override a setting of the file, such as leases.seconds=30; repeatable.",
+    help="Override a setting of the file, such as leases.seconds=30. Can be repeated.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
 @click.argument(

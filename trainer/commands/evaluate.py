@@ -56,12 +56,17 @@ class Scoring:
     environments: EnvironmentSettings | None
 
 
-@click.command(name="eval")
+@click.command(
+    name="eval",
+    epilog="Exit status: 0 if every set was measured; 1 if no sample of a set could be scored, or the "
+    "server was lost; 2 if the command line is invalid; 130 if it was interrupted.",
+)
 @click.option(
     "--server",
     metavar="HOST:PORT",
     type=Address(),
-    help="Address of the rollout server. Default: the one in --config.",
+    show_default="the one in --config",
+    help="Address of the rollout server.",
 )
 @click.option(
     "--model",
@@ -93,40 +98,82 @@ class Scoring:
 @click.option(
     "--reward",
     metavar="PKG.MODULE:FUNCTION",
-    help="reward(task, trajectory): a number. Default: the result of generate, or the task's own "
-    "reward.",
+    show_default="the result of generate, or the task's own reward",
+    help="reward(task, trajectory) returns a number.",
 )
 @click.option(
     "--generate",
     metavar="PKG.MODULE:FUNCTION",
-    help="generate(task, trajectory): any number of turns. Default: one turn, on the prompt.",
+    show_default="one turn on the prompt",
+    help="generate(task, trajectory) takes any number of turns.",
 )
 @click.option("--group-reward", is_flag=True, help="Call reward once for all samples of a prompt.")
 @style_options
 @environment_options
-@click.option("--prompts", type=click.IntRange(min=1), help="[default: 256]")
-@click.option("--samples", type=click.IntRange(min=1, max=4096), help="[default: 1]")
 @click.option(
-    "--concurrency", type=click.IntRange(min=1), help="Prompts open at a time.  [default: 16]"
+    "--prompts",
+    type=click.IntRange(min=1),
+    show_default="256",
+    help="Number of prompts of each set, from its start.",
 )
-@click.option("--attempts", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1, max=4096),
+    show_default="1",
+    help="Trajectories sampled for one prompt. With two or more, pass@k is reported.",
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(min=1),
+    show_default="16",
+    help="Prompts open at a time.",
+)
+@click.option(
+    "--attempts",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="How many times a sample is made before its failure counts.",
+)
 @click.option(
     "--temperature",
     type=Finite(min=0),
-    help="0 is greedy.  [default: 0 for one sample, 1 for more]",
+    show_default="0 for one sample, 1 for more",
+    help="Temperature of sampling; 0 is greedy.",
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), help="[default: 256]")
-@click.option("--top-p", type=Finite(min=0, min_open=True, max=1))
-@click.option("--top-k", type=click.IntRange(min=0))
-@click.option("--stop", multiple=True, metavar="TEXT", help="Ends a turn; may be repeated.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    show_default="256",
+    help="Upper bound on policy tokens in one turn.",
+)
+@click.option(
+    "--top-p",
+    type=Finite(min=0, min_open=True, max=1),
+    show_default="1",
+    help="Nucleus sampling; 1 keeps every token.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(min=0),
+    show_default="0",
+    help="Number of most likely tokens to sample from; 0 means no limit.",
+)
+@click.option("--stop", multiple=True, metavar="TEXT", help="Ends a turn. Can be repeated.")
 @click.option("--system-prompt", help="Text of a system message before each prompt.")
 @click.option(
     "--passes-from",
     type=Finite(),
-    help="Lowest reward that counts as correct for pass@k.  [default: 1]",
+    show_default="1",
+    help="Lowest reward that counts as correct for pass@k.",
 )
 @click.option(
-    "--reconnect-timeout", default=60.0, show_default=True, metavar="SECONDS", type=Finite(min=0)
+    "--reconnect-timeout",
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    type=Finite(min=0),
+    help="How long to wait for a lost server before giving up.",
 )
 @click.option("--dry-run", is_flag=True, help="Check everything except the server, and exit.")
 @security_options

@@ -243,7 +243,7 @@ class Uncorrected(Section):
     """Applies no correction weights."""
 
     level: Literal["off"] = "off"
-    """Applies no weights."""
+    """Applies no correction weights."""
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
     """Denominator of the loss's ratio: the policy that sampled, or the one at the step's beginning."""
 

@@ -15,7 +15,7 @@ class PinnedConfig(Section):
     """The whole evaluation measures one version. The switch to the next version waits for it."""
 
     kind: Literal["pinned"] = "pinned"
-    """Selects this mode."""
+    """Measures one version."""
     max_other_version: int = Field(default=3, ge=0)
     """How often a prompt is asked again if its answers came from another version because the server
     was lost. After that, they count as failed."""
@@ -25,7 +25,7 @@ class OnTheFlyConfig(Section):
     """Nothing waits. Answers come from whichever version is sampled; mixed groups are counted."""
 
     kind: Literal["on_the_fly"]
-    """Selects this mode."""
+    """Measures whichever version is active."""
 
 
 Mode = Annotated[PinnedConfig | OnTheFlyConfig, Field(discriminator="kind")]

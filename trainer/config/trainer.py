@@ -74,7 +74,7 @@ class FsdpBackend(Section):
     """A Hugging Face model, computed by transformers."""
 
     kind: Literal["fsdp"] = "fsdp"
-    """The default backend. It supports any architecture."""
+    """Supports any architecture."""
 
 
 class MegatronBackend(Section):

@@ -40,6 +40,8 @@ _OVERRIDES = click.option(
     help="Override a value of CONFIG. Can be repeated.",
 )
 
+_STATUS = "Exit status: 0 if it succeeded; 1 if it failed; 2 if the command line is invalid."
+
 _SERVE_EXTRAS = "server,cpu (or server,cuda)"
 _UPLOAD_EXTRAS = "server (or trainer)"
 _ALL_EXTRAS = "server,trainer,cpu"
@@ -67,7 +69,10 @@ def serve(options: tuple[str, ...]) -> None:
     exit_with("penstock.server.__main__", "main", _SERVE_EXTRAS, list(options))
 
 
-@main.command()
+@main.command(
+    epilog="Exit status: 0 if training is done; 1 if an error stopped it; 2 if CONFIG is invalid; "
+    "3 if it was stopped on request."
+)
 @click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--resume", is_flag=True, help="Resume from the run's last checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
@@ -100,7 +105,10 @@ def train(
     )
 
 
-@main.command()
+@main.command(
+    epilog="Exit status: 0 if it was stopped on request, or has made --attempts; 1 if the server refused "
+    "it, or it was stopped before it had drained; 2 if the command line or a function is invalid."
+)
 @click.option(
     "--server",
     "servers",
@@ -113,14 +121,14 @@ def train(
 @click.option(
     "--generate",
     metavar="PKG.MODULE:FUNCTION",
-    help="generate(task, trajectory) takes any number of turns. "
-    "Default: one turn on the task's prompt.",
+    show_default="one turn on the task's prompt",
+    help="generate(task, trajectory) takes any number of turns.",
 )
 @click.option(
     "--reward",
     metavar="PKG.MODULE:FUNCTION",
-    help="reward(task, trajectory) returns a number. Default: the value that generate returns. "
-    "FILE.py:FUNCTION works too.",
+    show_default="the value that generate returns",
+    help="reward(task, trajectory) returns a number. FILE.py:FUNCTION works too.",
 )
 @click.option(
     "--group-reward",
@@ -137,19 +145,30 @@ def train(
     help="Number of attempts in flight.",
 )
 @click.option(
-    "--agent-id", metavar="NAME", help="Name of this process for the server. Default: HOST-PID."
+    "--agent-id",
+    metavar="NAME",
+    show_default="HOST-PID",
+    help="Name of this process for the server.",
 )
 @click.option(
-    "--purpose", type=click.Choice(["train", "eval"]), help="Lease only tasks of this purpose."
+    "--purpose",
+    type=click.Choice(["train", "eval"]),
+    show_default="both",
+    help="Lease only tasks of this purpose.",
 )
 @click.option(
-    "--attempts", type=click.IntRange(min=1), metavar="N", help="Exit after this many attempts."
+    "--attempts",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="no limit",
+    help="Exit after this many attempts.",
 )
 @click.option(
     "--attempt-timeout",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Fail attempts that take longer than this, reward included. Default: no limit.",
+    show_default="no limit",
+    help="Fail attempts that take longer than this, reward included.",
 )
 @click.option(
     "--drain-timeout",
@@ -258,7 +277,7 @@ def weights() -> None:
     """Show the weight versions of a server, or push one manually."""
 
 
-@weights.command("show")
+@weights.command("show", epilog=_STATUS)
 @click.argument("address", metavar="HOST:PORT", type=Address())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @security_options
@@ -267,7 +286,7 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
     exit_with("penstock.cli.weights", "show", _UPLOAD_EXTRAS, address, as_json, security)
 
 
-@weights.command("push")
+@weights.command("push", epilog=_STATUS)
 @click.argument("address", metavar="HOST:PORT", type=Address())
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
@@ -275,7 +294,8 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
     "weight_version",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Must be greater than every version the server has. Default: the newest version plus one.",
+    show_default="the newest version plus one",
+    help="Number of the new version. Must be greater than every version the server has.",
 )
 @click.option(
     "--source",
@@ -288,7 +308,8 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
 @click.option(
     "--in-flight",
     type=click.Choice(["keep", "recompute", "drain", "abort"]),
-    help="What to do with turns in flight. Default: the server's setting.",
+    show_default="the server's setting",
+    help="What to do with turns in flight.",
 )
 @click.option(
     "--stage-only", is_flag=True, help="Upload and verify, but do not switch to the new version."
@@ -324,7 +345,10 @@ def demo(options: tuple[str, ...]) -> None:
     exit_with("penstock.demo.__main__", "main", _ALL_EXTRAS, list(options))
 
 
-@main.command()
+@main.command(
+    epilog="Exit status: 0 if the run is done, or was stopped on request; 1 if a process failed too often, "
+    "or --status found no run; 2 if CONFIG is invalid."
+)
 @click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--resume", is_flag=True, help="Resume the run in the folder that CONFIG names.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
@@ -362,7 +386,7 @@ def token() -> None:
     """Create, list and revoke access tokens for a server; see docs/operations/security.md."""
 
 
-@token.command("create")
+@token.command("create", epilog=_STATUS)
 @_TOKEN_FILE
 @click.option(
     "--name",
@@ -387,14 +411,14 @@ def create_token(path: Path, name: str, role: str, expires: str) -> None:
     exit_with("penstock.cli.tokens", "create", "server", path, name, role, expires)
 
 
-@token.command("list")
+@token.command("list", epilog=_STATUS)
 @_TOKEN_FILE
 def list_tokens(path: Path) -> None:
     """List the names, roles and expiry times of the tokens."""
     exit_with("penstock.cli.tokens", "show", "server", path)
 
 
-@token.command("revoke")
+@token.command("revoke", epilog=_STATUS)
 @_TOKEN_FILE
 @click.option("--name", required=True, help="Name of the token, as given to create.")
 def revoke_token(path: Path, name: str) -> None:
@@ -402,7 +426,7 @@ def revoke_token(path: Path, name: str) -> None:
     exit_with("penstock.cli.tokens", "revoke", "server", path, name)
 
 
-@main.command("version")
+@main.command("version", epilog="Exit status: 0.")
 def show_version() -> None:
     """Print the version of the penstock package."""
     click.echo(version("penstock"))

@@ -20,7 +20,11 @@ SERVING = b"\x08\x01"
 """The HealthCheckResponse for SERVING. The client does not depend on the package that defines it."""
 
 
-@click.command("health")
+@click.command(
+    "health",
+    epilog="Exit status: 0 if the server serves, or answers and --alive is given; 1 otherwise; 2 if "
+    "the command line is invalid.",
+)
 @click.argument("address", metavar="HOST:PORT", type=Address())
 @click.option(
     "--alive", is_flag=True, help="Accept any answer, including that the server does not serve yet."
@@ -35,7 +39,7 @@ SERVING = b"\x08\x01"
 )
 @security_options
 def health(security: Security, address: str, alive: bool, timeout: float) -> None:
-    """Ask the server at HOST:PORT whether it serves. Exits with 0 if it does, otherwise with 1.
+    """Ask the server at HOST:PORT whether it serves.
 
     A server does not serve while it starts, drains, or waits for the weights of the run's trainer.
     No token is needed.

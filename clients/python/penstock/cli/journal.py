@@ -33,6 +33,12 @@ _JOURNAL = click.argument(
 )
 
 
+_STATUS = (
+    "Exit status: 0 if all records are intact; 1 if a record is corrupt; 2 if there is no journal, or the "
+    "command line is invalid."
+)
+
+
 @click.group()
 def journal() -> None:
     """Show, check and export the journal of a server; see docs/operations/journal.md.
@@ -41,7 +47,7 @@ def journal() -> None:
     """
 
 
-@journal.command("list")
+@journal.command("list", epilog=_STATUS)
 @_JOURNAL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_journal(folder: Path, as_json: bool) -> None:
@@ -49,19 +55,22 @@ def list_journal(folder: Path, as_json: bool) -> None:
     exit_with("penstock.server.journal.tools.command", "list_stored", "server", folder, as_json)
 
 
-@journal.command("verify")
+@journal.command("verify", epilog=_STATUS)
 @_JOURNAL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify_journal(folder: Path, as_json: bool) -> None:
     """Check every record of the journal in FOLDER.
 
-    Exits with 0 if all records are intact, 1 if a record is corrupt, 2 if there is no journal. A
-    torn end is not corruption: it was never acknowledged.
+    A torn end is not corruption: it was never acknowledged.
     """
     exit_with("penstock.server.journal.tools.command", "verify", "server", folder, as_json)
 
 
-@journal.command("export")
+@journal.command(
+    "export",
+    epilog="Exit status: 0 if OUT is written; 1 if a record is corrupt; 2 if there is no journal, OUT "
+    "cannot be written, or the command line is invalid.",
+)
 @_JOURNAL
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
@@ -69,7 +78,8 @@ def verify_journal(folder: Path, as_json: bool) -> None:
     type=click.Choice(["waiting", "used", "all"]),
     default="all",
     show_default=True,
-    help="waiting: no step has used them. used: a step has, but no durable checkpoint contains it yet.",
+    help="Which groups to write. waiting: no step has used them. used: a step has, but no durable "
+    "checkpoint contains it yet.",
 )
 def export_journal(folder: Path, out: Path, state: str) -> None:
     """Write the finished groups of the journal in FOLDER to OUT, a *.jsonl or *.parquet file.

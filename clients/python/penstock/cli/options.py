@@ -98,8 +98,8 @@ _SECURITY = (
         "security_token_file",
         type=_FILE,
         envvar="PENSTOCK_TOKEN_FILE",
-        help="File with the access token, read again for each call. Default: the token in the "
-        "environment variable PENSTOCK_TOKEN.",
+        show_default="the token in PENSTOCK_TOKEN",
+        help="File with the access token, read again for each call.",
     ),
 )
 

@@ -25,14 +25,27 @@ STEPS = (
 )
 
 
-@click.command(name="demo")
-@click.option(
-    "--model", help="Model folder, or name on the Hugging Face hub.  [SmolLM2-135M-Instruct]"
+@click.command(
+    name="demo",
+    epilog="Exit status: 0 if the run is done; 1 if a process failed; 2 if the command line is invalid; "
+    "130 if it was interrupted.",
 )
-@click.option("--task", help=f"Data set of reasoning-gym, or {SUMS!r} (What is a + b?).  [{SUMS}]")
-@click.option("--steps", type=click.IntRange(min=1), help=f"Optimizer steps.  [{STEPS}]")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder for the results.  [runs/demo-<time>]"
+    "--model",
+    show_default="SmolLM2-135M-Instruct",
+    help="Model folder, or name on the Hugging Face hub.",
+)
+@click.option(
+    "--task", show_default=SUMS, help=f"Data set of reasoning-gym, or {SUMS!r} (What is a + b?)."
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), show_default=STEPS, help="Number of optimizer steps."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    show_default="runs/demo-TIME",
+    help="Folder for the results.",
 )
 @click.option("--port", default=0, help="Port of the server; 0 picks a free one.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the data and the trainer.")

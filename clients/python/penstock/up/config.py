@@ -71,7 +71,7 @@ class UpSection(Section):
     """Processes that the trainer runs."""
 
 
-class _Workers(Section):
+class Workers(Section):
     """The keys of [rollout] that `penstock up` reads itself; the rest are options of `penstock rollout`."""
 
     model_config = ConfigDict(extra="allow")
@@ -85,9 +85,15 @@ class UpFile(Section):
 
     up: UpSection
     serve: Table
+    """The settings of `penstock serve`, over those of the file that its key `path` names, if any."""
     rollout: Table = Field(default_factory=Table)
+    """Options of `penstock rollout` by name, and the number of workers."""
     train: Table | None = None
+    """The settings of `penstock train`, over those of the file that its key `path` names, if any.
+    Without this table, the trainer runs elsewhere."""
     engines: Table | None = None
+    """The settings of `penstock serve` for each engine server, and their number. With this table, [serve]
+    configures the hub in front of them."""
     cluster: Cluster = Cluster()
 
 
@@ -138,7 +144,7 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
         raise UpConfigInvalid(f"{path}: {_explain(error)}") from error
     if file.train is None and "trainer_ranks" in file.up.model_fields_set:
         raise UpConfigInvalid("up.trainer_ranks: without [train] there is no trainer here")
-    worker_count = _checked(_Workers, file.rollout, path, "rollout").count
+    worker_count = _checked(Workers, file.rollout, path, "rollout").count
     engines = None if file.engines is None else _with_file(file.engines)
     engine_count = _checked(Engines, engines or {}, path, "engines").count
     # The journal lets a restarted server keep its tasks, unless the file configures another journal.

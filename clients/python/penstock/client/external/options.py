@@ -107,8 +107,8 @@ _OPTIONS = (
         "--memory-limit",
         type=Size(),
         metavar="SIZE",
-        help="With --command: memory limit of a process and all its descendants, such as 2GiB. Default: "
-        "no limit.",
+        show_default="no limit",
+        help="With --command: memory limit of a process and all its descendants, such as 2GiB.",
     ),
     click.option(
         "--sandbox",
@@ -157,7 +157,8 @@ _OPTIONS = (
         "--work-folder",
         type=click.Path(file_okay=False, path_type=Path),
         metavar="FOLDER",
-        help="With --command: parent of the attempts' folders. Default: the system's temporary folder.",
+        show_default="the system's temporary folder",
+        help="With --command: parent of the attempts' folders.",
     ),
     click.option(
         "--keep",
