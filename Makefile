@@ -18,8 +18,8 @@ help: ## list the targets
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: ## set up .venv; takes a fraction of a second if it is up to date
-	@$(PYTHON) .ci/setup.py
+setup: ## set up .venv, with ENGINE=cpu or cuda; takes a fraction of a second if it is up to date
+	@$(PYTHON) .ci/setup.py $(ENGINE)
 
 demo: setup ## train a real model over the wire; takes ARGS="--steps 10 --task chain_sum"
 	@$(BIN)/penstock demo $(ARGS)
@@ -74,9 +74,10 @@ soak: setup ## run GROUPS=1000000 groups with kills of the server; UPDATES=200 w
 		--fault-results=$(RESULTS) $(if $(SEED),--fault-seed $(SEED)) $(ARGS); \
 		status=$$?; $(BIN)/python -m tests.faults.write_report; exit $$status
 
-lint: setup ## check code with ruff, buf lint and buf format
+lint: setup ## check code with ruff, buf lint and buf format, and that uv.lock is up to date
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/uv lock --check --quiet
 	@$(BIN)/buf lint
 	@$(BIN)/buf format --diff --exit-code
 
@@ -87,6 +88,9 @@ format: setup ## fix lint findings with ruff and buf
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 	@$(BIN)/buf format --write
+
+lock: setup ## update uv.lock after a change of pyproject.toml; ARGS="--upgrade" for newer versions
+	@$(BIN)/uv lock $(ARGS)
 
 site: setup ## build the documentation site into build/site
 	@$(BIN)/python .ci/site.py

