@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 class Surface(Protocol):
     """Requests, answers and errors in the format of one service."""
 
-    def read(self, body: bytes) -> AgentRequest:
-        ...
+    def read(self, body: bytes) -> AgentRequest: ...
 
     # The answer: as JSON, or as server-sent events.
     def whole(self, request: Any, reply: Reply) -> str: ...
