@@ -124,6 +124,8 @@ def install_everything() -> None:
     pip("install", "--no-deps", ENGINE)
     say("installing their dependencies and penstock's (two to three minutes the first time)")
     link_project()
+    # An older checkout has this project under a name that is another project's on PyPI.
+    pip("uninstall", "--yes", "penstock")
     pip("install", SETUPTOOLS, TORCH, *dependencies(), *editable())
     problems = run(
         [str(PYTHON), "-c", CHECK_INSTALLED, TORCH, *BREAKS_TRANSFORMERS],
@@ -168,7 +170,7 @@ def link_project() -> None:
     """Creates the folder that pip installs."""
     PROJECT.mkdir(exist_ok=True)
     folders = {Path(folder).parts[0] for folder in package_folders().values()}
-    for name in ("pyproject.toml", "README.md", "LICENSE", *sorted(folders)):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", *sorted(folders)):
         link(PROJECT / name, ROOT / name)
 
 
@@ -202,7 +204,7 @@ def link(place: Path, target: Path) -> None:
 
 def linked_packages() -> Path | None:
     """The folder of links that the editable install points to; None if it is gone."""
-    pointers = VENV.glob("lib/python*/site-packages/__editable__.penstock-*.pth")
+    pointers = VENV.glob("lib/python*/site-packages/__editable__.penstock_rl-*.pth")
     folders = [Path(pointer.read_text().strip()) for pointer in pointers]
     return next((folder for folder in folders if folder.is_dir()), None)
 
@@ -226,7 +228,7 @@ def belongs_here(done: dict[str, str]) -> bool:
 def environment_digest() -> str:
     """A digest that changes when the packages to install change."""
     digest = hashlib.sha256()
-    for path in (ROOT / "pyproject.toml", Path(__file__).resolve()):
+    for path in (ROOT / "pyproject.toml", ROOT / "setup.py", Path(__file__).resolve()):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
