@@ -9,8 +9,8 @@ STUBS := clients/python
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast backends faults fuzz soak lint types gen gen-into reference clients gen-clients \
-	gen-clients-into format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
+.PHONY: help setup demo test test-fast backends faults fuzz soak lint types images lock site gen gen-into reference clients \
+	gen-clients gen-clients-into format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
 	bench-delta bench-buffer bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity \
 	bench-attempts bench-pool bench-prefix simulate
 
@@ -91,6 +91,9 @@ format: setup ## fix lint findings with ruff and buf
 
 lock: setup ## update uv.lock after a change of pyproject.toml; ARGS="--upgrade" for newer versions
 	@$(BIN)/uv lock $(ARGS)
+
+images: setup ## build the images of docker/ with docker or podman, and run them; takes ARGS="-k client"
+	@$(BIN)/python -m pytest -q -rP -m long tests/project/test_images.py $(ARGS)
 
 site: setup ## build the documentation site into build/site
 	@$(BIN)/python .ci/site.py

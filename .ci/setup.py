@@ -49,6 +49,7 @@ OLDEST_PYTHON = (3, 11)
 ENGINES = ("cpu", "cuda")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 EXTRAS = ("server", "trainer", "megatron", "dev")
+INPUTS = ("pyproject.toml", "setup.py", "uv.lock")
 TORCH = "torch==2.13.0+cpu"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LOG_LINES_SHOWN = 40
@@ -131,6 +132,8 @@ def install_everything(engine: str) -> None:
     if engine == "cpu":
         install_torch(sources)
     link_project()
+    # An older checkout has this project under a name that is another project's on PyPI.
+    uv(sources, "pip", "uninstall", "penstock")
     uv(sources, "pip", "install", *editable())
 
 
@@ -180,7 +183,7 @@ def link_project() -> None:
     """Creates the folder that is installed."""
     PROJECT.mkdir(exist_ok=True)
     folders = {Path(folder).parts[0] for folder in package_folders().values()}
-    for name in ("pyproject.toml", "README.md", "LICENSE", *sorted(folders)):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", *sorted(folders)):
         link(PROJECT / name, ROOT / name)
 
 
@@ -214,7 +217,7 @@ def link(place: Path, target: Path) -> None:
 
 def linked_packages() -> Path | None:
     """The folder of links that the editable install points to; None if it is gone."""
-    pointers = VENV.glob("lib/python*/site-packages/__editable__.penstock-*.pth")
+    pointers = VENV.glob("lib/python*/site-packages/__editable__.penstock_rl-*.pth")
     folders = [Path(pointer.read_text().strip()) for pointer in pointers]
     return next((folder for folder in folders if folder.is_dir()), None)
 
@@ -238,7 +241,7 @@ def belongs_here(done: dict[str, str]) -> bool:
 def environment_digest() -> str:
     """A digest that changes when the packages to install change."""
     digest = hashlib.sha256()
-    for path in (ROOT / "pyproject.toml", ROOT / "uv.lock", Path(__file__).resolve()):
+    for path in (*(ROOT / name for name in INPUTS), Path(__file__).resolve()):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

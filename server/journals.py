@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.common.distribution import pip_install
 from penstock.server.config.journal import JournalSection
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.memory import MemoryJournal
@@ -20,7 +21,7 @@ async def open_journal(section: JournalSection) -> Journal:
             if error.name is None or error.name.partition(".")[0] != "nats":
                 raise
             raise JournalUnreadable(
-                "journal.url needs nats-py: pip install 'penstock[jetstream]'"
+                f"journal.url needs nats-py: {pip_install('jetstream')}"
             ) from error
         journal = JetStreamJournal(section)
         await journal.open()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
-from importlib import metadata
 
+from penstock.common.distribution import installed_version
 from penstock.common.memory_file import host_id
 from penstock.server.engine.protocol import Engine
 from penstock.server.groups.buffer import GroupBuffer
@@ -54,7 +54,7 @@ class ServerInfo:
         load, limits = self._load(), description.adapters
         tensors = description.tensors.items() if request.with_tensors else ()
         return GetServerInfoResponse(
-            server_version=metadata.version("penstock"),
+            server_version=installed_version(),
             model=description.model,
             active_weight_version=self.switch.active_version,
             staged_weight_versions=self.weights.staged_versions,

@@ -270,7 +270,7 @@ def test_without_xxhash_it_says_what_to_install(
     shown = CliRunner().invoke(main, ("weights", "push", "127.0.0.1:1", str(tmp_path)))
     assert shown.exit_code == 2
     assert "xxhash is not installed; install the extra server (or trainer)" in shown.output
-    assert "penstock[server]" in shown.output
+    assert "penstock-rl[server]" in shown.output
 
 
 @pytest.mark.parametrize("to", ["float32", "bfloat16", "float16"])

@@ -20,6 +20,8 @@ CLIENTS = tuple(ROOT / "clients" / name / "README.md" for name in ("go", "typesc
 PAGES = (
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
     ROOT / "proto" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *CLIENTS,

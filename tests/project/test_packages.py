@@ -1,4 +1,4 @@
-"""Every room is in the wheel, and says what it is for."""
+"""Every room is in the wheel and says what it is for; the sdist has the whole repository."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
+from email import policy
+from email.parser import BytesParser
 from pathlib import Path
 
 import pytest
@@ -27,24 +30,46 @@ INITS = {
 """The `__init__.py` of each package."""
 
 
+PROTO = "penstock.proto"
+"""A package without code: the definitions of the protocol, for protoc."""
+
+LEFT_OUT = shutil.ignore_patterns(
+    *(".git", ".venv", "build", "runs", "site", "node_modules", "dist", "*.egg-info"),
+    *("__pycache__", "*.pyc", ".*_cache", ".hypothesis", ".cache"),
+)
+
+
 def test_every_folder_with_an_init_is_a_package_of_the_project() -> None:
-    assert sorted(INITS) == PROJECT["tool"]["setuptools"]["packages"]
+    assert sorted([*INITS, PROTO]) == PROJECT["tool"]["setuptools"]["packages"]
 
 
-def test_the_wheel_has_every_file_of_the_folders(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made of a copy, because setuptools writes files next to its input."""
+    folder = tmp_path_factory.mktemp("sdist")
+    shutil.copytree(ROOT, folder / "source", ignore=LEFT_OUT, symlinks=True)
+    make = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    run([sys.executable, "-c", make], folder / "source")
+    return next(folder.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """Made of the sdist, as an index's users make it who cannot use the wheel."""
+    folder = sdist.parent
+    build = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder))
+    run([sys.executable, *build, str(sdist)], folder)
+    return next(folder.glob("*.whl"))
+
+
+def run(command: list[str], folder: Path) -> None:
+    made = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stdout + made.stderr
+
+
+def test_the_wheel_has_every_file_of_the_folders(wheel: Path) -> None:
     """In a checkout a package that is not listed works. In the wheel it is missing."""
-    source = tmp_path / "source"
-    for name in ("server", "trainer", "clients/python"):
-        ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    build = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path))
-    made = subprocess.run(
-        [sys.executable, *build, str(source)], capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("penstock_rl-")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     wanted = {
         str(Path(*package.split("."), path.relative_to(folder)))
@@ -52,10 +77,47 @@ def test_the_wheel_has_every_file_of_the_folders(tmp_path: Path) -> None:
         for path in folder.rglob("*")
         if path.suffix in {".py", ".pyi"} or path.name == "py.typed"
     }
-    assert held == wanted
-    assert {name.split("/")[1] for name in held if name.endswith("py.typed")} == {
-        name.split("/")[1] for name in held
+    protos = {
+        f"penstock/proto/{path.relative_to(ROOT / 'proto')}"
+        for path in (ROOT / "proto").rglob("*.proto")
     }
+    assert held == wanted | protos
+    assert protos
+    assert {name.split("/")[1] for name in held if name.endswith("py.typed")} == {
+        name.split("/")[1] for name in wanted
+    }
+
+
+def test_the_sdist_has_every_file_of_the_repository(sdist: Path) -> None:
+    """Its tests, examples and benchmarks then run, and another wheel can be made of it."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, whose files could be listed")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    tracked = {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert tracked - held == set()
+
+
+def test_an_index_page_shows_the_readme_and_its_picture(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        shown = BytesParser(policy=policy.compat32).parsebytes(archive.read(name))
+    assert shown["Description-Content-Type"] == "text/markdown"
+    page = shown.get_payload()
+    assert isinstance(page, str)
+    readme = (ROOT / "README.md").read_text()
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", page)
+    assert len(links) == len(re.findall(r"\]\([^)\s]+\)", readme)) > 10
+    repository = PROJECT["project"]["urls"]["Repository"]
+    for image, link in links:
+        assert link.startswith("https://")
+        if link.startswith(f"{repository}/"):
+            kind, branch, path = link.removeprefix(f"{repository}/").split("/", 2)
+            assert (kind, branch) == ("raw" if image else "blob", "main")
+            assert (ROOT / path.partition("#")[0]).exists()
 
 
 @pytest.mark.parametrize("package", sorted(INITS.keys() - {"penstock.v1"}))

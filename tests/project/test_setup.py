@@ -23,7 +23,7 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in ("pyproject.toml", "uv.lock"):
+    for name in ("pyproject.toml", "setup.py", "uv.lock"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     venv = tmp_path / ".venv"
     for name, value in {
@@ -74,7 +74,7 @@ def test_nothing_is_done_when_nothing_changed(
     links.mkdir()
     packages = setup.VENV / "lib" / "python3.11" / "site-packages"
     packages.mkdir(parents=True)
-    (packages / "__editable__.penstock-0.1.0.pth").write_text(f"{links}\n")
+    (packages / "__editable__.penstock_rl-0.1.0.pth").write_text(f"{links}\n")
     setup.STAMP.write_text(
         json.dumps(
             {
@@ -101,7 +101,7 @@ def test_a_package_is_one_link_to_its_folder(setup: ModuleType) -> None:
     (links / "penstock" / "server" / "engine.py").write_text("")
     packages = setup.VENV / "lib" / "python3.11" / "site-packages"
     packages.mkdir(parents=True)
-    (packages / "__editable__.penstock-0.1.0.pth").write_text(f"{links}\n")
+    (packages / "__editable__.penstock_rl-0.1.0.pth").write_text(f"{links}\n")
     setup.link_packages()
     setup.link_packages()
     assert (links / "penstock" / "server").readlink() == setup.ROOT / "server"
@@ -124,8 +124,9 @@ def test_what_pip_installs_is_links_within_the_environment(setup: ModuleType) ->
     setup.link_project()
     setup.link_project()
     found = {path.name: path.readlink() for path in setup.PROJECT.iterdir()}
-    names = ("pyproject.toml", "README.md", "LICENSE", "clients", "server", "trainer")
-    assert found == {name: setup.ROOT / name for name in names}
+    names = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+    folders = ("clients", "proto", "server", "trainer")
+    assert found == {name: setup.ROOT / name for name in (*names, *folders)}
     assert setup.PROJECT.is_relative_to(setup.VENV)
     assert setup.editable()[-1] == str(setup.PROJECT)
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from penstock.common.distribution import pip_install
 from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.config.metrics import CustomTrackerConfig, TrackerConfig, WandbConfig
 from penstock.trainer.core.errors import ConfigInvalid, storing
@@ -226,5 +227,5 @@ def _make(config: TrackerConfig, section: str) -> Tracker:
         return MlflowTracker(config)
     except ImportError as error:
         raise ConfigInvalid(
-            f"{section}: {config.kind} is not installed: pip install 'penstock[{config.kind}]'"
+            f"{section}: {config.kind} is not installed: {pip_install(config.kind)}"
         ) from error

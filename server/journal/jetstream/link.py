@@ -22,6 +22,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from penstock.common.distribution import pip_install
 from penstock.server.config.journal import JournalSection
 from penstock.server.journal.jetstream.answers import StreamRefused, Unreachable
 
@@ -119,7 +120,7 @@ class Link:
         except ModuleNotFoundError as error:
             self._begun = False
             raise StreamRefused(
-                f"journal.credentials needs {error.name}: pip install 'penstock[jetstream]'", 0
+                f"journal.credentials needs {error.name}: {pip_install('jetstream')}", 0
             ) from error
         against: str | None = None
         if self._check is not None:

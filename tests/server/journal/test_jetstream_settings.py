@@ -169,7 +169,7 @@ async def test_without_the_library_of_keys_the_reason_is_said(
         {"url": "nats://127.0.0.1:1", "durability": "process", "credentials": path}
     )
     with pytest.raises(
-        JournalUnreadable, match=r"needs nkeys: pip install 'penstock\[jetstream\]'"
+        JournalUnreadable, match=r"needs nkeys: pip install 'penstock-rl\[jetstream\]'"
     ):
         await open_journal(section)
 
@@ -219,5 +219,5 @@ async def test_without_the_library_the_reason_is_said(monkeypatch: pytest.Monkey
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "nats", None)
     section = JournalSection.model_validate({"url": "nats://a", "durability": "process"})
-    with pytest.raises(JournalUnreadable, match=r"pip install 'penstock\[jetstream\]'"):
+    with pytest.raises(JournalUnreadable, match=r"pip install 'penstock-rl\[jetstream\]'"):
         await open_journal(section)

@@ -324,7 +324,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigInvalid, match=r"pip install 'penstock\[datasets\]'"):
+    with pytest.raises(ConfigInvalid, match=r"pip install 'penstock-rl\[datasets\]'"):
         open_huggingface(HuggingFaceConfig(path="x"), seed=0)
 
 

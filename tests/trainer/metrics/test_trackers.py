@@ -202,7 +202,7 @@ def test_one_that_is_not_installed_ends_the_start(
     monkeypatch.delitem(sys.modules, f"penstock.trainer.metrics.{kind}", raising=False)
     monkeypatch.setitem(sys.modules, kind, None)
     config = MetricsConfig.model_validate({"trackers": [{"kind": kind}]})
-    with pytest.raises(ConfigInvalid, match=rf"pip install 'penstock\[{kind}\]'"):
+    with pytest.raises(ConfigInvalid, match=rf"pip install 'penstock-rl\[{kind}\]'"):
         make_trackers(config.trackers, 1)
 
 

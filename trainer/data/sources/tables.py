@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import xxhash
 
+from penstock.common.distribution import pip_install
 from penstock.trainer.config.data import HuggingFaceConfig, ParquetConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.rows import RowSource
@@ -99,7 +100,7 @@ def open_huggingface(
         import datasets as library
     except ModuleNotFoundError as error:
         raise ConfigInvalid(
-            f"{section}: datasets is not installed: pip install 'penstock[datasets]'"
+            f"{section}: datasets is not installed: {pip_install('datasets')}"
         ) from error
     datasets = cast("Any", library)
     problems = (OSError, ValueError, LookupError, RuntimeError, datasets.exceptions.DatasetsError)

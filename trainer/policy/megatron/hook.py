@@ -19,6 +19,7 @@ from types import CodeType, ModuleType
 import torch
 from torch import Tensor
 
+from penstock.common.distribution import pip_install
 from penstock.trainer.core.errors import BackendUnusable
 
 VERSION = "0.16.1"
@@ -75,8 +76,7 @@ def _check_version() -> None:
         found = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError as error:
         raise BackendUnusable(
-            "model.backend megatron: megatron-core is not installed; "
-            "pip install 'penstock[megatron]'"
+            f"model.backend megatron: megatron-core is not installed; {pip_install('megatron')}"
         ) from error
     if found != VERSION:
         raise BackendUnusable(

@@ -7,7 +7,6 @@ child process imports the main module again, so importing this module must have 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from penstock.cli.loading import exit_with
 from penstock.cli.options import Address, security_options, style_options
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
+from penstock.common.distribution import installed_version
 
 if TYPE_CHECKING:
     from penstock.client.environments.settings import EnvironmentSettings
@@ -48,7 +48,7 @@ _ALL_EXTRAS = "server,trainer,cpu"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(version("penstock"), prog_name="penstock")
+@click.version_option(installed_version(), prog_name="penstock")
 def main() -> None:
     """Reinforcement learning for language models over one typed gRPC protocol.
 
@@ -429,7 +429,7 @@ def revoke_token(path: Path, name: str) -> None:
 @main.command("version", epilog="Exit status: 0.")
 def show_version() -> None:
     """Print the version of the penstock package."""
-    click.echo(version("penstock"))
+    click.echo(installed_version())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import sys
 
 import click
 
+from penstock.common.distribution import pip_install
+
 
 def exit_with(module: str, function: str, extras: str, *arguments: object) -> None:
     """Runs a function that needs these extras and exits the process with its result.
@@ -22,5 +24,5 @@ def exit_with(module: str, function: str, extras: str, *arguments: object) -> No
             raise
         raise click.UsageError(
             f"{name} is not installed; install the extra {extras}, for example: "
-            f"pip install 'penstock[{extras.partition(' ')[0]}]'"
+            + pip_install(extras.partition(" ")[0])
         ) from error

@@ -22,6 +22,7 @@ from penstock.client.scoring import BadFunction, load_function, single_turn
 from penstock.client.statistics import Statistics
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
 from penstock.common import telemetry
+from penstock.common.distribution import pip_install
 from penstock.wire.security import CredentialsUnusable, Security
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def _load_command(
         if error.name != "aiohttp":
             raise
         # Not part of the base install.
-        raise BadFunction("--command needs an extra: pip install 'penstock[command]'") from error
+        raise BadFunction(f"--command needs an extra: {pip_install('command')}") from error
 
     return load_command(external, options.security or Security(), options.settings)
 

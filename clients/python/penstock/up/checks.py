@@ -20,6 +20,7 @@ from typing import cast
 import click
 import tomli_w
 
+from penstock.common.distribution import pip_install
 from penstock.common.secrets import without_secrets
 from penstock.common.settings import Table
 from penstock.server.config.settings import ConfigError, ServeConfig
@@ -44,7 +45,7 @@ def check(config: UpConfig, programs: Programs) -> None:
 def check_placement(config: UpConfig) -> None:
     if config.cluster.placement == "ray" and not ray_placement.is_installed():
         raise UpConfigInvalid(
-            "cluster.placement: ray is not installed; pip install 'penstock[ray]', or use \"processes\""
+            f'cluster.placement: ray is not installed; {pip_install("ray")}, or use "processes"'
         )
 
 

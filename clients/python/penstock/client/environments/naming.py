@@ -19,6 +19,7 @@ from penstock.client.environments.environment import (
 from penstock.client.environments.episode import EpisodeLimits, play
 from penstock.client.environments.threads import CallThreads
 from penstock.client.scoring import BadFunction
+from penstock.common.distribution import pip_install
 from penstock.common.functions import FunctionInvalid, find_function
 from penstock.common.settings import SettingInvalid, Table, apply_setting
 
@@ -94,8 +95,8 @@ def _check(name: str, sections: Mapping[str, Table]) -> Factory:
             if not isinstance(made, Environment):
                 raise EnvironmentInvalid(f"a {type(made).__name__} has no reset and step")
     except ModuleNotFoundError as error:
-        extra = "pip install 'penstock[environments]'"
-        raise BadFunction(f"--environment {name}: {error}: {extra}") from error
+        hint = pip_install("environments")
+        raise BadFunction(f"--environment {name}: {error}: {hint}") from error
     except (EnvironmentInvalid, FunctionInvalid, TypeError) as error:
         raise BadFunction(f"--environment {name}: {error}") from error
     return make
