@@ -270,9 +270,9 @@ def test_the_page_begins_with_the_defaults() -> None:
     assert AlgorithmConfig.model_validate(tomllib.loads(block)["algorithm"]) == AlgorithmConfig()
 
 
-def test_the_readmes_algorithm_can_be_loaded(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    (block,) = [b for b in re.findall(r"```toml\n(.*?)```", readme, re.DOTALL) if "gspo" in b]
+def test_the_algorithm_to_start_from_can_be_loaded(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "start" / "own-task.md").read_text()
+    (block,) = [b for b in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "gspo" in b]
     assert load(tmp_path, block).correction == ClippedWeight(
         level="token", mode="clip", threshold=2.0
     )
