@@ -132,11 +132,11 @@ def test_what_cannot_be_served_is_said_in_a_line(
     assert status == 1
     assert f"cannot listen on 127.0.0.1:{port}" in said
     empty = serve("--model", str(tmp_path), "--listen", "127.0.0.1:0")
-    assert empty.returncode == 1
-    assert f"cannot serve {tmp_path}: " in empty.stderr
+    assert empty.returncode == 2
+    assert f"--model: the folder {tmp_path} is not a model: it has no config.json" in empty.stderr
     nothing = tmp_path / "nothing"
     status, _, said = serve_here(capsys, "--model", str(nothing), "--listen", "127.0.0.1:0")
-    assert (status, said) == (2, f"penstock serve: engine.model: there is no folder {nothing}\n")
+    assert (status, said) == (2, f"penstock serve: --model: there is no folder {nothing}\n")
     status, _, said = serve_here(capsys, "--model", str(model), "--no-such-option", "1")
     assert status == 2
     assert "no-such-option" in said
@@ -148,7 +148,7 @@ def test_what_cannot_be_served_is_said_in_a_line(
         (["listen=nowhere"], "HOST:PORT"),
         (["leases.seconds=-1"], "leases.seconds"),
         (["leases.seconds=inf"], "leases.seconds"),
-        (["leases.max_attempts=true"], "max_attempts = true, but it does not take a boolean"),
+        (["leases.max_attempts=true"], "max_attempts: expected a whole number, got true"),
         (["leases.secnods=1"], "secnods"),
         (["weights.in_flight=sometimes"], "sometimes"),
         (["novalue"], "key=value"),
