@@ -165,11 +165,11 @@ def _data(data: str, fields: dict[str, str]) -> MixableConfig:
     """Returns the source of a `--data` value. Raises ConfigInvalid if it has no known form."""
     path = Path(data)
     if path.is_dir() or path.suffix == ".parquet":
-        return MixableConfig(parquet=ParquetConfig(path=path, **fields))
+        return MixableConfig(parquet=ParquetConfig.model_validate({"path": path, **fields}))
     if path.suffix in (".jsonl", ".json"):
-        return MixableConfig(jsonl=JsonlConfig(path=path, **fields))
+        return MixableConfig(jsonl=JsonlConfig.model_validate({"path": path, **fields}))
     try:
-        return MixableConfig(python=PythonConfig(function=data, **fields))
+        return MixableConfig(python=PythonConfig.model_validate({"function": data, **fields}))
     except ValidationError:
         raise ConfigInvalid(
             f"--data {data}: expected a *.jsonl or *.parquet file, a folder of *.parquet files, or "
