@@ -49,7 +49,7 @@ def check_port(address: str) -> None:
 def check_engine(config: ServeConfig, options: Sequence[str], origin: Callable[[str], str]) -> None:
     """Checks the names of the engine's options, and its model's folder. `origin` tells where a setting of
     the file comes from. Raises ConfigError with a line per mistake."""
-    known = _known_options()
+    known = known_options()
     named = _unknown(config.engine, known, "", "_")
     wrong = [f"{origin(f'engine.{name}')}: {what}" for name, what in named]
     given = [
@@ -64,7 +64,7 @@ def check_engine(config: ServeConfig, options: Sequence[str], origin: Callable[[
         raise ConfigError(f"{origin('engine.model')}: {what}")
 
 
-def _known_options() -> frozenset[str]:
+def known_options() -> frozenset[str]:
     """vLLM's options without their dashes, from its source, because importing it is what takes long.
     Empty if it is not installed."""
     spec = importlib.util.find_spec("vllm")

@@ -15,6 +15,7 @@ import pytest
 from penstock.cli.__main__ import main
 from penstock.server.config import settings as config
 from penstock.server.config.settings import ConfigError
+from penstock.server.preflight import known_options
 from tests.support.tiny_model import make_tiny_model
 
 pytest.importorskip("vllm")
@@ -158,3 +159,14 @@ def test_what_cannot_be_served_is_said_in_a_line(
 def test_a_setting_that_does_not_fit_is_named(settings: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config.load(None, settings)
+
+
+def test_the_options_that_are_known_before_vllm_is_imported_are_those_of_its_parser() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from penstock.server.vllm.options import _Parser  # pyright: ignore[reportPrivateUsage]
+
+    parser = AsyncEngineArgs.add_cli_args(_Parser(add_help=False))
+    names = {name for action in parser._actions for name in action.option_strings}
+    accepted = {name[2:] for name in names if name.startswith("--")}
+    assert accepted - known_options() == {name for name in accepted if name[:3] == "no-"}
