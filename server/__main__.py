@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import cast
 
 import click
+from pydantic import ValidationError
 
+from penstock.common.explaining import complain, messages
 from penstock.common.garbage import start_up_kept
 from penstock.common.secrets import without_secrets
+from penstock.common.settings import read_with_origins
 from penstock.server.config import settings as configuration
 from penstock.server.config.settings import AddressInUse, ConfigError, ServeConfig
 from penstock.server.engines import EngineSource, HubSource, ParserFailed, VllmSource, make_parser
+from penstock.server.preflight import check_engine, check_ports
 
 logger = logging.getLogger(__name__)
 
@@ -96,17 +100,27 @@ def serve(
         "pool.engines": engines,
         "engine.model": model,
     }
-    given = [*settings, *(f"{name}={value}" for name, value in named.items() if value is not None)]
+    given = {name: value for name, value in named.items() if value is not None}
     try:
-        config = configuration.load(path, given)
+        config = configuration.load(path, list(settings), given)
         if not config.engine.get("model") and not config.pool.engines:
             raise ConfigError(
                 "no model: give --model, or model in [engine], or --engines for a hub"
             )
+        if not config.pool.engines:
+
+            def origin(key: str) -> str:
+                _, origins = read_with_origins(path, settings, configuration.labelled(given))
+                return origins.named(tuple(key.split(".")))
+
+            check_engine(config, engine_options, origin)
         context.exit(run(config, list(engine_options), dry_run=dry_run))
     except ConfigError as error:
-        click.echo(f"penstock serve: {error}", err=True)
+        complain("penstock serve", error)
         context.exit(2)
+    except AddressInUse as error:
+        complain("penstock serve", error)
+        context.exit(1)
 
 
 def main(arguments: list[str]) -> int:
@@ -119,6 +133,8 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         level=os.environ.get("PENSTOCK_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    if not dry_run:
+        check_ports(config)
     source = (HubSource if config.pool.engines else VllmSource)(config, engine_options)
     if dry_run:
         import tomli_w
@@ -130,13 +146,9 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         return 0
 
     from penstock.common import allocator, telemetry
-    from penstock.common.models import missing_folder
     from penstock.server.journal.protocol import JournalInUse, JournalUnreadable
     from penstock.wire.security import CredentialsUnusable
 
-    # Checked before vLLM is imported, which takes long.
-    if not config.pool.engines and (wrong := missing_folder(source.model)) is not None:
-        raise ConfigError(f"engine.model: {wrong}")
     allocator.keep_freed_memory()
     telemetry.configure("penstock-server")
     try:
@@ -219,7 +231,9 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
 def _cannot_serve(source: EngineSource, error: Exception) -> int:
     """vLLM may raise anything for a model it cannot load."""
     logger.debug("the engine did not start", exc_info=error)
-    click.echo(f"penstock serve: cannot serve {source.model}: {error}", err=True)
+    # Of pydantic's, only the words: it would add the whole configuration of the engine.
+    said = messages(error) if isinstance(error, ValidationError) else error
+    click.echo(f"penstock serve: cannot serve {source.model}: {said}", err=True)
     return 1
 
 

@@ -30,6 +30,7 @@ from penstock.server.gauges import observe
 from penstock.server.groups.recovery import recover_from
 from penstock.server.journal.protocol import SnapshotItem
 from penstock.server.journal.records import server_started
+from penstock.server.preflight import check_port
 from penstock.server.routes import endpoints, handlers
 from penstock.server.rpc.boundary import service_handlers
 from penstock.server.rpc.standard import add_reflection
@@ -61,6 +62,8 @@ def bind(
         else:
             port = server.add_secure_port(listen, credentials)
     except RuntimeError as error:
+        # gRPC does not tell why.
+        check_port(listen)
         raise AddressInUse(f"cannot listen on {listen}: {error}") from error
     return server, port
 

@@ -22,6 +22,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from penstock.common.explaining import complain
+from penstock.common.settings import read_with_origins
+from penstock.trainer.config.paths import check_paths
 from penstock.trainer.config.trainer import TrainerConfig, as_shown, load_config, render_config
 from penstock.trainer.core.errors import ConfigInvalid, TrainerError
 
@@ -53,6 +56,7 @@ def train(
     """
     try:
         config = load_config(config_path, overrides)
+        check_paths(config, read_with_origins(config_path, overrides)[1])
         if dry_run:
             sys.stdout.write(render_config(config))
             return EXIT_OK
@@ -70,7 +74,7 @@ def train(
         if not all(isinstance(error, TrainerError) for error in errors):
             raise
         if isinstance(errors[0], ConfigInvalid):
-            sys.stderr.write(f"penstock train: {errors[0]}\n")
+            complain("penstock train", errors[0])
             return EXIT_CONFIG
         sys.stderr.write(f"penstock train: stopped: {errors[0]}\n")
         return EXIT_STOPPED

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, cast
 
-from pydantic import Field, ValidationError
+from pydantic import Field, field_validator
 
+from penstock.common.explaining import read_config
 from penstock.common.section import Section
-from penstock.common.settings import SettingInvalid, read_settings
-from penstock.common.token_file import redact
+from penstock.common.settings import SettingInvalid
 from penstock.server.config.journal import JournalSection
 from penstock.server.config.limits import LeasesSection, LimitsSection
 from penstock.server.config.pool import PeersSection, PoolSection
@@ -69,6 +69,13 @@ class HttpSection(Section):
     listen: str | None = None
     """HOST:PORT. Defaults to gRPC's host and the port after gRPC's, or a free port if gRPC's is 0 or the
     last one. An empty string turns the endpoints off."""
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, value: str | None) -> str | None:
+        if value:
+            split_address(value)
+        return value
 
     def address(self, beside: str, port: int) -> str | None:
         """Returns the address for HTTP, or None if it is off. gRPC was configured with the address
@@ -127,6 +134,12 @@ class ServeConfig(Section):
     peers: PeersSection = PeersSection()
     security: SecuritySection = SecuritySection()
 
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, value: str) -> str:
+        split_address(value)
+        return value
+
     @property
     def addresses(self) -> dict[str, str]:
         """Every address that the server is to listen on, by the name of its setting."""
@@ -151,29 +164,32 @@ class ServeConfig(Section):
         return options
 
 
-def load(path: Path | None, settings: list[str]) -> ServeConfig:
-    """Reads a TOML file and applies `section.key=value` settings over it.
+OPTIONS = {
+    "listen": "--listen",
+    "http.listen": "--http-listen",
+    "pool.engines": "--engines",
+    "engine.model": "--model",
+}
+"""Options of `penstock serve` that set a value, by its name."""
 
-    Raises ConfigError if the file cannot be read or a value is invalid.
+
+def labelled(options: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """The values of options with the options' own names, for `read_with_origins`."""
+    return {name: (OPTIONS[name], value) for name, value in options.items()}
+
+
+def load(
+    path: Path | None, settings: list[str], options: Mapping[str, str] | None = None
+) -> ServeConfig:
+    """Reads a TOML file and applies `section.key=value` settings over it, then `options` by name.
+
+    Raises ConfigError with a line per mistake if the file cannot be read or a value is invalid.
     """
     try:
-        config = ServeConfig.model_validate(read_settings(path, settings))
+        config = read_config(ServeConfig, path, settings, labelled(options or {}))
     except SettingInvalid as error:
         raise ConfigError(str(error)) from error
-    except ValidationError as error:
-        found: list[str] = []
-        for item in error.errors():
-            place, got = ".".join(map(str, item["loc"])), f", got {item['input']!r}"
-            # Some messages already name the value.
-            said = item["msg"].removeprefix("Value error, ").removesuffix(got)
-            found.append(f"{place}: {said}{got}")
-        # The refused value can be an address that contains a password.
-        raise ConfigError(re.sub(r"//[^/@\s]+@", "//***@", redact("; ".join(found)))) from None
-    for name, address in config.addresses.items():
-        try:
-            split_address(address)
-        except ValueError as error:
-            raise ConfigError(f"{name}: {error}") from error
+    for address in config.addresses.values():
         check_exposure(address, config.security)
     return config
 

@@ -47,4 +47,4 @@ async def test_nobody_there_is_neither() -> None:
     await server.stop(None)
     status, said = await health(address, "--alive", "--timeout", "2")
     assert status == 1
-    assert said.startswith(f"{address}: ")
+    assert said.startswith(f"penstock health: {address}: ")

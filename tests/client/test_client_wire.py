@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable
 
@@ -25,6 +26,7 @@ from penstock.client import (
     WorkerSettings,
     connect,
     group_reward,
+    leases,
 )
 from penstock.client.scoring import Agent, single_turn
 from penstock.server.core.errors import DomainError
@@ -871,3 +873,23 @@ async def test_one_trace_leads_from_the_attempt_to_the_turns_and_the_server(
     assert {span.parent.span_id for span in servers} == {span.context.span_id for span in clients}
     assert len({span.context.trace_id for span in spans}) == 1
     assert clients[0].attributes["gen_ai.usage.output_tokens"] == 4
+
+
+async def test_a_worker_says_that_it_is_connected_and_that_no_task_comes(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(leases, "_IDLE_SECONDS", 0.05)
+    caplog.set_level(logging.INFO, "penstock.client")
+    async with (
+        client_of(harness) as penstock,
+        penstock.lease_tasks(concurrency=1, agent_id="idle") as attempts,
+    ):
+        waiting = asyncio.ensure_future(anext(attempts))
+        async with asyncio.timeout(60):
+            while "no task from" not in caplog.text:
+                await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    address = penstock.address
+    assert f"connected to {address}; waiting for tasks" in caplog.text
+    assert f"no task from {address} for 0.05 s; is a trainer connected to it?" in caplog.text

@@ -11,7 +11,7 @@ FOLDERS = ("demo", "examples", "faults", "server/http", "server/vllm", "system",
 """Folders of tests/ that are left out as a whole."""
 
 FILES = """
-    cli/test_cli.py cli/test_health.py cli/test_weights.py common/test_allocator.py
+    cli/test_cli.py cli/test_health.py cli/test_mistakes.py cli/test_weights.py common/test_allocator.py
     client/environments/test_games.py client/external/test_ends.py client/external/test_external.py
     client/external/test_http.py client/test_client_restart.py client/test_worker_load.py
     project/test_generated_code.py project/test_imports.py project/test_packages.py

@@ -87,7 +87,7 @@ def test_ranks_are_rank_0s_to_start_here_and_are_placed_one_by_one_elsewhere(pat
         (["cluster.engine.cpus=0"], r"cluster\.engine\.cpus: .*got 0"),
         (["cluster.engine.resources={GPU = 1}"], "GPU is set with `gpus`"),
         (["cluster.engine.resources={ssd = -1}"], r"cluster\.engine\.resources\.ssd: .*got -1"),
-        (["cluster.engines=2"], r"cluster\.engines: Extra inputs"),
+        (["cluster.engines=2"], r"cluster\.engines: unknown setting; did you mean engines\?"),
         (["serve.pool.engines=a:1"], r"serve\.pool\.engines: not allowed with \[engines\]"),
         (["engines.listen=127.0.0.1:77"], "several engine servers cannot share"),
         (["engines.leases.second=1"], r"\[engines\]: leases\.second"),

@@ -109,7 +109,7 @@ def test_a_journal_in_a_stream_gets_no_folder(config: Path) -> None:
     ("override", "complaint"),
     [
         ("up.restarts=-1", r"up\.restarts: .*got -1"),
-        ("up.restart=1", r"up\.restart: Extra inputs"),
+        ("up.restart=1", r"up\.restart: unknown setting; did you mean up\.restarts\?"),
         ("rollout.count=many", r"rollout\.count: .*got 'many'"),
         ("engines.count=0", r"engines\.count: .*got 0"),
         ("engines.engine=m", r"engines\.engine: must be a table, got 'm'"),
@@ -117,7 +117,7 @@ def test_a_journal_in_a_stream_gets_no_folder(config: Path) -> None:
         ("train.model=m", r"train\.model: must be a table, got 'm'"),
         ("cluster.address=h:1", r'address needs placement = "ray"'),
         ("train.path=/no/such/file", "No such file"),
-        ("restarts=1", "restarts: Extra inputs"),
+        ("restarts=1", r"restarts: unknown setting; did you mean up\.restarts\?"),
         ("up.restarts.most=1", "is a value, not a section"),
     ],
 )
@@ -299,6 +299,9 @@ async def test_a_stop_on_request_goes_from_the_trainer_to_the_server(
 async def test_a_dry_run_prints_what_each_command_makes_of_its_part(
     config: Path, tmp_path: Path
 ) -> None:
+    # Of the data and the model, it only matters that they are there.
+    (tmp_path / "model").mkdir()
+    (tmp_path / "tasks.jsonl").touch()
     command = (sys.executable, "-m", "tests.support.up_with_fakes", str(config), "--dry-run")
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     printed, _ = await process.communicate()
@@ -313,7 +316,7 @@ async def test_a_dry_run_prints_what_each_command_makes_of_its_part(
 def test_what_a_workers_commands_find_in_their_environment_is_not_printed(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(up_checks, "_ask", lambda command, section, table: {})
+    monkeypatch.setattr(up_checks, "_ask", lambda command, section, table, config: {})
     loaded = load(config, ['rollout.env=["OPENAI_API_KEY=sk-1", "TURNS=3", "HOME"]'])
     shown = up_checks.resolve(loaded, Programs())
     assert shown["rollout"]["env"] == ["OPENAI_API_KEY=***", "TURNS=3", "HOME"]

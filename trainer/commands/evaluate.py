@@ -58,6 +58,7 @@ class Scoring:
 
 @click.command(
     name="eval",
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit status: 0 if every set was measured; 1 if no sample of a set could be scored, or the "
     "server was lost; 2 if the command line is invalid; 130 if it was interrupted.",
 )
@@ -80,6 +81,18 @@ class Scoring:
     "--data",
     metavar="DATA",
     help="A *.jsonl or *.parquet file, a folder of *.parquet files, or PKG.MODULE:FUNCTION.",
+)
+@click.option(
+    "--prompt-field",
+    metavar="NAME",
+    show_default="prompt",
+    help="With --data: field of each row with the text of the prompt.",
+)
+@click.option(
+    "--messages-field",
+    metavar="NAME",
+    show_default="messages",
+    help="With --data: field of each row with a list of messages.",
 )
 @click.option(
     "--task", metavar="NAME", help="Instead of --data: a reasoning-gym data set, or 'sums'."
@@ -212,6 +225,8 @@ def evaluate(
     if only and config_file is None:
         raise click.UsageError("--only requires --config")
     given = Given(**said)
+    if given.fields and data is None:
+        raise click.UsageError("--prompt-field and --messages-field require --data")
     if config_file is None:
         sets = [open_set(data, task, given, attempts)]
     else:
@@ -240,6 +255,7 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     from penstock.client.errors import PenstockError
     from penstock.client.scoring import BadFunction
+    from penstock.common.explaining import complain
     from penstock.trainer.core.errors import ConfigInvalid
     from penstock.wire.security import CredentialsUnusable
 
@@ -250,7 +266,7 @@ def main(arguments: list[str]) -> int:
         error.show()
         return MISUSED
     except (ConfigInvalid, BadFunction, CredentialsUnusable) as error:
-        sys.stderr.write(f"penstock eval: {error}\n")
+        complain("penstock eval", error)
         return MISUSED
     except PenstockError as error:
         sys.stderr.write(f"penstock eval: {error}\n")

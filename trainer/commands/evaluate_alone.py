@@ -29,7 +29,7 @@ from penstock.client.conversation import Message, Role
 from penstock.client.errors import PenstockError, ServerUnavailable
 from penstock.client.outcome import Failed, Outcome
 from penstock.client.sampling import SamplingParams
-from penstock.client.scoring import Agent, as_failed, as_outcome, as_outcomes, call
+from penstock.client.scoring import Agent, as_failed, as_outcome, as_outcomes, call, to_log
 from penstock.client.tasks import Purpose, Task
 from penstock.client.trajectory import Place, Trajectory
 from penstock.client.turns import FinishReason
@@ -179,14 +179,14 @@ class Measuring:
                 score = await call(self.functions.reward, task, trajectory)
             return as_outcome(score)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            return self._failed(error)
+            return self._failed(error, task)
 
     async def _generate(self, task: Task, trajectory: Trajectory) -> Failed | None:
         """Returns None if the trajectory can be scored."""
         try:
             score = await call(self.functions.generate, task, trajectory)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            return self._failed(error)
+            return self._failed(error, task)
         return score if isinstance(score, Failed) else None
 
     async def _score_together(
@@ -197,14 +197,14 @@ class Measuring:
             scores = await call(self.functions.reward, task, trajectories)
             return as_outcomes(scores, len(trajectories))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            return [self._failed(error)] * len(trajectories)
+            return [self._failed(error, task)] * len(trajectories)
 
-    def _failed(self, error: BaseException) -> Failed:
+    def _failed(self, error: BaseException, asked: Task) -> Failed:
         """Converts an exception to a failure. Raises ServerUnavailable, because no later attempt
         would succeed. Raises CancelledError if the evaluation itself is cancelled."""
         if isinstance(error, ServerUnavailable):
             raise error
-        failed = as_failed(error)
+        failed = as_failed(error, asked)
         if isinstance(error, asyncio.CancelledError):
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -216,7 +216,7 @@ class Measuring:
                 "an attempt failed with %s: %s (further failures with this reason are only counted)",
                 failed.reason,
                 failed.message,
-                exc_info=None if isinstance(error, PenstockError) else error,
+                exc_info=to_log(error),
             )
         return failed
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import ValidationError
 
 from penstock.client.sampling import SamplingParams
+from penstock.common.explaining import in_short
 from penstock.trainer.commands.evaluate_alone import Extent
 from penstock.trainer.config.data import (
     JsonlConfig,
@@ -58,6 +59,14 @@ class Given:
     stop: tuple[str, ...] = ()
     system_prompt: str | None = None
     passes_from: float | None = None
+    prompt_field: str | None = None
+    messages_field: str | None = None
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Settings of the rows of `--data`."""
+        named = {"prompt_field": self.prompt_field, "messages_field": self.messages_field}
+        return {name: field for name, field in named.items() if field is not None}
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ def open_set(data: str | None, task: str | None, given: Given, attempts: int) ->
     if data is None:
         source = open_source(_task(task or ""), SEED, "--task")
     else:
-        source = open_source(_data(data), SEED, "--data")
+        source = open_source(_data(data, given.fields), SEED, "--data")
     samples = _first(given.samples, SAMPLES)
     extent = Extent(
         name=task or source.name,
@@ -149,18 +158,18 @@ def _task(task: str) -> MixableConfig:
     try:
         return MixableConfig(reasoning_gym=ReasoningGymConfig(name=task, seed=TASK_SEED))
     except ValidationError as error:
-        raise ConfigInvalid(f"--task {task}: {error.errors()[0]['msg']}") from error
+        raise ConfigInvalid(f"--task {task}: {in_short(error)}") from error
 
 
-def _data(data: str) -> MixableConfig:
+def _data(data: str, fields: dict[str, str]) -> MixableConfig:
     """Returns the source of a `--data` value. Raises ConfigInvalid if it has no known form."""
     path = Path(data)
     if path.is_dir() or path.suffix == ".parquet":
-        return MixableConfig(parquet=ParquetConfig(path=path))
+        return MixableConfig(parquet=ParquetConfig.model_validate({"path": path, **fields}))
     if path.suffix in (".jsonl", ".json"):
-        return MixableConfig(jsonl=JsonlConfig(path=path))
+        return MixableConfig(jsonl=JsonlConfig.model_validate({"path": path, **fields}))
     try:
-        return MixableConfig(python=PythonConfig(function=data))
+        return MixableConfig(python=PythonConfig.model_validate({"function": data, **fields}))
     except ValidationError:
         raise ConfigInvalid(
             f"--data {data}: expected a *.jsonl or *.parquet file, a folder of *.parquet files, or "

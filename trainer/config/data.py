@@ -162,6 +162,8 @@ class MixableConfig(SourceConfig):
 class DataConfig(MixableConfig):
     """Where prompts come from, and how they are sampled."""
 
+    hint = f"it holds one of {', '.join(f'[data.{name}]' for name in SOURCES)} or [[data.mixture]]"
+
     group_size: int = Field(default=8, ge=1)
     """Trajectories sampled for one prompt. One is allowed only if the algorithm does not compare them."""
     system_prompt: str = ""

@@ -42,10 +42,7 @@ class ServerConfig(Section):
         if not address:
             raise ValueError("must be HOST:PORT, or a list of at least one")
         for one in (address,) if isinstance(address, str) else address:
-            try:
-                check_target(one)
-            except ValueError:
-                raise ValueError("must be HOST:PORT") from None
+            check_target(one)
         if isinstance(address, str):
             return address
         if twice := next((one for one in address if address.count(one) > 1), None):

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import tomli_w
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from penstock.common.secrets import without_passwords, without_secrets
+from penstock.common.explaining import read_config
+from penstock.common.secrets import without_secrets
 from penstock.common.section import Section
-from penstock.common.settings import SettingInvalid, read_settings
-from penstock.common.token_file import redact
+from penstock.common.settings import SettingInvalid
 from penstock.trainer.config.algorithm import GROUP_RELATIVE, AlgorithmConfig, Reinforce
 from penstock.trainer.config.data import DataConfig
 from penstock.trainer.config.evaluation import EvaluationConfig
@@ -343,14 +343,12 @@ class TrainerConfig(Section):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
     """Reads a TOML file and applies overrides such as `train.learning_rate=1e-5`. The last override wins.
 
-    Raises ConfigInvalid, naming each field and the value it got.
+    Raises ConfigInvalid with a line per mistake, which names the place, the field and the value it got.
     """
     try:
-        return TrainerConfig.model_validate(read_settings(path, overrides))
+        return read_config(TrainerConfig, path, overrides)
     except SettingInvalid as error:
         raise ConfigInvalid(str(error)) from error
-    except ValidationError as error:
-        raise ConfigInvalid(_explain(path, error)) from error
 
 
 def render_config(config: TrainerConfig) -> str:
@@ -371,17 +369,3 @@ def _as_shown(value: object) -> object:
     if isinstance(value, list):
         return [_as_shown(item) for item in cast("list[object]", value)]
     return value
-
-
-def _explain(path: Path, error: ValidationError) -> str:
-    lines: list[str] = []
-    for problem in error.errors(include_url=False):
-        # An error between sections names its fields itself.
-        field = "".join(f"{part}." for part in problem["loc"])[:-1]
-        got = "" if isinstance(problem["input"], Mapping) else f", got {problem['input']!r}"
-        said = str(problem["msg"]).removeprefix("Value error, ")
-        if problem["type"] == "union_tag_not_found":
-            named = problem.get("ctx", {}).get("discriminator")
-            said = f"{named} is missing: it selects which other fields this table may have"
-        lines.append(f"{field}: {said}{got}" if field else said)
-    return without_passwords(redact(f"{path}: " + "; ".join(lines)))

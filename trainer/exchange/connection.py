@@ -8,6 +8,7 @@ the stream, and the next stream asks for messages instead.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -20,13 +21,17 @@ from penstock.trainer.core.errors import ServerGone, SessionRefused
 from penstock.trainer.exchange.stored_groups import Delivered, GroupUnreadable, StoredGroups
 from penstock.v1 import trainer_service_pb2
 from penstock.wire import codec
-from penstock.wire.failure import read_failure
+from penstock.wire.failure import connection_problem, read_failure, why_unreachable
 from penstock.wire.messages import ExchangeRequest as Request
 from penstock.wire.reasons import Reason
+
+log = logging.getLogger(__name__)
 
 EXCHANGE = "/penstock.v1.TrainerService/Exchange"
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 5.0
+# A server that cannot be reached for longer than this is reported.
+SILENCE_SECONDS = 2.0
 GREATEST_EPOCH = 2**63 - 1
 # Statuses that neither a restarted server nor a later attempt turns into success.
 FINAL_CODES = (
@@ -73,9 +78,10 @@ class Connection:
         while True:
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
-                    await self.channel.channel_ready()
+                    await self._ready()
                     return await self._greet()
             except TimeoutError as error:
+                reason = reason or await why_unreachable(self.channel)
                 raise ServerGone(
                     f"no server{self.where} for {self.give_up_after_seconds:g} s"
                     f"{f': {reason}' if reason else ''}"
@@ -85,6 +91,21 @@ class Connection:
             # `channel_ready` waits for an absent server. This one answered and refuses for now.
             await asyncio.sleep(min(backoff, max(0.0, deadline - time.monotonic())))
             backoff = min(2 * backoff, LONGEST_BACKOFF_SECONDS)
+
+    async def _ready(self) -> None:
+        """Waits until the server can be reached, and logs why it cannot be."""
+        ready = asyncio.ensure_future(self.channel.channel_ready())
+        try:
+            done, _ = await asyncio.wait({ready}, timeout=SILENCE_SECONDS)
+            if not done:
+                log.warning(
+                    "no answer from the server%s yet: %s; waiting for up to %g s",
+                    *(self.where, await why_unreachable(self.channel) or "it is silent"),
+                    self.give_up_after_seconds,
+                )
+            await ready
+        finally:
+            ready.cancel()
 
     async def read(self, handle: Callable[[trainer_service_pb2.ExchangeResponse], None]) -> str:
         """Handles messages until the stream ends. Returns the reason. Raises SessionRefused."""
@@ -183,7 +204,8 @@ class Connection:
         started last wins.
         """
         failure = read_failure(error)
-        text = f"{failure.reason or failure.code.name}: {failure.message}"
+        cause = "" if failure.reason else connection_problem(failure.message)
+        text = cause or f"{failure.reason or failure.code.name}: {failure.message}"
         if failure.reason == Reason.STALE_EPOCH and self._may_pass:
             current = int(failure.metadata.get("current", GREATEST_EPOCH))
             if current < GREATEST_EPOCH:

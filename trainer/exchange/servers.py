@@ -74,7 +74,7 @@ class Servers:
                 replace(run, contract=_with_part(run.contract, part)),
                 give_up_after_seconds=give_up_after_seconds,
                 stopping=stopping,
-                where=address if len(channels) > 1 else "",
+                where=address,
                 listeners=Listeners(
                     arrived=self._news.set,
                     all_seen=self._change,

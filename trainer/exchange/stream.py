@@ -110,8 +110,7 @@ class Exchange:
         where: str = "",
         listeners: Listeners | None = None,
     ) -> None:
-        """`stopping` is set when the run is asked to stop. `where` identifies the server in messages when
-        there are several."""
+        """`stopping` is set when the run is asked to stop. `where` is the server's address."""
         self._run = run
         self.in_flight = run.in_flight
         """What a switch does with turns in flight."""

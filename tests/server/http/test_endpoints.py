@@ -496,7 +496,7 @@ async def test_mutual_tls_names_the_caller_by_its_certificate(tmp_path: Path):
 def test_an_address_of_no_loopback_needs_what_grpc_needs():
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0:8000 can be reached from outside"):
         config.load(None, ["http.listen=0.0.0.0:8000"])
-    with pytest.raises(ConfigError, match=r"^http\.listen: .*HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"^--set http\.listen: .*HOST:PORT"):
         config.load(None, ["http.listen=localhost"])
     loaded = config.load(None, ["listen=127.0.0.1:50051"])
     assert loaded.http.address(loaded.listen, 50051) == "127.0.0.1:50052"

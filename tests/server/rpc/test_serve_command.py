@@ -15,6 +15,7 @@ import pytest
 from penstock.cli.__main__ import main
 from penstock.server.config import settings as config
 from penstock.server.config.settings import ConfigError
+from penstock.server.preflight import known_options
 from tests.support.tiny_model import make_tiny_model
 
 pytest.importorskip("vllm")
@@ -132,11 +133,11 @@ def test_what_cannot_be_served_is_said_in_a_line(
     assert status == 1
     assert f"cannot listen on 127.0.0.1:{port}" in said
     empty = serve("--model", str(tmp_path), "--listen", "127.0.0.1:0")
-    assert empty.returncode == 1
-    assert f"cannot serve {tmp_path}: " in empty.stderr
+    assert empty.returncode == 2
+    assert f"--model: the folder {tmp_path} is not a model: it has no config.json" in empty.stderr
     nothing = tmp_path / "nothing"
     status, _, said = serve_here(capsys, "--model", str(nothing), "--listen", "127.0.0.1:0")
-    assert (status, said) == (2, f"penstock serve: engine.model: there is no folder {nothing}\n")
+    assert (status, said) == (2, f"penstock serve: --model: there is no folder {nothing}\n")
     status, _, said = serve_here(capsys, "--model", str(model), "--no-such-option", "1")
     assert status == 2
     assert "no-such-option" in said
@@ -148,7 +149,7 @@ def test_what_cannot_be_served_is_said_in_a_line(
         (["listen=nowhere"], "HOST:PORT"),
         (["leases.seconds=-1"], "leases.seconds"),
         (["leases.seconds=inf"], "leases.seconds"),
-        (["leases.max_attempts=true"], "max_attempts = true, but it does not take a boolean"),
+        (["leases.max_attempts=true"], "max_attempts: expected a whole number, got true"),
         (["leases.secnods=1"], "secnods"),
         (["weights.in_flight=sometimes"], "sometimes"),
         (["novalue"], "key=value"),
@@ -158,3 +159,14 @@ def test_what_cannot_be_served_is_said_in_a_line(
 def test_a_setting_that_does_not_fit_is_named(settings: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config.load(None, settings)
+
+
+def test_the_options_that_are_known_before_vllm_is_imported_are_those_of_its_parser() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from penstock.server.vllm.options import _Parser  # pyright: ignore[reportPrivateUsage]
+
+    parser = AsyncEngineArgs.add_cli_args(_Parser(add_help=False))
+    names = {name for action in parser._actions for name in action.option_strings}
+    accepted = {name[2:] for name in names if name.startswith("--")}
+    assert accepted - known_options() == {name for name in accepted if name[:3] == "no-"}

@@ -70,57 +70,81 @@ def test_a_correction_is_four_settings(tmp_path: Path, text: str, expected: Base
 @pytest.mark.parametrize(
     ("section", "text", "words"),
     [
-        ("algorithm.advantage", "discount = 0.9", ["advantage.grpo.discount", "Extra"]),
-        ("algorithm.advantage.critic", "clip = 0.1", ["advantage.grpo.critic", "Extra"]),
-        ("algorithm.advantage", 'kind = "gae"\ntrace = 1.1', ["advantage.gae.trace", "1.1"]),
-        (LOSS, 'kind = "gspo"\ndual_clip = 3', ["loss.gspo.dual_clip", "Extra"]),
-        (LOSS, 'kind = "reinforce"\nclip_low = 0.1', ["loss.reinforce.clip_low", "Extra"]),
-        (LOSS, "dual_clip = 0.5", ["loss.ppo_clip.dual_clip", "0.5"]),
-        (LOSS, "clip_low = 1.5", ["loss.ppo_clip.clip_low", "1.5"]),
-        (LOSS, 'kind = "best"', ["algorithm.loss", "'ppo_clip', 'gspo', 'cispo'"]),
+        (
+            "algorithm.advantage",
+            "discount = 0.9",
+            ["advantage.discount: unknown setting of grpo; gae has it"],
+        ),
+        (
+            "algorithm.advantage.critic",
+            "clip = 0.1",
+            ["advantage.critic: unknown table of grpo; gae has it"],
+        ),
+        ("algorithm.advantage", 'kind = "gae"\ntrace = 1.1', ["advantage.trace", "1.1"]),
+        (
+            LOSS,
+            'kind = "gspo"\ndual_clip = 3',
+            ["loss.dual_clip: unknown setting of gspo; ppo_clip has it"],
+        ),
+        (
+            LOSS,
+            'kind = "reinforce"\nclip_low = 0.1',
+            ["loss.clip_low: unknown setting of reinforce; ppo_clip has it"],
+        ),
+        (LOSS, "dual_clip = 0.5", ["loss.dual_clip", "0.5"]),
+        (LOSS, "clip_low = 1.5", ["loss.clip_low", "1.5"]),
+        (LOSS, 'kind = "best"', ["algorithm.loss", "no kind 'best'", "ppo_clip, gspo, cispo"]),
         (LOSS, 'kind = "custom"\nfunction = "no colon"', ["function", "'no colon'"]),
-        ("algorithm.aggregation", 'kind = "fixed_length"', ["fixed_length.length", "required"]),
-        ("algorithm.aggregation", "length = 9", ["token_mean.length", "Extra"]),
-        (KL, "coefficient = 0.1", ["kl.none.coefficient", "Extra"]),
-        (KL, 'kind = "loss"', ["kl.loss.coefficient", "required"]),
-        (KL, 'kind = "loss"\ncoefficient = 0', ["kl.loss.coefficient", "0"]),
+        ("algorithm.aggregation", 'kind = "fixed_length"', ["aggregation.length", "required"]),
+        (
+            "algorithm.aggregation",
+            "length = 9",
+            ["aggregation.length: unknown setting of token_mean"],
+        ),
+        (KL, "coefficient = 0.1", ["kl.coefficient: unknown setting of none; loss has it"]),
+        (KL, 'kind = "loss"', ["kl.coefficient", "required"]),
+        (KL, 'kind = "loss"\ncoefficient = 0', ["kl.coefficient", "0"]),
         (CORRECTION, "threshold = 2", ["algorithm.correction: 'level' is missing"]),
         (
             CORRECTION,
             'mode = "clip"\nthreshold = 2',
             ["algorithm.correction: 'level' is missing", "selects which other fields"],
         ),
-        (CORRECTION, 'level = "off"\nthreshold = 2', ["off.threshold", "Extra"]),
+        (
+            CORRECTION,
+            'level = "off"\nthreshold = 2',
+            ["correction.threshold: unknown setting of off"],
+        ),
         (CORRECTION, 'level = "token"\nmode = "clip"\nratio_to = "behaviour"', ["ratio_to"]),
         (
             CORRECTION,
             'level = "token"\nmode = "clip"\nquantity = "kl"\nthreshold = 1',
-            ["clip.quantity", "'ratio'"],
+            ["correction.quantity", "'ratio'"],
         ),
         (
             CORRECTION,
             'level = "token"\nmode = "mask"\nquantity = "ratio"\nthreshold = 2',
-            ["mask.ratio.threshold", "2"],
+            ["correction.threshold", "2"],
         ),
         (
             CORRECTION,
             'level = "token"\nmode = "mask"\nquantity = "ratio"\nthreshold = [2, 1]',
-            ["mask.ratio.threshold", "below the largest"],
+            ["correction.threshold", "below the largest"],
         ),
         (
             CORRECTION,
             'level = "token"\nmode = "mask"\nquantity = "ratio"\nthreshold = [2.0, 3.0]',
-            ["mask.ratio.threshold", "1 must be between", "none of them would be trained"],
+            ["correction.threshold", "1 must be between", "none of them would be trained"],
         ),
         (
             CORRECTION,
             'level = "sequence"\nmode = "mask"\nquantity = "ratio"\nthreshold = [0.5, 0.9]',
-            ["mask.ratio.threshold", "1 must be between"],
+            ["correction.threshold", "1 must be between"],
         ),
         (
             CORRECTION,
             'level = "token"\nmode = "mask"\nquantity = "kl"\nthreshold = 1\nweighted = true',
-            ["mask.kl.weighted", "Extra"],
+            ["correction.weighted: unknown setting of token.mask.kl; mask.ratio has it"],
         ),
         (
             CORRECTION,
@@ -130,13 +154,17 @@ def test_a_correction_is_four_settings(tmp_path: Path, text: str, expected: Base
         (
             CORRECTION,
             'level = "token"\nmode = "clip"\nthreshold = 0.5',
-            ["clip.threshold", "at least 1", "scaled down", "0.5"],
+            ["correction.threshold", "at least 1", "scaled down", "0.5"],
         ),
         *(
-            (LOSS, f'kind = "{kind}"\nclip_low = 0\nclip_high = 0', [kind, "both 0", "reinforce"])
+            (
+                LOSS,
+                f'kind = "{kind}"\nclip_low = 0\nclip_high = 0',
+                ["algorithm.loss", "both 0", "reinforce"],
+            )
             for kind in ("ppo_clip", "gspo", "cispo")
         ),
-        ("train", "clip_low = 0.1", ["train.clip_low", "Extra"]),
+        ("train", "clip_low = 0.1", ["train.clip_low: unknown setting; [train] has"]),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -77,12 +77,21 @@ def test_the_rendered_configuration_reads_back_as_itself(tmp_path: Path) -> None
     [
         ("train.learning_rate=-1", ["train.learning_rate", "-1"]),
         ("train.learning_rate=nan", ["train.learning_rate", "nan"]),
-        ("train.lerning_rate=1", ["train.lerning_rate", "Extra inputs", "1"]),
-        ("staleness.max_lag=true", ["staleness: max_lag = true", "does not take a boolean"]),
+        (
+            "train.lerning_rate=1",
+            ["--set train.lerning_rate: unknown setting; did you mean train.learning_rate?"],
+        ),
+        ("staleness.max_lag=true", ["staleness.max_lag: expected a whole number, got true"]),
         ("staleness.late_policy=maybe", ["staleness.late_policy", "'maybe'"]),
         ("model.dtype=float16", ["model.dtype", "'float16'"]),
-        ("model.backend=deepspeed", ["model.backend", "'fsdp'", "'megatron'"]),
-        ("model.backend={kind = 'fsdp', tensor_parallel = 2}", ["tensor_parallel", "Extra inputs"]),
+        (
+            "model.backend=deepspeed",
+            ["model.backend: there is no kind 'deepspeed'", "fsdp, megatron"],
+        ),
+        (
+            "model.backend={kind = 'fsdp', tensor_parallel = 2}",
+            ["backend.tensor_parallel: unknown setting of fsdp; megatron has it"],
+        ),
         ("model.backend={kind = 'megatron', pipeline_parallel = 0}", ["pipeline_parallel", "0"]),
         ("data.group_size=0", ["data.group_size", "0"]),
         ("data.group_size=1", ["data.group_size = 1", '"grpo"', '"reinforce_plus_plus"']),
@@ -245,7 +254,7 @@ def test_the_command_says_so_and_exits_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(write(tmp_path), ["algorithm.loss.clip_low=7"], False, False) == 2
-    assert "algorithm.loss.ppo_clip.clip_low" in capsys.readouterr().err
+    assert "algorithm.loss.clip_low" in capsys.readouterr().err
     assert train(write(tmp_path), [], False, True) == 0
     shown = capsys.readouterr().out
     assert 'name = "basic_arithmetic"' in shown
@@ -301,10 +310,10 @@ def test_a_server_is_an_address_and_several_are_a_list(tmp_path: Path) -> None:
     ("overrides", "words"),
     [
         (["server.address=[]"], ["server.address", "a list of at least one"]),
-        (["server.address=['a:1', '']"], ["server.address", "must be HOST:PORT"]),
+        (["server.address=['a:1', '']"], ["server.address", "reads HOST:PORT"]),
         (["server.address=['a:1', 'b:1', 'a:1']"], ["server.address", "a:1 is listed twice"]),
-        (["server.address=localhost"], ["server.address", "must be HOST:PORT", "'localhost'"]),
-        (['server.address=["a:1", "b:99999"]'], ["server.address", "must be HOST:PORT"]),
+        (["server.address=localhost"], ["server.address", "reads HOST:PORT", "'localhost'"]),
+        (['server.address=["a:1", "b:99999"]'], ["server.address", "reads HOST:PORT"]),
         (
             ["server.address=['a:1', 'b:1', 'c:1']", "train.groups_per_step=2"],
             ["train.groups_per_step must be at least 3", "got 2"],

@@ -18,7 +18,7 @@ import xxhash
 from penstock.common.functions import FunctionInvalid, find_function
 from penstock.trainer.config.data import PythonConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data.sources.problem import Problem, Source
+from penstock.trainer.data.sources.problem import Problem, Source, setting
 from penstock.trainer.data.sources.rows import RowSource, as_json, read_problem
 
 # An iterator is identified by its first entries, because it need not end.
@@ -119,7 +119,7 @@ class IteratorSource:
 
 def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> Source:
     """Opens the result of the function as a source. Raises ConfigInvalid."""
-    where = f"{section}.function {config.function}"
+    where = f"{setting(section, 'function')} {config.function}"
     try:
         function = find_function(config.function, (), config.options)
     except FunctionInvalid as error:

@@ -6,8 +6,10 @@ import json
 
 import xxhash
 
+from penstock.common.suggestions import unreadable
 from penstock.trainer.config.data import JsonlConfig
 from penstock.trainer.core.errors import ConfigInvalid
+from penstock.trainer.data.sources.problem import setting
 from penstock.trainer.data.sources.rows import RowSource
 
 
@@ -20,8 +22,12 @@ def open_jsonl(config: JsonlConfig, seed: int, section: str = "data.jsonl") -> R
         content = config.path.read_bytes()
         # Not splitlines: a JSON string may contain characters that Unicode counts as line ends.
         lines = content.decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigInvalid(f"{section}.path: {config.path}: {error}") from error
+    except OSError as error:
+        raise ConfigInvalid(
+            f"{setting(section, 'path')}: {unreadable(config.path, error)}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigInvalid(f"{setting(section, 'path')}: {config.path}: {error}") from error
     rows: list[object] = []
     numbers: list[int] = []
     for number, line in enumerate(lines, 1):
@@ -37,7 +43,7 @@ def open_jsonl(config: JsonlConfig, seed: int, section: str = "data.jsonl") -> R
         rows.append(row)  # pyright: ignore[reportUnknownArgumentType]
         numbers.append(number)
     if not rows:
-        raise ConfigInvalid(f"{section}.path: {config.path} has no lines")
+        raise ConfigInvalid(f"{setting(section, 'path')}: {config.path} has no lines")
     return RowSource(
         rows,
         config,

@@ -42,6 +42,11 @@ class Problem:
         return {**self.metadata, "data_source": self.data_source if said is None else said}
 
 
+def setting(section: str, key: str) -> str:
+    """The name of a setting of a section, for errors. An option of the command line stands for all."""
+    return section if section.startswith("--") else f"{section}.{key}"
+
+
 class Source(Protocol):
     """An endless sequence of problems. The same index always returns the same problem."""
 

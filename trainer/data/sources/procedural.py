@@ -13,6 +13,7 @@ from typing import Final, Protocol, cast
 import numpy as np
 import xxhash
 
+from penstock.common.suggestions import did_you_mean
 from penstock.trainer.config.data import ReasoningGymConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.problem import Problem
@@ -41,6 +42,7 @@ class ReasoningGymSource:
         """Raises ConfigInvalid for an unknown data set or setting. Also raises it if the problems
         depend on the hash seed and none is set."""
         import reasoning_gym
+        from reasoning_gym import factory
 
         hashes = os.environ.get("PYTHONHASHSEED", "random") if config.name in HASH_ORDERED else ""
         if hashes == "random":
@@ -64,7 +66,9 @@ class ReasoningGymSource:
                 ),
             )
         except (ValueError, TypeError, AssertionError) as error:
-            raise ConfigInvalid(f"{section}: {config.name!r}: {error}") from error
+            names = cast("dict[str, object]", factory.DATASETS)  # pyright: ignore[reportUnknownMemberType]
+            meant = "" if config.name in names else did_you_mean(config.name, names)
+            raise ConfigInvalid(f"{section}: {config.name!r}: {error}{meant}") from error
 
     def problem(self, index: int) -> Problem:
         """Returns one problem. They repeat after `size` problems."""

@@ -11,12 +11,17 @@ from typing import Protocol, cast
 import numpy as np
 import xxhash
 
+from penstock.common.suggestions import listed
 from penstock.trainer.config.data import RowsConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.problem import ROLES, Problem
 
 # A protocol message may be nested up to a hundred deep, and each level of metadata takes three.
 MOST_NESTED = 30
+
+
+PROMPT_WORDS = ("prompt", "question", "problem", "instruction", "query", "input", "task")
+"""Words in the names of fields that data sets use for the prompt."""
 
 
 class Rows(Protocol):
@@ -97,13 +102,34 @@ def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Prob
         messages = (("user", prompt),)
     else:
         raise ConfigInvalid(
-            f"{place}: expected {config.messages_field!r}, or a string in {config.prompt_field!r}"
+            f"{place}: expected {config.messages_field!r}, or a string in {config.prompt_field!r}; "
+            f"{_fields_to_name(cast('Mapping[str, object]', row))}"
         )
     metadata = cast("dict[str, object]", _exact(json.loads(as_json(fields, place))))
     for _, content in messages:
         _check_sendable(content, place)
     _check_sendable(metadata, place)
     return Problem(messages, metadata, name)
+
+
+def _fields_to_name(row: Mapping[str, object]) -> str:
+    """The fields of a row without a prompt, and the settings that would name one of them."""
+    chats = [name for name, value in row.items() if _is_chat(value)]
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    likely = [name for name in texts if any(word in name.lower() for word in PROMPT_WORDS)]
+    has = f"the row has {listed(map(str, row)) or 'no fields'}"
+    if chats:
+        return f'{has}: set messages_field = "{chats[0]}"'
+    if likely or len(texts) == 1:
+        return f'{has}: set prompt_field = "{(likely or texts)[0]}"'
+    return f"{has}: name one of them with prompt_field or messages_field"
+
+
+def _is_chat(value: object) -> bool:
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    items = cast("Sequence[Mapping[str, object] | object]", value)
+    return all(isinstance(i, Mapping) and "role" in i and "content" in i for i in items)
 
 
 def as_json(value: object, place: str) -> str:

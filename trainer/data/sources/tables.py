@@ -11,8 +11,10 @@ from typing import Any, cast
 import xxhash
 
 from penstock.common.distribution import pip_install
+from penstock.common.suggestions import unreadable
 from penstock.trainer.config.data import HuggingFaceConfig, ParquetConfig
 from penstock.trainer.core.errors import ConfigInvalid
+from penstock.trainer.data.sources.problem import setting
 from penstock.trainer.data.sources.rows import RowSource
 
 ROWS_AT_ONCE = 1024
@@ -60,7 +62,9 @@ def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet"
     folder = config.path.is_dir()
     paths = sorted(config.path.glob("*.parquet")) if folder else [config.path]
     if not paths:
-        raise ConfigInvalid(f"{section}.path: {config.path} holds no file named *.parquet")
+        raise ConfigInvalid(
+            f"{setting(section, 'path')}: {config.path} holds no file named *.parquet"
+        )
     digest = xxhash.xxh3_128()
     tables: list[Any] = []
     for path in paths:
@@ -71,13 +75,15 @@ def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet"
             # Columns that pandas adds.
             indices = [name for name in table.column_names if name.startswith("__index_level_")]
             tables.append(table.drop_columns(indices))
-        except (OSError, arrow.ArrowException) as error:
-            raise ConfigInvalid(f"{section}.path: {path}: {error}") from error
+        except OSError as error:
+            raise ConfigInvalid(f"{setting(section, 'path')}: {unreadable(path, error)}") from error
+        except arrow.ArrowException as error:
+            raise ConfigInvalid(f"{setting(section, 'path')}: {path}: {error}") from error
     try:
         # Shards may differ in column order, have empty columns, or use narrower numbers.
         table = arrow.concat_tables(tables, promote_options="permissive")
     except arrow.ArrowException as error:
-        raise ConfigInvalid(f"{section}.path: {config.path}: {error}") from error
+        raise ConfigInvalid(f"{setting(section, 'path')}: {config.path}: {error}") from error
     return RowSource(
         TableRows(table),
         config,
@@ -108,7 +114,7 @@ def open_huggingface(
     if saved and (config.name or config.revision):
         given = "name" if config.name else "revision"
         raise ConfigInvalid(
-            f"{section}.{given}: {config.path} was saved to disk, so it is one data set of one "
+            f"{setting(section, given)}: {config.path} was saved to disk, so it is one data set of one "
             "revision"
         )
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,6 +16,7 @@ from penstock.cli.health import health
 from penstock.cli.journal import journal
 from penstock.cli.loading import exit_with
 from penstock.cli.options import Address, security_options, style_options
+from penstock.cli.shell import PassThrough, completion, help_command
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
 from penstock.common.distribution import installed_version
@@ -24,13 +25,6 @@ if TYPE_CHECKING:
     from penstock.client.environments.settings import EnvironmentSettings
     from penstock.client.external.settings import CommandSettings
     from penstock.wire.security import Security
-
-# These commands parse their own arguments, --help included.
-_PASS_THROUGH: dict[str, Any] = {
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-    "help_option_names": [],
-}
 
 _OVERRIDES = click.option(
     "--set",
@@ -48,7 +42,7 @@ _ALL_EXTRAS = "server,trainer,cpu"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(installed_version(), prog_name="penstock")
+@click.version_option(installed_version(), "-V", "--version", prog_name="penstock")
 def main() -> None:
     """Reinforcement learning for language models over one typed gRPC protocol.
 
@@ -59,7 +53,7 @@ def main() -> None:
     """
 
 
-@main.command(context_settings=_PASS_THROUGH, add_help_option=False)
+@main.command(cls=PassThrough, parser="penstock.server.__main__:serve")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def serve(options: tuple[str, ...]) -> None:
     """Serve a model: sampling, tasks and weight updates.
@@ -258,7 +252,7 @@ def rollout(
     sys.exit(run(options))
 
 
-@main.command("eval", context_settings=_PASS_THROUGH, add_help_option=False)
+@main.command("eval", cls=PassThrough, parser="penstock.trainer.commands.evaluate:evaluate")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def evaluate(options: tuple[str, ...]) -> None:
     """Evaluate a server, or a model, on a set of prompts.
@@ -338,7 +332,7 @@ def push_weights(
     exit_with("penstock.cli.weights", "push", _UPLOAD_EXTRAS, options)
 
 
-@main.command(context_settings=_PASS_THROUGH, add_help_option=False)
+@main.command(cls=PassThrough, parser="penstock.demo.command:demo")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def demo(options: tuple[str, ...]) -> None:
     """Run server, worker and trainer on this machine and watch the reward climb."""
@@ -349,11 +343,13 @@ def demo(options: tuple[str, ...]) -> None:
     epilog="Exit status: 0 if the run is done, or was stopped on request; 1 if a process failed too often, "
     "or --status found no run; 2 if CONFIG is invalid."
 )
-@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("config", type=click.Path(path_type=Path))
 @click.option("--resume", is_flag=True, help="Resume the run in the folder that CONFIG names.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
 @click.option(
-    "--status", is_flag=True, help="Show the processes of the run in that folder and exit."
+    "--status",
+    is_flag=True,
+    help="Show the processes of the run in that folder and exit. CONFIG may be the folder itself.",
 )
 @_OVERRIDES
 def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple[str, ...]) -> None:
@@ -365,11 +361,17 @@ def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple
     """
     if status:
         exit_with("penstock.up.up", "status", _ALL_EXTRAS, config, list(overrides))
+    if config.is_dir():
+        raise click.UsageError(
+            f"{config} is a folder, and CONFIG a TOML file; --status shows the run in a folder"
+        )
     exit_with("penstock.up.up", "up", _ALL_EXTRAS, config, list(overrides), resume, dry_run)
 
 
 main.add_command(health)
 main.add_command(journal)
+main.add_command(help_command)
+main.add_command(completion)
 
 
 _TOKEN_FILE = click.option(

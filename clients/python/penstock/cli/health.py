@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,6 @@ from penstock.cli.options import Address, security_options
 if TYPE_CHECKING:
     from penstock.wire.security import Security
 
-CHECK = "/grpc.health.v1.Health/Check"
 EVERYTHING = b""
 """A HealthCheckRequest that names no service."""
 SERVING = b"\x08\x01"
@@ -37,32 +37,51 @@ SERVING = b"\x08\x01"
     metavar="SECONDS",
     help="Time limit for the answer.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @security_options
-def health(security: Security, address: str, alive: bool, timeout: float) -> None:
+def health(security: Security, address: str, alive: bool, timeout: float, as_json: bool) -> None:
     """Ask the server at HOST:PORT whether it serves.
 
     A server does not serve while it starts, drains, or waits for the weights of the run's trainer.
     No token is needed.
     """
-    sys.exit(asyncio.run(_check(address, security, alive=alive, timeout=timeout)))
+    from penstock.wire.failure import as_line
+
+    try:
+        serves = asyncio.run(_check(address, security, timeout))
+    except _NoAnswer as error:
+        said = as_line(str(error), address) if as_json else f"penstock health: {address}: {error}"
+        click.echo(said, err=True)
+        sys.exit(1)
+    if as_json:
+        click.echo(json.dumps({"address": address, "serving": serves}))
+    else:
+        click.echo(f"{address}: {'SERVING' if serves else 'NOT_SERVING'}")
+    sys.exit(0 if serves or alive else 1)
 
 
-async def _check(address: str, security: Security, *, alive: bool, timeout: float) -> int:
+class _NoAnswer(Exception):
+    """The server could not be asked; the message says why."""
+
+
+async def _check(address: str, security: Security, timeout: float) -> bool:
+    """Whether the server serves. Raises _NoAnswer."""
     import grpc
 
+    from penstock.wire.failure import HEALTH, connection_problem
     from penstock.wire.security import CredentialsUnusable, open_channel
 
     try:
         async with open_channel(address, security) as channel:
             # Without serializers, requests and responses are bytes; the type stubs do not allow that.
-            check = cast("Any", channel).unary_unary(CHECK)
+            check = cast("Any", channel).unary_unary(HEALTH)
             answer: bytes = await check(EVERYTHING, timeout=timeout)
     except CredentialsUnusable as error:
-        click.echo(f"penstock health: {error}", err=True)
-        return 1
+        raise _NoAnswer(str(error)) from error
     except grpc.aio.AioRpcError as error:
-        click.echo(f"{address}: {error.code().name}: {error.details()}", err=True)
-        return 1
-    serves = answer == SERVING
-    click.echo(f"{address}: {'SERVING' if serves else 'NOT_SERVING'}")
-    return 0 if serves or alive else 1
+        details = error.details() or ""
+        cause = connection_problem(details) or f"{error.code().name}: {details}"
+        if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+            cause = f"no answer within {timeout:g} s"
+        raise _NoAnswer(cause) from error
+    return answer == SERVING

@@ -147,7 +147,9 @@ def _load(options: RolloutOptions) -> Callable[[Calls], AnyWorker]:
 
         generate = load_agent(options.environments)
     elif options.generate is None and options.reward is None:
-        raise BadFunction("give --reward, or a --generate that returns the reward")
+        raise BadFunction(
+            "give --reward, or a --generate, --environment or --command that returns the reward"
+        )
     elif options.reward is None and options.settings.group_reward:
         raise BadFunction("--group-reward requires --reward")
     elif options.generate is not None:

@@ -15,11 +15,12 @@ import grpc
 
 from penstock.cli.checkpoint import MappedTensor, read_checkpoint
 from penstock.client.client import state_of, version_of
-from penstock.client.errors import from_rpc
+from penstock.client.errors import DeadlineExceeded, from_rpc
 from penstock.common.checkpoint import CheckpointUnreadable
 from penstock.common.memory_file import MemoryFile
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import methods
+from penstock.wire.failure import as_line
 from penstock.wire.reasons import Reason
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
 from penstock.wire.words import IN_FLIGHT
@@ -63,7 +64,7 @@ def show(address: str, as_json: bool, security: Security | None = None) -> int:
             info = await _server_info(channel)
         click.echo(json.dumps(_figures(info), indent=2) if as_json else _table(address, info))
 
-    return _run(work())
+    return _run(address, work(), as_json=as_json)
 
 
 def push(options: PushOptions) -> int:
@@ -80,20 +81,26 @@ def push(options: PushOptions) -> int:
             except NotStaged as error:
                 raise PushRefused(str(error)) from error
 
-    return _run(work())
+    return _run(options.address, work())
 
 
-def _run(work: Coroutine[None, None, None]) -> int:
+def _run(address: str, work: Coroutine[None, None, None], *, as_json: bool = False) -> int:
     """Runs the command. Returns its exit status, and explains a failure on stderr."""
     try:
         asyncio.run(work)
     except grpc.aio.AioRpcError as error:
-        problem: Exception = from_rpc(error)
+        problem: Exception = from_rpc(error, address)
+        if isinstance(problem, DeadlineExceeded) and not problem.reason:
+            problem = PushRefused(f"no answer from {address} in time")
     except (PushRefused, CheckpointUnreadable, CredentialsUnusable) as error:
         problem = error
     else:
         return 0
-    sys.stderr.write(f"penstock weights: {problem}\n")
+    if as_json:
+        said = str(problem).removeprefix(f"no connection to {address}: ")
+        sys.stderr.write(f"{as_line(said, address)}\n")
+    else:
+        sys.stderr.write(f"penstock weights: {problem}\n")
     return 1
 
 

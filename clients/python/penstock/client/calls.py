@@ -24,6 +24,7 @@ from penstock.client.errors import Overloaded, PenstockError, ServerUnavailable,
 from penstock.common import telemetry
 from penstock.v1 import rollout_service_pb2 as rollout
 from penstock.wire import methods
+from penstock.wire.failure import why_unreachable
 from penstock.wire.security import Security, open_channel
 
 M = TypeVar("M", bound=Message)
@@ -85,6 +86,10 @@ class Calls:
         if "_channel" in self.__dict__:
             await self._channel.close()
 
+    async def why_unreachable(self) -> str:
+        """Why the server cannot be reached, in words; empty if it answers."""
+        return await why_unreachable(self._channel)
+
     async def get_server_info(
         self, *, wait_for_ready: bool = False
     ) -> rollout.GetServerInfoResponse:
@@ -118,8 +123,10 @@ class Calls:
                 if patient and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     seconds = self.patience.reconnect_seconds
                     message = f"no answer from {self.address} for {seconds:g} s"
+                    if cause := await self.why_unreachable():
+                        message += f": {cause}"
                     raise ServerUnavailable(message) from error
-                failed = from_rpc(error)
+                failed = from_rpc(error, self.address)
                 if patient and isinstance(failed, ServerUnavailable) and await lost.wait():
                     continue
                 if not await outlasts(overload, failed):
@@ -145,7 +152,7 @@ class Calls:
             async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:
-            raise from_rpc(error) from error
+            raise from_rpc(error, self.address) from error
         finally:
             call.cancel()
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import grpc
 
-from penstock.wire.failure import NO_ANSWER, read_failure
+from penstock.wire.failure import NO_ANSWER, connection_problem, read_failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,14 +85,19 @@ _LEAVES: dict[grpc.StatusCode, type[PenstockError]] = {
 }
 
 
-def from_rpc(error: grpc.RpcError) -> PenstockError:
+def from_rpc(error: grpc.RpcError, address: str = "") -> PenstockError:
+    """The error of a call. If the server could not be reached, it says why, and where at `address`."""
     failure = read_failure(error)
+    message = failure.message or failure.code.name
+    # The server itself always gives a reason.
+    if not failure.reason and (cause := connection_problem(failure.message)):
+        message = f"no connection to {address}: {cause}" if address else cause
     leaf = _LEAVES.get(failure.code, PenstockError)
     retry_after = failure.retry_after_seconds
     if retry_after is None and failure.is_full:
         retry_after = 0.0
     return leaf(
-        failure.message or failure.code.name,
+        message,
         code=failure.code,
         reason=failure.reason,
         metadata=failure.metadata,

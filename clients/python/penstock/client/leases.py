@@ -39,6 +39,8 @@ _LONGEST_RENEWAL_SECONDS = 3.0
 _UNREACHABLE = (ServerUnavailable, Overloaded, DeadlineExceeded)
 # A server that does not answer for longer than this is reported.
 _SILENCE_SECONDS = 2.0
+# A worker that gets no task at all for this long says so, once.
+_IDLE_SECONDS = 30.0
 # Extra wait before a lease counts as expired: the server may have started it slightly later.
 _OUTWAIT_SECONDS = 0.5
 
@@ -106,6 +108,8 @@ class Leases:
         self._concurrency = concurrency
         self._resume_aborted = resume_aborted
         self._listener = listener or LeaseListener()
+        self._idle: asyncio.TimerHandle | None = None
+        """Reports that no task arrives, unless one does first; None before the first connection."""
         self._request = task_service_pb2.LeaseTasksRequest(
             agent_id=agent_id,
             concurrency=concurrency,
@@ -197,16 +201,28 @@ class Leases:
         return self._receiver, self._renewer
 
     async def _receive(self) -> None:
+        try:
+            await self._receive_streams()
+        finally:
+            if self._idle is not None:
+                self._idle.cancel()
+
+    async def _receive_streams(self) -> None:
         backoff = Backoff(math.inf)
         while True:
             try:
                 await self._reach()
+                if self._idle is None:
+                    logger.info("connected to %s; waiting for tasks", self._calls.address)
+                    loop = asyncio.get_running_loop()
+                    self._idle = loop.call_later(_IDLE_SECONDS, self._say_idle)
                 # Closing the stream gives the leases up.
                 leases = self._calls.stream(
                     self._request, task_service_pb2.LeaseTasksResponse, None, telemetry.outgoing()
                 )
                 async with contextlib.aclosing(leases) as stream:
                     async for lease in stream:
+                        self._idle.cancel()
                         backoff.reset()
                         self._say_back()
                         await self._offer(lease)
@@ -217,17 +233,24 @@ class Leases:
 
     async def _reach(self) -> None:
         """Waits for the server without a limit, then first renews the held leases."""
-        silence = ServerUnavailable(f"no answer from {self._calls.address} yet")
-        loop = asyncio.get_running_loop()
-        handle = loop.call_later(_SILENCE_SECONDS, self._say_lost, silence)
+        silence = asyncio.create_task(self._say_silent())
         try:
             await self._calls.get_server_info(wait_for_ready=True)
         finally:
-            handle.cancel()
+            silence.cancel()
         if self._down_since is not None:
             await self._renew()
             if not self._down_reason:
                 self._say_back()
+
+    async def _say_silent(self) -> None:
+        await asyncio.sleep(_SILENCE_SECONDS)
+        cause = await self._calls.why_unreachable() or "no answer yet"
+        self._say_lost(ServerUnavailable(f"no connection to {self._calls.address}: {cause}"))
+
+    def _say_idle(self) -> None:
+        seconds, address = _IDLE_SECONDS, self._calls.address
+        logger.warning("no task from %s for %g s; is a trainer connected to it?", address, seconds)
 
     async def _offer(self, lease: task_service_pb2.LeaseTasksResponse) -> None:
         task = read_task(lease.task)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import math
 import re
+import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias, TypeVar, cast
 
 from penstock.client.blocking import BlockingTrajectory, is_async, run_in_thread
 from penstock.client.errors import PenstockError
 from penstock.client.outcome import Failed, Outcome, as_utf8
 from penstock.common.functions import FunctionInvalid, find_function
+from penstock.common.suggestions import did_you_mean, listed
 
 if TYPE_CHECKING:
     from penstock.client.tasks import Task
@@ -28,10 +32,21 @@ A plain `def` runs in its own thread and receives a BlockingTrajectory. A group 
 list of trajectories and returns a list of scores.
 """
 
+_Logged: TypeAlias = tuple[type[BaseException], BaseException, types.TracebackType | None]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _GROUP_MARK = "penstock_group_reward"
 _MESSAGE_LENGTH = 1000
+_STYLES = (
+    ("completions", "trl"),
+    ("solution_str", "verl"),
+    ("(args, sample", "slime"),
+)
+"""Parameters of functions that were written for another system, and its style."""
+_CLIENT = str(Path(__file__).parent)
+_STANDARD_LIBRARY = tuple(
+    str(Path(file).parent) for file in (asyncio.__file__, concurrent.futures.__file__)
+)
 _WORD_BOUNDARY = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
 
 
@@ -62,7 +77,9 @@ def find(
     try:
         return cast("Callable[..., Any]", find_function(name, positional, named))
     except FunctionInvalid as error:
-        raise BadFunction(f"{option} {name}: {error}") from error
+        styles = [style for mark, style in _STYLES if mark in str(error)]
+        hint = f"; for functions of {styles[0]} give --style {styles[0]}" if styles else ""
+        raise BadFunction(f"{option} {name}: {error}{hint}") from error
 
 
 def group_reward(reward: F) -> F:
@@ -125,8 +142,31 @@ def as_outcomes(scores: object, count: int) -> list[Outcome | Failed]:
     return [as_outcome(score) for score in given]
 
 
-def as_failed(error: BaseException) -> Failed:
-    """Converts an exception to a failure: a reason in UPPER_SNAKE_CASE, and its message."""
+def as_failed(error: BaseException, task: Task | None = None) -> Failed:
+    """Converts an exception to a failure: a reason in UPPER_SNAKE_CASE, and its message.
+
+    A KeyError of a function that was called with `task` lists what the task's metadata has.
+    """
     named = error.reason if isinstance(error, PenstockError) else ""
     reason = named or re.sub(_WORD_BOUNDARY, "_", type(error).__name__).upper()
-    return Failed(reason, as_utf8(str(error)[:_MESSAGE_LENGTH]))
+    message = str(error)
+    key: object = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if task is not None and isinstance(key, str) and key not in task.metadata:
+        names = listed(task.metadata) or "nothing"
+        message += f"; the task's metadata has {names}{did_you_mean(key, task.metadata)}"
+    return Failed(reason, as_utf8(message[:_MESSAGE_LENGTH]))
+
+
+def to_log(error: BaseException) -> _Logged | None:
+    """The exception as `exc_info`, with a traceback that begins in the user's function. None if its
+    message says all."""
+    if isinstance(error, PenstockError | AttemptFailed | RewardInvalid):
+        return None
+    frames = error.__traceback__
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if not file.startswith((_CLIENT, *_STANDARD_LIBRARY)):
+            break
+        frames = frames.tb_next
+    # Without a frame of the user's, the error is one of Penstock's own.
+    return type(error), error, frames or error.__traceback__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -58,14 +57,16 @@ class Reporter:
         if not ended or (seconds < self._shortest_seconds and not last):
             return
         scored = done.scored_count - before.scored_count
-        reward = (done.reward_sum - before.reward_sum) / scored if scored else math.nan
+        reward = "no reward"
+        if scored:
+            mean = (done.reward_sum - before.reward_sum) / scored
+            reward = f"reward {mean:.3f} over the last {scored}"
         failures = ", ".join(f"{reason} {n}" for reason, n in done.failures.most_common(4))
         logger.info(
-            "%d attempts ended: reward %.3f over the last %d, %d failed%s, %d lost; "
+            "%d attempts ended: %s, %d failed%s, %d lost; "
             "%.1f attempts/s, %.0f tokens/s, %d in flight",
             done.ended_count,
             reward,
-            scored,
             done.failed_count,
             f" ({failures})" if failures else "",
             done.lost_count,

@@ -25,15 +25,15 @@ from penstock.client.leases import Attempt, LeaseListener, Leases, default_agent
 from penstock.client.outcome import Failed, Outcome
 from penstock.client.scoring import (
     Agent,
-    AttemptFailed,
     as_failed,
     as_outcome,
     as_outcomes,
     call,
     is_group_reward,
+    to_log,
 )
 from penstock.client.statistics import Reporter, Statistics
-from penstock.client.tasks import Purpose
+from penstock.client.tasks import Purpose, Task
 from penstock.wire.reasons import Reason
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class Worker(LeaseListener):
             # Its lease expired before this worker took it.
             return self._lose(attempt)
         try:
-            outcome = await self._judge(self._run(attempt))
+            outcome = await self._judge(self._run(attempt), attempt.task)
         except asyncio.CancelledError:
             # Its lease expired, its stream was lost, or the whole worker is cancelled.
             ready, task = self._lose(attempt), asyncio.current_task()
@@ -248,7 +248,7 @@ class Worker(LeaseListener):
         scores = await call(self._reward, ready.siblings[0].task, trajectories)
         return as_outcomes(scores, len(trajectories))
 
-    async def _judge(self, work: Coroutine[Any, Any, T]) -> T | Failed:
+    async def _judge(self, work: Coroutine[Any, Any, T], task: Task) -> T | Failed:
         """Runs the caller's functions within the time limit. An exception becomes a failure."""
         seconds = self._settings.attempt_seconds
         timeout = asyncio.timeout(seconds)
@@ -264,11 +264,11 @@ class Worker(LeaseListener):
         except (Exception, SystemExit) as error:
             if timeout.expired():
                 return Failed("ATTEMPT_TIMEOUT", f"not done within {seconds:g} s")
-            return self._failed(error)
+            return self._failed(error, task)
 
     async def _close_group(self, ready: ReadyGroup) -> None:
         try:
-            scored = await self._judge(self._score(ready))
+            scored = await self._judge(self._score(ready), ready.siblings[0].task)
         except asyncio.CancelledError:
             for attempt in ready.unscored:
                 self._lose(attempt)
@@ -330,23 +330,25 @@ class Worker(LeaseListener):
         self._final.remove(trajectory_id)
         return self._book.close(attempt, failed=True)
 
-    def _failed(self, error: BaseException) -> Failed:
+    def _failed(self, error: BaseException, task: Task | None = None) -> Failed:
         """Logs the first failure of each reason with its traceback."""
-        failed = as_failed(error)
+        failed = as_failed(error, task)
         if failed.reason not in self._shown:
             self._shown.add(failed.reason)
             logger.warning(
                 "an attempt failed with %s: %s (further ones are only counted)",
                 failed.reason,
                 failed.message,
-                exc_info=None if isinstance(error, PenstockError | AttemptFailed) else error,
+                exc_info=to_log(error),
             )
         return failed
 
     def server_lost(self, error: PenstockError) -> None:
         """Logs the loss. Under a group reward, drops every open group, because a group belongs to
         its stream."""
-        logger.warning("the server at %s is unavailable: %s; retrying", self._calls.address, error)
+        address = self._calls.address
+        cause = str(error).removeprefix(f"no connection to {address}: ")
+        logger.warning("the server at %s is unavailable: %s; retrying", address, cause)
         if not self._per_group:
             return
         for attempt in self._book.waiting():

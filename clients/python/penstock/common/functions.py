@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
+from penstock.common.suggestions import did_you_mean
+
 
 class FunctionInvalid(ValueError):
     """A name does not lead to a suitable function; the message says why."""
@@ -28,7 +30,10 @@ def find_function(
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
-        raise FunctionInvalid("write it as pkg.module:function")
+        module, dot, function = name.rstrip(":").rpartition(".")
+        meant = dot and function != "py" and not path
+        hint = f"; did you mean {module}:{function}?" if meant else ""
+        raise FunctionInvalid(f"write it as pkg.module:function{hint}")
     here = str(Path.cwd())
     if module_name.endswith(".py"):
         file = Path(module_name)
@@ -40,10 +45,13 @@ def find_function(
     except Exception as error:
         # The module may raise anything on import; its author needs the message.
         kind = type(error).__name__
-        raise FunctionInvalid(f"cannot import {module_name}: {kind}: {error}") from error
+        why = _searched(error, module_name, here)
+        raise FunctionInvalid(f"cannot import {module_name}: {kind}: {error}{why}") from error
     for part in path.split("."):
         if not hasattr(found, part):
-            raise FunctionInvalid(f"{module_name} has no {path}")
+            names = [n for n in vars(found) if not n.startswith("_")] if module_name else []
+            hint = did_you_mean(part, names)
+            raise FunctionInvalid(f"{module_name} has no {path}{hint}{_of_file(found)}")
         found = cast("object", getattr(found, part))
     if not callable(found):
         raise FunctionInvalid(f"a {type(found).__name__} is not callable")
@@ -58,5 +66,24 @@ def find_function(
         signature.bind(*positional, **(options or {}))
     except TypeError as error:
         taken = ", ".join((*positional, *(options or {})))
-        raise FunctionInvalid(f"it is called with ({taken}): {error}") from error
+        hint = f"; it is written as {name}({', '.join(signature.parameters)})"
+        raise FunctionInvalid(f"it is called with ({taken}): {error}{hint}") from error
     return found
+
+
+def _searched(error: Exception, module_name: str, folder: str) -> str:
+    """Where a module was looked for, or which Python could not read it."""
+    if isinstance(error, SyntaxError):
+        return f"; this is Python {sys.version_info.major}.{sys.version_info.minor}"
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or not f"{module_name}.".startswith(f"{missing}."):
+        # The module itself was found, and it imports another one.
+        return ""
+    names = [path.stem for path in Path(folder).iterdir() if path.suffix == ".py" or path.is_dir()]
+    hint = did_you_mean(missing.partition(".")[0], names) if "." not in missing else ""
+    return f"; looked in {folder} and among the installed packages{hint}"
+
+
+def _of_file(module: object) -> str:
+    file = getattr(module, "__file__", None)
+    return f" ({file})" if isinstance(file, str) else ""

@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def without_weights(model: str) -> str | None:
+    """An error message if a model is a folder that does not exist or holds no model; else None."""
+    if (missing := missing_folder(model)) is not None:
+        return missing
+    folder = Path(model)
+    if not model or not folder.is_dir():
+        return None
+    names = {path.name for path in folder.iterdir()}
+    if not names & {"config.json", "params.json"}:
+        return f"the folder {model} is not a model: it has no config.json"
+    if not any(name.endswith(_WEIGHTS) for name in names):
+        return f"the folder {model} has no weights, such as model.safetensors"
+    return None
+
 
 def missing_folder(model: str) -> str | None:
     """An error message if a model can only be a folder, and the folder does not exist; else None.

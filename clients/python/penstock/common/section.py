@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast, get_args
+from typing import ClassVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class NotBoolean:
+    """A boolean where no boolean is allowed. No type accepts it."""
+
+    def __init__(self, value: bool) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return "true" if self._value else "false"
 
 
 class Section(BaseModel):
@@ -14,6 +24,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
+    hint: ClassVar[str] = ""
+    """What to write, for a message that the section is missing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -21,12 +33,11 @@ class Section(BaseModel):
         """Rejects booleans for numbers, for which pydantic would accept true as 1."""
         if not isinstance(given, Mapping):
             return given
-        table = cast("Mapping[str, object]", given)
+        table = dict(cast("Mapping[str, object]", given))
         for name, value in table.items():
             field = cls.model_fields.get(name)
             if field is None or not isinstance(value, bool):
                 continue
             if bool not in (field.annotation, *get_args(field.annotation)):
-                said = "true" if value else "false"
-                raise ValueError(f"{name} = {said}, but it does not take a boolean")
+                table[name] = NotBoolean(value)
         return table

@@ -12,6 +12,7 @@ from typing import cast
 import click
 from rich.console import Console
 
+from penstock.common.suggestions import did_you_mean
 from penstock.demo.model import HUB_NAME, ModelUnavailable, prepare_model
 from penstock.demo.run import run_plan
 from penstock.demo.settings import PRINTABLE, SUMS, Plan, choose_scale
@@ -27,6 +28,7 @@ STEPS = (
 
 @click.command(
     name="demo",
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit status: 0 if the run is done; 1 if a process failed; 2 if the command line is invalid; "
     "130 if it was interrupted.",
 )
@@ -158,8 +160,8 @@ def check_task(task: str) -> None:
 
     known = sorted(cast("dict[str, object]", factory.DATASETS))  # pyright: ignore[reportUnknownMemberType]
     if task not in known:
-        names = ", ".join(known)
-        raise click.UsageError(f"--task {task}: no data set of reasoning-gym, which has {names}")
+        meant = did_you_mean(task, [SUMS, *known]) or f", which has {', '.join(known)}"
+        raise click.UsageError(f"--task {task}: no data set of reasoning-gym{meant}")
 
 
 def model_folder(model: str | None, out: Path, console: Console, *, tiny: bool) -> Path:

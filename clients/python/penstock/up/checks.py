@@ -10,6 +10,7 @@ TLS and tokens, and the hub needs its engines' token. Otherwise the configuratio
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import tempfile
 import tomllib
@@ -27,7 +28,7 @@ from penstock.server.config.settings import ConfigError, ServeConfig
 from penstock.server.config.settings import load as load_serve
 from penstock.up import ray_placement
 from penstock.up.cast import Programs
-from penstock.up.config import UpConfig, UpConfigInvalid, command_line
+from penstock.up.config import UpConfig, UpConfigInvalid, UpOrigins, command_line
 from penstock.up.state import holds_run, is_running
 from penstock.wire.channel import is_loopback
 
@@ -51,7 +52,7 @@ def check_placement(config: UpConfig) -> None:
 
 def check_servers(config: UpConfig) -> None:
     """Checks that the servers can be reached by the run's other processes, and by no others."""
-    server = _read("serve", config.serve)
+    server = _read("serve", config.serve, config)
     if not config.cluster.one_node and is_loopback(server.listen):
         raise UpConfigInvalid(
             f"serve.listen: workers and trainer on other nodes cannot reach {server.listen}; set "
@@ -59,7 +60,7 @@ def check_servers(config: UpConfig) -> None:
         )
     if not config.engine_count:
         return
-    engine = _read("engines", config.engines)
+    engine = _read("engines", config.engines, config)
     if config.engine_count > 1 and not engine.listen.endswith(":0"):
         raise UpConfigInvalid(
             f"engines.listen: several engine servers cannot share {engine.listen}; set HOST:0"
@@ -79,13 +80,25 @@ def _as_file(table: Table) -> Generator[str]:
         yield file.name
 
 
-def _read(section: str, table: Table) -> ServeConfig:
+def _read(section: str, table: Table, config: UpConfig) -> ServeConfig:
     """Reads a section as `penstock serve` does, without the options of its engine."""
-    try:
-        with _as_file(table) as path:
+    with _as_file(table) as path:
+        try:
             return load_serve(Path(path), [])
-    except ConfigError as error:
-        raise UpConfigInvalid(f"[{section}]: {error}") from error
+        except ConfigError as error:
+            lines = _in_own_file(str(error), section, path, config.origins)
+            raise UpConfigInvalid(lines or f"[{section}]: {error}") from error
+
+
+def _in_own_file(said: str, section: str, path: str, origins: UpOrigins) -> str:
+    """What a command says about the file at `path`, in terms of the file of `penstock up`. Lines about
+    anything else are left out."""
+    about_file = re.compile(rf"(?:penstock \w+: )?{re.escape(path)}(?::\d+)?: (.*)")
+    found: list[str] = []
+    for line in filter(None, map(about_file.fullmatch, said.splitlines())):
+        where = origins.of(section, line[1].partition(": ")[0])
+        found.append(f"{where}{': ' if where else ''}[{section}]: {line[1]}")
+    return "\n".join(found)
 
 
 def check_folder(out: Path, resume: bool) -> None:
@@ -106,15 +119,22 @@ def check_workers(config: UpConfig) -> None:
 
     arguments = command_line({"server": "127.0.0.1:0", **config.worker_options})
     try:
-        rollout.make_context("rollout", arguments)
+        rollout.make_context("rollout", arguments, help_option_names=["-h", "--help"])
     except click.UsageError as error:
-        raise UpConfigInvalid(f"rollout: {error.format_message()}") from error
+        named = ""
+        if isinstance(error, click.NoSuchOption):
+            named = error.option_name.lstrip("-")
+        elif isinstance(error, click.BadParameter) and error.param is not None:
+            named = error.param.name or ""
+        where = config.origins.of_option("rollout", named)
+        said = f"rollout: {error.format_message()}"
+        raise UpConfigInvalid(f"{where}: {said}" if where else said) from error
 
 
 def check_trainer(config: UpConfig, programs: Programs) -> None:
     """Checks [train] with `penstock train --dry-run`."""
     if config.train is not None:
-        _ask(programs.train, "train", config.train_at("127.0.0.1:0"))
+        _ask(programs.train, "train", config.train_at("127.0.0.1:0"), config)
 
 
 def resolve(config: UpConfig, programs: Programs) -> Table:
@@ -124,14 +144,14 @@ def resolve(config: UpConfig, programs: Programs) -> Table:
     resolved: Table = {
         "up": config.up.model_dump(mode="json"),
         "cluster": config.cluster.model_dump(mode="json", exclude_none=True),
-        "serve": _ask((*server, "--config"), "serve", config.serve),
+        "serve": _ask((*server, "--config"), "serve", config.serve, config),
         "rollout": {**_shown(config.worker_options), "count": config.worker_count},
     }
     if config.engine_count:
-        engines = _ask((*programs.serve, "--config"), "engines", config.engines)
+        engines = _ask((*programs.serve, "--config"), "engines", config.engines, config)
         resolved["engines"] = {"count": config.engine_count, **engines}
     if config.train is not None:
-        resolved["train"] = _ask(programs.train, "train", config.train_at(listen))
+        resolved["train"] = _ask(programs.train, "train", config.train_at(listen), config)
     return resolved
 
 
@@ -147,7 +167,7 @@ def _shown(options: Table) -> Table:
     return shown
 
 
-def _ask(command: tuple[str, ...], section: str, table: Table) -> Table:
+def _ask(command: tuple[str, ...], section: str, table: Table, config: UpConfig) -> Table:
     """How a command resolves its configuration, by its own --dry-run. Raises UpConfigInvalid."""
     with _as_file(table) as path:
         try:
@@ -163,7 +183,9 @@ def _ask(command: tuple[str, ...], section: str, table: Table) -> Table:
                 f"[{section}]: its --dry-run did not finish within {CHECK_SECONDS:g} s"
             ) from error
     if answer.returncode:
-        lines = answer.stderr.replace(f"{path}: ", "").strip().splitlines()
+        if said := _in_own_file(answer.stderr, section, path, config.origins):
+            raise UpConfigInvalid(said)
+        lines = answer.stderr.strip().splitlines()
         said = lines[-1] if lines else f"exit status {answer.returncode}"
         raise UpConfigInvalid(f"[{section}]: {said}")
     return cast("Table", tomllib.loads(answer.stdout))

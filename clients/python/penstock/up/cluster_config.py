@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from penstock.common.section import Section
+from penstock.wire.channel import split_address
 
 LOOPBACK = "127.0.0.1:0"
 EVERY_INTERFACE = "0.0.0.0:0"
@@ -74,6 +75,13 @@ class Cluster(Section):
     """Resources of each worker."""
     trainer: Share = Share()
     """Resources of each of the trainer's ranks."""
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, value: str | None) -> str | None:
+        if value is not None and "://" in value:
+            split_address(value)
+        return value
 
     @model_validator(mode="after")
     def _check_placed(self) -> Cluster:

@@ -33,14 +33,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
-from penstock.common.secrets import without_passwords
+from penstock.common.explaining import check
 from penstock.common.section import Section
-from penstock.common.settings import SettingInvalid, Table, read_settings, read_table
-from penstock.common.token_file import redact
+from penstock.common.settings import Origins, SettingInvalid, Table, read_with_origins
 from penstock.up.cluster_config import EVERY_INTERFACE, LOOPBACK, Cluster, Engines
 
 WORKER_PATIENCE = "reconnect-timeout"
@@ -98,6 +97,36 @@ class UpFile(Section):
 
 
 @dataclass(frozen=True)
+class UpOrigins:
+    """Where the values of the sections come from, for messages."""
+
+    own: Origins = field(default_factory=Origins)
+    files: dict[str, Origins] = field(default_factory=dict[str, Origins])
+    """Those of the files that sections name with `path`, by section."""
+
+    def merged(self, section: str, table: Table) -> Table:
+        """Merges a section over the file that its `path` names. Raises SettingInvalid."""
+        rest = {key: value for key, value in table.items() if key != "path"}
+        if "path" not in table:
+            return rest
+        below, self.files[section] = read_with_origins(Path(str(table["path"])), ())
+        return _merge(below, rest)
+
+    def of(self, section: str, key: str) -> str:
+        """The option, or the file and line, of a dotted key in a section. Empty if none gives it."""
+        place = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+        if self.own.has((section, *place)) or section not in self.files:
+            return self.own.of((section, *place))
+        return self.files[section].of(place)
+
+    def of_option(self, section: str, name: str) -> str:
+        """As `of`, for an option whose name may have dashes or underscores in the file."""
+        keys = (name.replace("-", "_"), name.replace("_", "-"))
+        given = [key for key in keys if self.own.has((section, key))]
+        return self.own.of((section, *given[:1]))
+
+
+@dataclass(frozen=True)
 class UpConfig:
     """The configuration of `penstock up`, resolved except for the server's address."""
 
@@ -114,6 +143,7 @@ class UpConfig:
     engines: Table = field(default_factory=dict[str, object])
     """As each engine server reads it."""
     cluster: Cluster = field(default_factory=Cluster)
+    origins: UpOrigins = field(default_factory=UpOrigins, compare=False)
 
     @property
     def engines_file(self) -> Path:
@@ -137,19 +167,19 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
     Raises UpConfigInvalid.
     """
     try:
-        file = UpFile.model_validate(read_settings(path, overrides))
+        table, own = read_with_origins(path, overrides)
+        file = check(UpFile, table, own)
+        worker_count = check(Workers, file.rollout, own, "rollout").count
+        origins = UpOrigins(own, dict[str, Origins]())
+        engines = None if file.engines is None else origins.merged("engines", file.engines)
+        engine_count = check(Engines, engines or {}, own, "engines").count
+        # The journal lets a restarted server keep its tasks, unless the file configures another journal.
+        serve = origins.merged("serve", file.serve)
+        train = None if file.train is None else origins.merged("train", file.train)
     except SettingInvalid as error:
         raise UpConfigInvalid(str(error)) from error
-    except ValidationError as error:
-        raise UpConfigInvalid(f"{path}: {_explain(error)}") from error
     if file.train is None and "trainer_ranks" in file.up.model_fields_set:
         raise UpConfigInvalid("up.trainer_ranks: without [train] there is no trainer here")
-    worker_count = _checked(Workers, file.rollout, path, "rollout").count
-    engines = None if file.engines is None else _with_file(file.engines)
-    engine_count = _checked(Engines, engines or {}, path, "engines").count
-    # The journal lets a restarted server keep its tasks, unless the file configures another journal.
-    serve = _with_file(file.serve)
-    train = None if file.train is None else _with_file(file.train)
     _check_tables("serve", serve, "engine", "pool", "journal")
     _check_tables("engines", engines or {}, "engine")
     _check_tables("train", train or {}, "model", "checkpoint")
@@ -163,7 +193,9 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
         _share_model(serve, train)
     options: Table = {WORKER_PATIENCE: file.up.patience_seconds}
     options |= {k.replace("_", "-"): v for k, v in file.rollout.items() if k != "count"}
-    config = UpConfig(file.up, serve, worker_count, options, train, cluster=file.cluster)
+    config = UpConfig(
+        *(file.up, serve, worker_count, options, train), cluster=file.cluster, origins=origins
+    )
     return config if engines is None else _behind_hub(config, engines, engine_count)
 
 
@@ -216,17 +248,6 @@ def _share_model(serve: Table, train: Table) -> None:
         train["model"] = {"path": engine["model"], **model}
 
 
-def _with_file(section: Table) -> Table:
-    """Merges a section over the file that its `path` names."""
-    rest = {key: value for key, value in section.items() if key != "path"}
-    if "path" not in section:
-        return rest
-    try:
-        return _merge(read_table(Path(str(section["path"]))), rest)
-    except SettingInvalid as error:
-        raise UpConfigInvalid(str(error)) from error
-
-
 def _merge(below: Table, above: Table) -> Table:
     """Merges tables key by key; values in `above` win."""
     merged = dict(below)
@@ -236,17 +257,6 @@ def _merge(below: Table, above: Table) -> Table:
             value = _merge(cast("Table", under), cast("Table", value))
         merged[key] = value
     return merged
-
-
-Checked = TypeVar("Checked", bound=Section)
-
-
-def _checked(section: type[Checked], table: Table, path: Path, name: str) -> Checked:
-    """Validates the keys of a section that are read here. Raises UpConfigInvalid."""
-    try:
-        return section.model_validate(table)
-    except ValidationError as error:
-        raise UpConfigInvalid(f"{path}: {_explain(error, name)}") from error
 
 
 def _check_tables(section: str, table: Table, *names: str) -> None:
@@ -259,12 +269,3 @@ def _check_tables(section: str, table: Table, *names: str) -> None:
 def _table(table: Table, key: str) -> Table:
     found = table.get(key)
     return cast("Table", found) if isinstance(found, dict) else {}
-
-
-def _explain(error: ValidationError, *above: str) -> str:
-    lines: list[str] = []
-    for problem in error.errors(include_url=False, include_context=False):
-        field = ".".join(str(part) for part in (*above, *problem["loc"]))
-        got = "" if isinstance(problem["input"], Mapping) else f", got {problem['input']!r}"
-        lines.append(f"{field}: {problem['msg']}{got}")
-    return without_passwords(redact("; ".join(lines)))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import tomli_w
 
+from penstock.common.explaining import complain
 from penstock.up.cast import Programs, local_placement, make_cast, shares
 from penstock.up.checks import check, check_folder, resolve
 from penstock.up.config import UpConfig, UpConfigInvalid, load
@@ -59,7 +60,7 @@ def up(
         with locked(config.up.out):
             asyncio.run(_run(config, programs, resume, Console(highlight=False)))
     except (UpConfigInvalid, FolderUnusable) as error:
-        sys.stderr.write(f"penstock up: {error}\n")
+        complain("penstock up", error)
         return BAD_CONFIGURATION
     except (ProcessFailed, PlacementFailed) as error:
         sys.stderr.write(f"penstock up: {error}\n")
@@ -71,17 +72,18 @@ def up(
 
 
 def status(path: Path, overrides: list[str]) -> int:
-    """Shows the state of the run in the file's folder; returns the exit status, 1 if there was no run."""
+    """Shows the state of the run in a folder, or in the one that a file names. Returns the exit status, 1
+    if there was no run."""
     from rich.console import Console
 
     try:
-        config = load(path, overrides)
-        table = show_state(config.up.out)
+        out = path if path.is_dir() else load(path, overrides).up.out
+        table = show_state(out)
     except (UpConfigInvalid, FolderUnusable) as error:
-        sys.stderr.write(f"penstock up: {error}\n")
+        complain("penstock up", error)
         return BAD_CONFIGURATION
     if table is None:
-        sys.stderr.write(f"penstock up: nothing has run in {config.up.out}\n")
+        sys.stderr.write(f"penstock up: nothing has run in {out}\n")
         return 1
     Console(highlight=False).print(table)
     return 0

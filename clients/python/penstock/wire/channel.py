@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 
 LAST_PORT = 65_535
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -34,9 +35,20 @@ IDEMPOTENT_UNARY = {
 def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT as a pair; an IPv6 host keeps its brackets. Raises ValueError with the bad address."""
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > LAST_PORT:
-        raise ValueError(f"an address reads HOST:PORT, got {address!r}")
+    if "/" in address or not (separator and host and port.isdecimal() and int(port) <= LAST_PORT):
+        # The user of a URL may have a password.
+        shown = re.sub(r"//[^/@]*@", "//***@", address)
+        raise ValueError(f"an address reads HOST:PORT, got {shown!r}{_meant(address)}")
     return host, int(port)
+
+
+def _meant(address: str) -> str:
+    """The address in a URL, or that of a host without a port, as a suggestion."""
+    host = re.sub(r"^[A-Za-z][\w+.-]*://|^//", "", address).partition("/")[0].rpartition("@")[2]
+    if host == address:
+        return ""
+    port = host.rpartition(":")[2]
+    return f"; leave the URL's scheme and path out: {host if port.isdecimal() else f'{host}:PORT'}"
 
 
 def check_target(address: str) -> None:

@@ -77,7 +77,7 @@ def _read_settings(settings: Sequence[str]) -> dict[str, Table]:
         for setting in settings:
             apply_setting(sections, setting)
     except SettingInvalid as error:
-        raise BadFunction(f"--set: {error}") from error
+        raise BadFunction(str(error)) from error
     for name, section in sections.items():
         if name not in _SECTIONS or not isinstance(section, dict):
             raise BadFunction(f"--set {name}: the section must be one of {', '.join(_SECTIONS)}")

@@ -1,0 +1,69 @@
+"""The commands `help` and `completion`, and the class of commands whose options another parser reads."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+from penstock.common.suggestions import did_you_mean
+
+VARIABLE = "_PENSTOCK_COMPLETE"
+"""The environment variable in which a shell's script asks for completions."""
+
+
+class PassThrough(click.Command):
+    """Hands its arguments, --help included, to a parser that it imports when it runs."""
+
+    def __init__(self, name: str, *, parser: str, **attributes: Any) -> None:
+        """`parser` is the click command that reads the arguments, as `package.module:command`."""
+        settings: dict[str, Any] = {
+            "ignore_unknown_options": True,
+            "allow_interspersed_args": False,
+            "help_option_names": [],
+        }
+        super().__init__(name, context_settings=settings, add_help_option=False, **attributes)
+        self._parser = parser
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The options of the parser. None if its extra is not installed."""
+        module, _, command = self._parser.partition(":")
+        try:
+            parser = cast("click.Command", getattr(importlib.import_module(module), command))
+        except ModuleNotFoundError:
+            return []
+        return parser.shell_complete(click.Context(parser, info_name=self.name), incomplete)
+
+
+@click.command("help", epilog="Exit status: 0; 2 if there is no such command.")
+@click.argument("words", metavar="[COMMAND]...", nargs=-1)
+@click.pass_context
+def help_command(context: click.Context, words: tuple[str, ...]) -> None:
+    """Show the help of a command, as COMMAND --help does."""
+    group = context.find_root().command
+    assert isinstance(group, click.Group)
+    command: click.Command = group
+    for word in words:
+        names = command.list_commands(context) if isinstance(command, click.Group) else []
+        if not isinstance(command, click.Group) or word not in names:
+            raise click.UsageError(f"there is no command {word!r}{did_you_mean(word, names)}")
+        command = command.commands[word]
+    group.main([*words, "--help"], prog_name=context.find_root().info_name)
+
+
+@click.command("completion", epilog="Exit status: 0; 2 for an unknown shell.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print a script that completes commands and options in a shell.
+
+    \b
+    $ penstock completion bash > ~/.local/share/bash-completion/completions/penstock
+    $ penstock completion zsh > "${fpath[1]}/_penstock"
+    $ penstock completion fish > ~/.config/fish/completions/penstock.fish
+    """
+    found = get_completion_class(shell)
+    assert found is not None, "click completes for each of these shells"
+    click.echo(found(context.find_root().command, {}, "penstock", VARIABLE).source())
