@@ -194,7 +194,7 @@ def test_the_help_names_the_steps_of_every_scale(capsys: pytest.CaptureFixture[s
     said = " ".join(capsys.readouterr().out.split())
     scales = (settings.SMALL_MODEL, settings.SMALL_MODEL_LONG_TASK, settings.TINY_MODEL)
     short, long, tiny = (scale.steps for scale in scales)
-    assert f"[{short}; {long} with a data set of reasoning-gym, {tiny} with --tiny]" in said
+    assert f"{short}; {long} with a data set of reasoning-gym, {tiny} with --tiny" in said
 
 
 def test_the_backend_is_divided_as_the_command_line_says(tmp_path: Path) -> None:
