@@ -665,6 +665,7 @@ LOADS_CODE = {
     "common/functions.py": {"import_module"},
     # The command line's own modules, by names in its source.
     "cli/loading.py": {"import_module"},
+    "cli/shell.py": {"import_module"},
     # Functions written for slime, which name others in arguments from the operator.
     "client/plugins/slime_functions.py": {"import_module"},
     # The source of the installed megatron-core.
