@@ -33,7 +33,7 @@ test: setup ## run all tests; takes ARGS="-k codec"
 
 # No process but pytest's own, no model and no vLLM: tests/support/slow.py has what is left out.
 test-fast: setup ## the unit tests, in about a minute on two cores; ARGS="-k codec" are passed on
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not long" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile -m "not slow and not long" $(ARGS)
 
 backends: setup ## test each training backend on up to four ranks: same numbers as one process, and the tiny demo learns
 	@$(BIN)/python -m pytest -q -rP -m "long or not long" tests/trainer/policy/test_megatron_policy.py tests/trainer/policy/test_megatron_end_to_end.py tests/system/test_demo_backends.py $(ARGS)
