@@ -229,7 +229,6 @@ def _load(config: TrainerConfig, resume: bool, leader: Leader | None, ledger: Le
 
 
 async def _walk(loop: TrainingLoop, stopping: asyncio.Event) -> None:
-    """Connects, trains and disconnects."""
     if stopping.is_set():
         return  # Asked while the model was loading, so the server was never contacted.
     if not await loop.exchanges.open():

@@ -127,7 +127,6 @@ class LeaseClock:
 
 
 def _running(group: Group) -> list[Attempt]:
-    """The attempts of a group whose deadlines are running."""
     if group.task is not None:
         return [a for a in group.attempts if a.state.leased and not a.open_calls]
     if any(attempt.open_calls for attempt in group.attempts):

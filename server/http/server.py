@@ -224,7 +224,6 @@ class _Refused(Exception):
 
 
 def _names(tls: ssl.SSLObject | None) -> list[str]:
-    """The common names in a client's certificate."""
     shown = None if tls is None else tls.getpeercert()
     subject = cast("tuple[tuple[tuple[str, str], ...], ...]", (shown or {}).get("subject", ()))
     return [value for part in subject for key, value in part if key == "commonName"]

@@ -174,7 +174,6 @@ class AgentTurns:
         return Answer(note.turn, how, asked.trace, note, note.finished)
 
     async def _go_by(self, found: Match, root: TrajectoryRecord, asked: Asked) -> Answer:
-        """Begins the turn that a match calls for."""
         record = found.record
         if found.kind is MatchKind.BRANCHED or record is None:
             branch = f"{root.trajectory_id}/{uuid.uuid4().hex[:12]}"

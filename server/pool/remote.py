@@ -158,7 +158,6 @@ class StagedThere(Staging):
 
 @contextlib.contextmanager
 def _answers() -> Generator[None]:
-    """Converts a call's errors to `Unanswered` and `EngineRefused`."""
     try:
         yield
     except asyncio.CancelledError as error:

@@ -321,7 +321,6 @@ class PoolWeights:
                 return switched
 
     async def _begin(self) -> None:
-        """Hold turns back, before the first engine switches."""
         at_once = self.rules.switches_at_once
         await self.state.hold_turns(SwitchPhase.CLOSED if at_once else SwitchPhase.ROLLING)
         await abort_required(self.turns)

@@ -272,7 +272,6 @@ def group_in(payload: bytes) -> bytes:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns the number and the position after it."""
     value = shift = 0
     while data[at] & 0x80:
         value |= (data[at] & 0x7F) << shift

@@ -112,5 +112,4 @@ class VllmCollective(EngineProcess):
 
 
 def _text(error: Exception) -> str:
-    """The worker's message without vLLM's prefix."""
     return str(error).rpartition(" method failed: ")[2]

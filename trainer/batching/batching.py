@@ -318,7 +318,6 @@ def build_micro_batches(
 
 
 def _cut(rows: list[_Row], token_budget: int) -> list[list[_Row]]:
-    """Returns the rows of each micro-batch of one rank."""
     # Trees come before chains, because a micro-batch with only chains needs no mask.
     rows.sort(key=lambda row: (row.chain, -len(row.tokens)))
     cuts = [0]

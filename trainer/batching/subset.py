@@ -72,5 +72,4 @@ def _seen_from(batch: MicroBatch, rows_M: Tensor, columns_M: Tensor) -> Tensor:
 
 
 def _numbers(kept: Tensor) -> Tensor:
-    """Number the kept entries from zero."""
     return kept.long().cumsum(0) - 1

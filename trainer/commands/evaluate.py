@@ -379,7 +379,6 @@ async def _measure(
 
 
 def _report(record: EvaluationRecord) -> int:
-    """Prints the results. Returns the exit status."""
     from rich.console import Console
 
     from penstock.trainer.evaluation.writer import as_line

@@ -221,7 +221,6 @@ class Measuring:
         return failed
 
     async def _close(self, trajectory: Trajectory, outcome: Outcome | Failed) -> None:
-        """Closes the trajectory, so that the server discards it."""
         if trajectory.closed or not trajectory.turns:
             return
         # The trajectory was lost with the server, or its outcome is invalid. No one else depends on it.

@@ -222,7 +222,6 @@ def take_figures(
 
 
 def _counts(samples: int) -> list[int]:
-    """Returns the values of k for pass@k."""
     powers = [1 << exponent for exponent in range(samples.bit_length())]
     return sorted({*powers, samples}) if samples > 1 else []
 

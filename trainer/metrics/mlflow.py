@@ -83,7 +83,6 @@ def _metric_name(name: str) -> str:
 
 
 def _flat(config: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each setting with its dotted name."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _flat(cast("Mapping[str, object]", value), f"{before}{name}.")

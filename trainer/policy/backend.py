@@ -132,7 +132,6 @@ class BackendPolicy(ABC):
         )
 
     def _prepare(self, plan: StepPlan) -> tuple[StepPlan, list[PreparedUpdate]]:
-        """Return the plan with its advantages, and its updates."""
         if not plan.updates:
             return plan, []
         batches = [batch for update in plan.updates for batch in update.batches]
@@ -286,7 +285,6 @@ class BackendPolicy(ABC):
 
 
 def _own(value_N: Tensor, batch: MicroBatch) -> Tensor:
-    """Take a micro-batch's tokens out of the step's."""
     return value_N[batch.tokens_N.to(value_N.device)]
 
 

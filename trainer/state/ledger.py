@@ -178,7 +178,6 @@ class Ledger:
             self._descriptor = -1
 
     def _cut(self) -> None:
-        """Remove everything beyond the lineage except refusals."""
         if not self._ends:
             return
         self.ahead.clear()
@@ -209,7 +208,6 @@ class Ledger:
         sync_folder(self.path.parent)
 
     def _append(self, entry: Entry) -> int:
-        """Append a line durably; return where it ends."""
         line = _line(entry)
         with storing(self.path):
             hit("ledger.before_append")

@@ -337,7 +337,6 @@ class Sender:
         )
 
     def _instead(self, parcel: Parcel, failure: Failure) -> Parcel:
-        """The whole version, to replace its refused difference."""
         log.warning("%s; sending version %d whole", failure.message, parcel.weight_version)
         self._base.refused()
         if self._base.state is BaseState.REFUSED:

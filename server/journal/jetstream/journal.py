@@ -111,7 +111,6 @@ class JetStreamJournal(AppendingJournal[Entry]):
     # Appending
 
     async def _prepare(self) -> None:
-        """Remove what an interrupted compaction left."""
         try:
             await self._log.clear()
         except JetStreamError as error:

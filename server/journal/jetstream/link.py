@@ -276,7 +276,6 @@ class Link:
 
 
 def _unavailable(answer: Msg) -> bool:
-    """Whether no NATS server could answer the request yet."""
     if answer.headers:
         return answer.headers.get("Status") == NO_RESPONDERS
     error: dict[str, Any] = json.loads(answer.data).get("error") or {}

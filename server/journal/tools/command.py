@@ -48,8 +48,6 @@ class NotExported(Exception):
 
 
 def _guarded(command: Callable[P, int]) -> Callable[P, int]:
-    """Explain errors on stderr and return their exit status."""
-
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
         try:

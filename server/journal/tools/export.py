@@ -103,7 +103,6 @@ def _trajectory(trajectory: trajectory_pb2.Trajectory) -> Row:
 
 
 def _tokens(segments: Iterable[trajectory_pb2.Segment]) -> Row:
-    """Return the columns with one value per token."""
     ids: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
     logprobs: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
     policy: list[NDArray[np.bool_]] = [np.zeros(0, np.bool_)]

@@ -105,7 +105,6 @@ class Filling:
             moved = time.monotonic()
 
     def _verify_up_to(self, progress: _Progress, filled: int) -> bool:
-        """Returns whether the tensor is finished."""
         stop = whole_elements(progress.tensor, filled)
         with contextlib.closing(
             self._reader.read(progress.position, stop, progress.tensor.name)

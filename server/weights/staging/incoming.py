@@ -106,7 +106,6 @@ class IncomingUpload:
 
     @property
     def _over(self) -> bool:
-        """Whether the upload no longer owns its memory."""
         return self.phase in (UploadPhase.STAGED, UploadPhase.ENDED)
 
     def write_chunk(self, offset_bytes: int, data: bytes | memoryview, xxh3: int) -> None:

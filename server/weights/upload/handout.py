@@ -130,7 +130,6 @@ def _slices(request: weights_pb2.FetchWeightsRequest, readable: Readable) -> lis
 
 
 def _cut(slices: Sequence[Slice]) -> Generator[Slice]:
-    """Cut slices into pieces of at most CHUNK_BYTES."""
     for begin, length in slices:
         for done in range(0, length, CHUNK_BYTES):
             yield None if begin is None else begin + done, min(CHUNK_BYTES, length - done)

@@ -253,7 +253,6 @@ def _free_port(address: str) -> int:
 
 
 def _as_aio(failed: WeightSyncFailed) -> grpc.aio.AioRpcError:
-    """The error as other transports raise it."""
     trailers = cast("grpc.Call", failed.error).trailing_metadata() if failed.error else None
     return _aio_error(failed.failure.code, failed.failure.message, tuple(trailers or ()))
 

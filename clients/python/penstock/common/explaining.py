@@ -188,7 +188,6 @@ class _Problem:
         return f"{said}; {hints[0]}" if hints else said
 
     def _described(self) -> str:
-        """The first sentence of the field's documentation."""
         field = self._owner and self._owner.model_fields.get(str(self.place[-1]))
         text = " ".join(((field and field.description) or "").split()).partition(". ")[0]
         return (text[:1].lower() + text[1:]).rstrip(".")

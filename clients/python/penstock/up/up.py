@@ -143,7 +143,6 @@ async def _supervise(
 
 @contextlib.asynccontextmanager
 async def _placement(config: UpConfig, tell: Tell) -> AsyncGenerator[Placement]:
-    """Opens the placement that the configuration asks for."""
     if config.cluster.placement == "processes":
         yield local_placement(config)
         return

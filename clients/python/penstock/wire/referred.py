@@ -52,5 +52,4 @@ def positions(turn: journal_pb2.TurnChanged) -> Iterator[tuple[int, trajectory_p
 
 
 def _head(segment: trajectory_pb2.Segment) -> tuple[object, ...]:
-    """The fields of a segment other than its arrays."""
     return segment.author, segment.weight_version, segment.turn_index, segment.temperature

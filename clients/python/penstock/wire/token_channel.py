@@ -16,8 +16,6 @@ Pairs = Sequence[tuple[str, str | bytes]]
 
 
 def _adding(kind: str) -> Any:
-    """The channel's method `kind`, for calls with more metadata."""
-
     # Generated stubs pass `_registered_method`.
     def make(
         self: TokenChannel,

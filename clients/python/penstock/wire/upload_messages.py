@@ -127,7 +127,6 @@ def _fields(data: bytes, at: int) -> Chunk | None:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and the position after it."""
     value = 0
     for place in range(_LONGEST_VARINT):
         byte = data[at + place]

@@ -194,7 +194,6 @@ class TextArena:
         return not done and state.current_player_id == player and state.error_count > 0
 
     def _observe(self, action: str) -> str:
-        """Returns what the policy has not seen yet."""
         _, messages = self._game.get_observation()
         own = self._library.ObservationType.PLAYER_ACTION
         lines: list[str] = []

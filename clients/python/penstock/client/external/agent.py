@@ -399,7 +399,6 @@ def _own_folder() -> list[Path]:
 
 
 def _write_output(path: Path, output: str) -> None:
-    """Replaces whatever the process left under this name."""
     path.unlink(missing_ok=True)
     path.write_text(output, encoding="utf-8")
 

@@ -134,7 +134,6 @@ def find_episode(sample: Sample) -> Episode | None:
 
 
 def _mean_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Averages the metrics that all outcomes have."""
     names = [name for name in outcomes[0].metrics if all(name in o.metrics for o in outcomes)]
     return {name: sum(o.metrics[name] for o in outcomes) / len(outcomes) for name in names}
 

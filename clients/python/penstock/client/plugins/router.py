@@ -225,7 +225,6 @@ class AttemptRouter:
         return prompt
 
     def _extended_by(self, wanted: Prompt) -> _Line | None:
-        """Returns the longest trajectory that the request starts with."""
         found: _Line | None = None
         longest = 0
         for line in self._lines:

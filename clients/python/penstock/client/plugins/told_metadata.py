@@ -59,7 +59,6 @@ def _text(value: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Converts numpy's and torch's values."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"JSON has no {type(value).__name__}")

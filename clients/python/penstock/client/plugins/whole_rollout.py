@@ -112,8 +112,7 @@ class WholeRollout:
     async def run(self) -> Statistics:
         """Calls the function until stopped, or until `attempts` attempts were closed.
 
-        Raises PenstockError if the server refuses to lease, RolloutMisused, and what the function
-        raises.
+        Raises PenstockError if the server refuses to lease, RolloutMisused, and what the function raises.
         """
         settings = self._settings
         leases = Leases(
@@ -131,8 +130,7 @@ class WholeRollout:
             calling = asyncio.create_task(self._call(source))
             await asyncio.wait((stopping, calling), return_when=asyncio.FIRST_COMPLETED)
             await leases.stop_leasing()
-            # This unblocks an abandoned function, which may hold shared resources such as slime's
-            # loop.
+            # This unblocks an abandoned function, which may hold shared resources such as slime's loop.
             await self._end_leasing(RolloutStopped("the worker was stopped"))
             for task in (stopping, taking, calling):
                 task.cancel()
@@ -179,7 +177,6 @@ class WholeRollout:
 
     @property
     def _given_count(self) -> int:
-        """Number of attempts that the function has."""
         return sum(len(group.attempts) for group in self._groups.values() if group.given)
 
     async def _next_group(
@@ -267,8 +264,7 @@ class WholeRollout:
     async def _close_remains(self, whole: _Group) -> None:
         """Fails what a previous worker left of groups whose other attempts it had closed.
 
-        Groups are leased whole, in order. So a group older than a whole one receives no more
-        attempts.
+        Groups are leased whole, in order. So a group older than a whole one receives no more attempts.
         """
         for group in list(self._groups.values()):
             if group is whole:
