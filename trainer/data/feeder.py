@@ -4,8 +4,8 @@ If a server may have lost tasks, only the outstanding ones are submitted again. 
 and made another one delivers both under the same task, which is still trained once: `take` returns False
 for the second group.
 
-Each reply to `SubmitTasks` reports how many tasks wait at the server. Until the next one, every group that
-the server delivers or reports as dropped counts one less. Servers are filled independently, so an
+Each reply to `SubmitTasks` reports how many tasks wait at the server. Every group that the server delivers
+or reports as dropped during that call, or until the next one, counts one less. Servers are filled independently, so an
 unreachable one does not keep tasks from the others.
 
 A full server, whether of tasks or of anything else, is left alone for the delay that it asked for, because
@@ -277,7 +277,11 @@ class TaskFeeder:
             # Computing a problem may take long; let streams and uploads proceed in between.
             await asyncio.sleep(0)
         at = self.servers[server]
-        at.pending = await submit_tasks(at.channel, tasks, self.run_id, at.trainer_epoch)
+        before = at.pending
+        waiting = await submit_tasks(at.channel, tasks, self.run_id, at.trainer_epoch)
+        # The reply may be older than a group that arrived during the call. Counting that group twice
+        # brings one task too many; not counting it could leave the server without tasks for good.
+        at.pending += waiting - before
 
 
 def _calls(indices: Sequence[int], again: str = "") -> Iterable[Call]:
