@@ -213,19 +213,19 @@ ADDRESSES = {
         "rollout --server http://localhost:8000 --reward score:reward",
         {},
         "Error: Invalid value for '--server': an address reads HOST:PORT, got 'http://localhost:8000'; "
-        "leave the URL's scheme and path out: localhost:8000",
+        "without scheme and path it is localhost:8000",
     ),
     "URL of the trainer": (
         "train run.toml --set server.address=http://localhost:8000/v1",
         {},
         "penstock train: --set server.address: an address reads HOST:PORT, got 'http://localhost:8000/v1'; "
-        "leave the URL's scheme and path out: localhost:8000",
+        "without scheme and path it is localhost:8000",
     ),
     "URL to listen on": (
         "serve --model org/model --listen http://0.0.0.0",
         {},
         "penstock serve: --listen: an address reads HOST:PORT, got 'http://0.0.0.0'; leave the URL's "
-        "scheme and path out: 0.0.0.0:PORT",
+        "without scheme and path it is 0.0.0.0:PORT",
     ),
     "no port": (
         "rollout --server localhost --reward score:reward",

@@ -39,7 +39,7 @@ _LONGEST_RENEWAL_SECONDS = 3.0
 _UNREACHABLE = (ServerUnavailable, Overloaded, DeadlineExceeded)
 # A server that does not answer for longer than this is reported.
 _SILENCE_SECONDS = 2.0
-# A worker that gets no task at all for this long says so, once.
+# A worker that gets no task at all for this long logs it, once.
 _IDLE_SECONDS = 30.0
 # Extra wait before a lease counts as expired: the server may have started it slightly later.
 _OUTWAIT_SECONDS = 0.5

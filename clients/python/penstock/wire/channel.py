@@ -48,7 +48,7 @@ def _meant(address: str) -> str:
     if host == address:
         return ""
     port = host.rpartition(":")[2]
-    return f"; leave the URL's scheme and path out: {host if port.isdecimal() else f'{host}:PORT'}"
+    return f"; without scheme and path it is {host if port.isdecimal() else f'{host}:PORT'}"
 
 
 def check_target(address: str) -> None:
