@@ -5,8 +5,8 @@ and made another one delivers both under the same task, which is still trained o
 for the second group.
 
 Each reply to `SubmitTasks` reports how many tasks wait at the server. Every group that the server delivers
-or reports as dropped during that call, or until the next one, counts one less. Servers are filled independently, so an
-unreachable one does not keep tasks from the others.
+or reports as dropped during that call, or until the next one, counts one less. Servers are filled
+independently, so an unreachable one does not keep tasks from the others.
 
 A full server, whether of tasks or of anything else, is left alone for the delay that it asked for, because
 room may open only when this trainer takes groups and trains them.
