@@ -224,7 +224,7 @@ ADDRESSES = {
     "URL to listen on": (
         "serve --model org/model --listen http://0.0.0.0",
         {},
-        "penstock serve: --listen: an address reads HOST:PORT, got 'http://0.0.0.0'; leave the URL's "
+        "penstock serve: --listen: an address reads HOST:PORT, got 'http://0.0.0.0'; "
         "without scheme and path it is 0.0.0.0:PORT",
     ),
     "no port": (
