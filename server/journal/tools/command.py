@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import click
 
@@ -29,12 +29,7 @@ from penstock.server.journal.disk.segment_reader import (
     check_order,
 )
 from penstock.server.journal.protocol import Stored
-from penstock.server.journal.tools.contents import (
-    Contents,
-    FinishedLine,
-    read_contents,
-    recover_stored,
-)
+from penstock.server.journal.tools.contents import read_contents, recover_stored
 from penstock.server.journal.tools.export import group_rows, open_writer, state_of
 
 P = ParamSpec("P")
@@ -71,7 +66,7 @@ def list_stored(folder: Path, as_json: bool) -> int:
     with open_stored(folder) as journal:
         contents = read_contents(journal)
     if as_json:
-        click.echo(json.dumps(asdict(contents), indent=2))
+        click.echo(json.dumps(contents, indent=2))
     elif sys.stdout.isatty():
         _show_tables(contents)
     else:
@@ -80,17 +75,18 @@ def list_stored(folder: Path, as_json: bool) -> int:
     return OK
 
 
-def _head(contents: Contents) -> list[str]:
-    lines = [_writing(contents.folder, contents.writer)] if contents.writer is not None else []
-    run = f"run {contents.run_id}, " if contents.run_id else ""
+def _head(contents: dict[str, Any]) -> list[str]:
+    folder, writer = contents["folder"], contents["writer"]
+    lines = [] if writer is None else [_writing(folder, writer)]
+    run = f"run {contents['run_id']}, " if contents["run_id"] else ""
     lines.append(
-        f"{contents.folder}: {run}weight version {contents.weight_version}, trainer epoch "
-        f"{contents.trainer_epoch}, {contents.starts} starts, {contents.stored_bytes} bytes"
+        f"{folder}: {run}weight version {contents['weight_version']}, trainer epoch "
+        f"{contents['trainer_epoch']}, {contents['starts']} starts, {contents['stored_bytes']} bytes"
     )
-    if contents.torn_bytes:
+    if contents["torn_bytes"]:
         torn = "are torn: they were never acknowledged"
-        state = torn if contents.writer is None else "are being written"
-        lines.append(f"{contents.torn_bytes} bytes at the end {state}")
+        state = torn if writer is None else "are being written"
+        lines.append(f"{contents['torn_bytes']} bytes at the end {state}")
     return lines
 
 
@@ -98,7 +94,7 @@ def _writing(folder: str, writer: int) -> str:
     return f"a server (process {writer}) is writing to {folder}: this is a momentary view"
 
 
-def _lines(contents: Contents) -> Iterator[str]:
+def _lines(contents: dict[str, Any]) -> Iterator[str]:
     """Yield one line per item: its kind, its id, and name=value pairs."""
     yield from _head(contents)
     kinds = ("waiting", "under-way", "open", "finished")
@@ -110,45 +106,45 @@ def _lines(contents: Contents) -> Iterator[str]:
             yield f"{kind} {name} {pairs}".rstrip()
 
 
-def _sections(contents: Contents) -> list[tuple[str, list[dict[str, str]]]]:
+def _sections(contents: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]]]:
     """Return the title and rows of each section; the first value of a row is its id."""
     waiting = [
-        {"task": t.task_id, "purpose": t.purpose, "attempts": str(t.group_size)}
-        for t in contents.tasks_waiting
+        {"task": t["task_id"], "purpose": t["purpose"], "attempts": str(t["group_size"])}
+        for t in contents["tasks_waiting"]
     ]
     under_way = [
         {
-            "group": g.group_id,
-            "task": g.task_id,
-            "purpose": g.purpose,
-            "closed": f"{sum(a.closed for a in g.attempts)}/{g.group_size}",
-            "leased": str(sum(a.leased for a in g.attempts)),
-            "admitted": str(g.admitted_weight_version),
+            "group": g["group_id"],
+            "task": g["task_id"],
+            "purpose": g["purpose"],
+            "closed": f"{sum(a['closed'] for a in g['attempts'])}/{g['group_size']}",
+            "leased": str(sum(a["leased"] for a in g["attempts"])),
+            "admitted": str(g["admitted_weight_version"]),
         }
-        for g in contents.groups_under_way
+        for g in contents["groups_under_way"]
     ]
     trajectories = [
         {
-            "trajectory": t.trajectory_id,
-            "group": t.group_id,
-            "turns": str(t.turn_count),
-            "tokens": str(t.token_count),
+            "trajectory": t["trajectory_id"],
+            "group": t["group_id"],
+            "turns": str(t["turn_count"]),
+            "tokens": str(t["token_count"]),
         }
-        for t in contents.open_trajectories
+        for t in contents["open_trajectories"]
     ]
     finished = [
         {
-            "group": g.group_id,
-            "task": g.task_id,
-            "purpose": g.purpose,
-            "trajectories": str(g.trajectory_count),
-            "tokens": str(g.token_count),
-            "bytes": str(g.byte_count),
+            "group": g["group_id"],
+            "task": g["task_id"],
+            "purpose": g["purpose"],
+            "trajectories": str(g["trajectory_count"]),
+            "tokens": str(g["token_count"]),
+            "bytes": str(g["byte_count"]),
             "versions": _versions(g),
-            "state": g.state,
-            "step": "" if g.step is None else str(g.step),
+            "state": g["state"],
+            "step": "" if g["step"] is None else str(g["step"]),
         }
-        for g in contents.finished_groups
+        for g in contents["finished_groups"]
     ]
     return [
         ("tasks waiting", waiting),
@@ -158,14 +154,14 @@ def _sections(contents: Contents) -> list[tuple[str, list[dict[str, str]]]]:
     ]
 
 
-def _versions(group: FinishedLine) -> str:
-    oldest, newest = group.oldest_weight_version, group.newest_weight_version
+def _versions(group: dict[str, Any]) -> str:
+    oldest, newest = group["oldest_weight_version"], group["newest_weight_version"]
     if oldest is None:
         return ""
     return str(oldest) if oldest == newest else f"{oldest}-{newest}"
 
 
-def _show_tables(contents: Contents) -> None:
+def _show_tables(contents: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -3,141 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
+from penstock.server.groups.attempts import Group
 from penstock.server.groups.recovery import FinishedGroup, Recovered, recover
 from penstock.server.journal.disk.reading import NoJournal, StoredJournal
 from penstock.server.journal.protocol import JournalUnreadable, Record, Stored
-from penstock.server.journal.tools.export import State, purpose_name, state_of
+from penstock.server.journal.tools.export import purpose_name, state_of
 from penstock.wire import codec
 
 
-@dataclass(frozen=True)
-class WaitingTask:
-    """A task that no worker has taken yet."""
-
-    task_id: str
-    purpose: str
-    group_size: int
-    data_source: str
-    data_index: int
-
-
-@dataclass(frozen=True)
-class AttemptLine:
-    trajectory_id: str
-    retry_count: int
-    leased: bool
-    closed: bool
-
-
-@dataclass(frozen=True)
-class GroupUnderWay:
-    group_id: str
-    task_id: str
-    purpose: str
-    group_size: int
-    admitted_weight_version: int
-    attempts: tuple[AttemptLine, ...]
-
-
-@dataclass(frozen=True)
-class OpenTrajectory:
-    trajectory_id: str
-    group_id: str
-    sample_index: int
-    turn_count: int
-    token_count: int
-
-
-@dataclass(frozen=True)
-class FinishedLine:
-    group_id: str
-    task_id: str
-    purpose: str
-    state: State
-    step: int | None
-    """Step that trained it, if no durable checkpoint contains that step yet."""
-    trajectory_count: int
-    token_count: int
-    byte_count: int
-    admitted_weight_version: int
-    oldest_weight_version: int | None
-    """None if the policy sampled no tokens, like `newest_weight_version`."""
-    newest_weight_version: int | None
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The summary of a journal; `penstock journal list --json` prints exactly these fields."""
-
-    folder: str
-    writer: int | None
-    """Id of the process that writes to it, if visible from here."""
-    starts: int
-    run_id: str
-    trainer_epoch: int
-    weight_version: int
-    stored_bytes: int
-    torn_bytes: int
-    tasks_waiting: tuple[WaitingTask, ...]
-    groups_under_way: tuple[GroupUnderWay, ...]
-    open_trajectories: tuple[OpenTrajectory, ...]
-    finished_groups: tuple[FinishedLine, ...]
-
-
-def read_contents(journal: StoredJournal) -> Contents:
-    """Summarize the state that a server would start from. Raises SegmentCorrupt and NoJournal."""
+def read_contents(journal: StoredJournal) -> dict[str, Any]:
+    """Summarize the state that a server would start from. `penstock journal list --json` prints exactly
+    this. Raises SegmentCorrupt and NoJournal."""
     counts: dict[str, tuple[int, int]] = {}
     found = recover_stored(journal, _counted(journal.records(), counts))
-    return Contents(
-        folder=str(journal.folder),
-        writer=journal.writer,
-        starts=found.starts,
-        run_id=found.run_id,
-        trainer_epoch=found.trainer_epoch,
-        weight_version=found.weight_version,
-        stored_bytes=sum(segment.end for segment in journal.segments),
-        torn_bytes=sum(segment.torn_bytes for segment in journal.segments),
-        tasks_waiting=tuple(
-            WaitingTask(
-                task.task_id,
-                purpose_name(task.purpose),
-                task.group_size,
-                task.data_source,
-                task.index,
-            )
+    return {
+        "folder": str(journal.folder),
+        "writer": journal.writer,
+        "starts": found.starts,
+        "run_id": found.run_id,
+        "trainer_epoch": found.trainer_epoch,
+        "weight_version": found.weight_version,
+        "stored_bytes": sum(segment.end for segment in journal.segments),
+        "torn_bytes": sum(segment.torn_bytes for segment in journal.segments),
+        "tasks_waiting": [
+            {
+                "task_id": task.task_id,
+                "purpose": purpose_name(task.purpose),
+                "group_size": task.group_size,
+                "data_source": task.data_source,
+                "data_index": task.index,
+            }
             for task in (found.tasks[task_id] for task_id in found.pending)
-        ),
-        groups_under_way=tuple(
-            GroupUnderWay(
-                group.group_id,
-                group.task.task_id if group.task is not None else "",
-                purpose_name(group.purpose),
-                group.size,
-                group.admitted_version,
-                tuple(
-                    AttemptLine(a.trajectory_id, a.retry_count, a.state.leased, a.state.final)
-                    for a in group.attempts
-                ),
-            )
-            for group in found.groups.values()
-        ),
-        open_trajectories=tuple(
-            OpenTrajectory(
-                record.trajectory_id,
-                record.group_id,
-                record.sample_index,
-                record.turn_count,
-                record.token_count,
-            )
+        ],
+        "groups_under_way": [_under_way(group) for group in found.groups.values()],
+        "open_trajectories": [
+            {
+                "trajectory_id": record.trajectory_id,
+                "group_id": record.group_id,
+                "sample_index": record.sample_index,
+                "turn_count": record.turn_count,
+                "token_count": record.token_count,
+            }
             for record in found.trajectories.values()
             if not record.closed
-        ),
-        finished_groups=tuple(
-            _finished_line(group, *counts[group.group_id]) for group in found.finished.values()
-        ),
-    )
+        ],
+        "finished_groups": [
+            _finished(group, *counts[group.group_id]) for group in found.finished.values()
+        ],
+    }
 
 
 def _counted(
@@ -158,20 +73,41 @@ def _counted(
         yield record, stored
 
 
-def _finished_line(group: FinishedGroup, token_count: int, newest: int) -> FinishedLine:
-    return FinishedLine(
-        group.group_id,
-        group.task_id,
-        purpose_name(group.purpose),
-        state_of(group),
-        group.step or None,
-        len(group.trajectory_ids),
-        token_count,
-        group.byte_count,
-        group.admitted_version,
-        group.oldest_version,
-        newest if group.oldest_version is not None else None,
-    )
+def _under_way(group: Group) -> dict[str, Any]:
+    return {
+        "group_id": group.group_id,
+        "task_id": group.task.task_id if group.task is not None else "",
+        "purpose": purpose_name(group.purpose),
+        "group_size": group.size,
+        "admitted_weight_version": group.admitted_version,
+        "attempts": [
+            {
+                "trajectory_id": attempt.trajectory_id,
+                "retry_count": attempt.retry_count,
+                "leased": attempt.state.leased,
+                "closed": attempt.state.final,
+            }
+            for attempt in group.attempts
+        ],
+    }
+
+
+def _finished(group: FinishedGroup, token_count: int, newest: int) -> dict[str, Any]:
+    return {
+        "group_id": group.group_id,
+        "task_id": group.task_id,
+        "purpose": purpose_name(group.purpose),
+        "state": state_of(group),
+        # The step that trained it, if no durable checkpoint contains that step yet.
+        "step": group.step or None,
+        "trajectory_count": len(group.trajectory_ids),
+        "token_count": token_count,
+        "byte_count": group.byte_count,
+        "admitted_weight_version": group.admitted_version,
+        # None if the policy sampled no tokens.
+        "oldest_weight_version": group.oldest_version,
+        "newest_weight_version": newest if group.oldest_version is not None else None,
+    }
 
 
 def recover_stored(journal: StoredJournal, records: Iterator[tuple[Record, Stored]]) -> Recovered:

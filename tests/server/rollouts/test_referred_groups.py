@@ -96,8 +96,8 @@ async def test_a_large_segment_is_written_once_and_read_the_same_everywhere(tmp_
         assert await delivered(second, 4) == from_memory
         assert await delivered(second, 5, by_place=True) == from_memory
         with open_stored(after / "journal") as journal:
-            (line,) = read_contents(journal).finished_groups
-            assert (line.token_count, line.byte_count) == (6, from_memory.ByteSize())
+            (line,) = read_contents(journal)["finished_groups"]
+            assert (line["token_count"], line["byte_count"]) == (6, from_memory.ByteSize())
         await compact(second)
         (record,) = finished_in(after)
         assert record.group_finished.group == from_memory
