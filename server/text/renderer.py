@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -38,7 +39,7 @@ class Written:
 
     message: Message
     tool_call_error: str = ""
-    """Why text that begins like a tool call is not one; else empty."""
+    """Why text that begins like a tool call is not one; else empty. The text is then content."""
     reasoning_token_count: int = 0
     """As the parser counts them; 0 if there is no parser that counts."""
 
@@ -50,26 +51,6 @@ class Written:
         return len(message.content) + len(message.reasoning) + arguments
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedCall:
-    name: str
-    arguments_json: str
-    """A JSON object."""
-    tool_call_id: str = ""
-    """The id that the policy wrote, in formats that have one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    content: str
-    reasoning: str = ""
-    calls: tuple[ParsedCall, ...] = ()
-    error: str = ""
-    """Why text that begins like a tool call is not one. There are then no calls; the text is content."""
-    reasoning_token_count: int = 0
-    """0 if the parser does not count them."""
-
-
 class OutputParser(Protocol):
     """Splits the text of a turn into its parts. Several threads may call it at the same time."""
 
@@ -79,8 +60,9 @@ class OutputParser(Protocol):
         token_ids: Sequence[int],
         prompt_token_ids: Sequence[int],
         tools: Sequence[Tool],
-    ) -> Parsed:
-        """Parses a whole turn. Never raises, whatever the text.
+    ) -> Written:
+        """Parses a whole turn. Never raises, whatever the text. Calls have the ids that the policy wrote,
+        in formats that have one, and arguments that are JSON objects.
 
         Args:
             text: The policy's text, with its special tokens except the one that ended the turn.
@@ -199,11 +181,11 @@ class Renderer:
         control = [self._special_ids[token] for token in set(ids) & self._special_ids.keys()]
         message = Message(
             "assistant",
-            _without(parsed.content, control),
-            _name_calls(parsed.calls, name),
-            reasoning=_without(parsed.reasoning, control),
+            _without(parsed.message.content, control),
+            _name_calls(parsed.message.tool_calls, name),
+            reasoning=_without(parsed.message.reasoning, control),
         )
-        return Written(message, parsed.error, parsed.reasoning_token_count)
+        return replace(parsed, message=message)
 
     def open_stream(self, prompt_token_ids: Sequence[int], tools: Sequence[Tool]) -> TurnStream:
         """Parses one turn while it is written, like `read_message` but without tool calls."""
@@ -239,22 +221,12 @@ class Renderer:
             ) from error
 
     def _encode(self, text: str, guard: Guard, *, add_special_tokens: bool) -> NDArray[np.int32]:
-        pieces = [(text, False)]
-        for mark, token in guard.found():
-            split: list[tuple[str, bool]] = []
-            for piece, is_literal in pieces:
-                if is_literal:
-                    split.append((piece, True))
-                    continue
-                for index, part in enumerate(piece.split(mark)):
-                    if index:
-                        split.append((token, True))
-                    split.append((part, False))
-            pieces = split
+        found = dict(guard.found())
+        pieces = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
         ids: list[int] = []
-        for index, (piece, is_literal) in enumerate(pieces):
-            if is_literal:
-                ids += self._spell(piece)
+        for index, piece in enumerate(pieces):
+            if piece in found:
+                ids += self._spell(found[piece])
             elif piece or (add_special_tokens and not index):
                 ids += self._tokenizer.encode(
                     piece, add_special_tokens=add_special_tokens and not index
@@ -296,13 +268,13 @@ def _without(text: str, parts: Iterable[str]) -> str:
     return text
 
 
-def _name_calls(calls: Iterable[ParsedCall], turn: str) -> tuple[ToolCall, ...]:
+def _name_calls(calls: Iterable[ToolCall], turn: str) -> tuple[ToolCall, ...]:
     """The policy's own ids are kept if they are unique within the turn."""
     named: dict[str, ToolCall] = {}
     for index, call in enumerate(calls):
         own = call.tool_call_id
         call_id = own if own and own not in named else _call_id(turn, index)
-        named[call_id] = ToolCall(call_id, call.name, call.arguments_json)
+        named[call_id] = replace(call, tool_call_id=call_id)
     return tuple(named.values())
 
 

@@ -23,8 +23,8 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
-from penstock.server.text.messages import Tool
-from penstock.server.text.renderer import Parsed, ParsedCall
+from penstock.server.text.messages import Message, Tool, ToolCall
+from penstock.server.text.renderer import Written
 from penstock.server.text.streaming import StreamParser
 
 # Attributes and terminals that hold the text with which a call begins; names differ between parsers.
@@ -86,7 +86,7 @@ class VllmParsers:
         token_ids: Sequence[int],
         prompt_token_ids: Sequence[int],
         tools: Sequence[Tool],
-    ) -> Parsed:
+    ) -> Written:
         failures: list[BaseException] = []
         token = _failures.set(failures)
         try:
@@ -101,14 +101,16 @@ class VllmParsers:
             count = self._count(token_ids, prompt_token_ids) if reasoning else 0
         except Exception as failure:
             # Parsers may raise anything on text they do not expect.
-            return Parsed(text, error=f"{self._name or 'the reasoning parser'}: {failure!r}")
+            problem = f"{self._name or 'the reasoning parser'}: {failure!r}"
+            return Written(Message("assistant", text), problem)
         finally:
             _failures.reset(token)
-        return Parsed(content, reasoning, calls, error, count)
+        message = Message("assistant", content, calls, reasoning=reasoning)
+        return Written(message, error, count)
 
     def _run(
         self, text: str, token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]
-    ) -> tuple[str, str, tuple[ParsedCall, ...]]:
+    ) -> tuple[str, str, tuple[ToolCall, ...]]:
         request = _request(tools)
         parser = self._parser_class(self._tokenizer, request.tools)
         parser.set_prompt_token_ids(list(prompt))
@@ -116,8 +118,7 @@ class VllmParsers:
             text, request, enable_auto_tools=bool(tools), model_output_token_ids=list(token_ids)
         )
         found = tuple(
-            ParsedCall(str(call.name), str(call.arguments), _own_id(call.id))
-            for call in calls or ()
+            ToolCall(_own_id(call.id), str(call.name), str(call.arguments)) for call in calls or ()
         )
         return reasoning or "", content or "", found
 
@@ -149,7 +150,7 @@ class VllmParsers:
         return read
 
     def _error(
-        self, text: str, calls: Sequence[ParsedCall], failures: Sequence[BaseException]
+        self, text: str, calls: Sequence[ToolCall], failures: Sequence[BaseException]
     ) -> str:
         """Why the text's call cannot be made; empty if there is no problem."""
         for call in calls:
@@ -165,7 +166,7 @@ class VllmParsers:
         return ""
 
 
-def _wrong(call: ParsedCall) -> str:
+def _wrong(call: ToolCall) -> str:
     """Empty if the call is fit. Python's JSON reader and the parsers accept what other readers refuse."""
     try:
         arguments: Any = json.loads(call.arguments_json)

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from penstock.server.rollouts.start import StreamRules
+from penstock.server.config.settings import StreamingSection
 from penstock.server.text.messages import Message
 from penstock.server.text.renderer import Renderer
 from penstock.server.vllm.parsers import VllmParsers
@@ -225,7 +225,7 @@ async def messages_pieces(base: str) -> Pieces:
 @pytest.mark.parametrize("pieces", [chat_pieces, responses_pieces, messages_pieces])
 async def test_reasoning_is_streamed_as_it_is_written(server: Harness, pieces: Any) -> None:
     # The engine stops mid-turn until the client has seen the reasoning so far.
-    server.engine.freeze_at = 1 + StreamRules().interval
+    server.engine.freeze_at = 1 + StreamingSection().interval
     reasoning = text = ""
     async with asyncio.timeout(20):
         async for thought, said in pieces(server.http):
@@ -284,7 +284,7 @@ def test_tokens_of_reasoning_that_the_template_begins_are_counted() -> None:
         parsed = VllmParsers(TOKENIZER, "hermes", name).parse(
             TOKENIZER.decode(written), written, prompt, ()
         )
-        assert (parsed.reasoning, parsed.reasoning_token_count) == (REASONING, len(thought))
+        assert (parsed.message.reasoning, parsed.reasoning_token_count) == (REASONING, len(thought))
 
 
 async def test_blocks_and_messages_have_all_of_anthropics_fields(server: Harness) -> None:

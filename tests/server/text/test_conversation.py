@@ -11,7 +11,7 @@ import pytest
 
 from penstock.server.core.errors import FieldInvalid
 from penstock.server.text.messages import Message, Tool, ToolCall
-from penstock.server.text.renderer import PROBE, Parsed, ParsedCall, Renderer, Written
+from penstock.server.text.renderer import PROBE, Renderer, Written
 from tests.support.chat_templates import FAMILIES, make_tokenizer
 from tests.support.fakes import EOS
 from tests.support.tiny_model import make_byte_tokenizer
@@ -278,12 +278,11 @@ class Halves:
         token_ids: Sequence[int],
         prompt_token_ids: Sequence[int],
         tools: Sequence[Tool],
-    ) -> Parsed:
+    ) -> Written:
         self.seen = (text, list(token_ids), list(prompt_token_ids), list(tools))
         before, _, after = text.partition("<tool_call>")
-        return Parsed(
-            before, "r<|im_start|>", (ParsedCall(after, "{}"), ParsedCall("n", "{}", "own"))
-        )
+        calls = ToolCall("", after, "{}"), ToolCall("own", "n", "{}")
+        return Written(Message("assistant", before, calls, reasoning="r<|im_start|>"))
 
 
 def test_the_parser_sees_special_tokens_and_the_message_has_none(
@@ -312,8 +311,9 @@ def test_the_parser_sees_special_tokens_and_the_message_has_none(
 class Repeating(Halves):
     """A parser of a format with call ids, in which the policy writes one id twice."""
 
-    def parse(self, *_: object) -> Parsed:
-        return Parsed("", "", tuple(ParsedCall("n", "{}", own) for own in ("f:0", "f:0", "f:1")))
+    def parse(self, *_: object) -> Written:
+        calls = tuple(ToolCall(own, "n", "{}") for own in ("f:0", "f:0", "f:1"))
+        return Written(Message("assistant", "", calls))
 
 
 def test_ids_that_the_policy_writes_twice_tell_the_calls_apart_all_the_same(

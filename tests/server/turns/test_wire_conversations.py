@@ -13,8 +13,8 @@ import grpc
 import numpy as np
 import pytest
 
-from penstock.server.text.messages import Message, Tool
-from penstock.server.text.renderer import Parsed, ParsedCall, Renderer
+from penstock.server.text.messages import Message, Tool, ToolCall
+from penstock.server.text.renderer import Renderer, Written
 from penstock.server.turns.matching import MatchKind, match
 from penstock.trainer.batching.batching import read_group
 from penstock.v1 import conversation_pb2, trajectory_pb2
@@ -64,12 +64,14 @@ class Calls:
         token_ids: Sequence[int],
         prompt_token_ids: Sequence[int],
         tools: Sequence[Tool],
-    ) -> Parsed:
+    ) -> Written:
         if not tools:
-            return Parsed(text)
+            return Written(Message("assistant", text))
         if tools[0].name == "other":
-            return Parsed(text, error="what follows <tool_call> is no tool call")
-        return Parsed("", "I call.", (ParsedCall("add", '{"a": 1}'),))
+            problem = "what follows <tool_call> is no tool call"
+            return Written(Message("assistant", text), problem)
+        calls = (ToolCall("", "add", '{"a": 1}'),)
+        return Written(Message("assistant", "", calls, reasoning="I call."))
 
 
 def said(role: str, content: str, **fields: Any) -> Any:

@@ -13,15 +13,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from penstock.server.__main__ import main as serve
-from penstock.server.text.messages import Tool
-from penstock.server.text.renderer import ParsedCall
+from penstock.server.text.messages import Message, Tool, ToolCall
 from penstock.server.vllm.parsers import ParserUnknown, VllmParsers, check_names
 from tests.support.chat_templates import make_tokenizer
 
 TOOL = Tool("add", "adds", {"type": "object", "properties": {"a": {"type": "integer"}}})
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-FOUND = (ParsedCall("add", '{"a": 1}'),)
+FOUND = (ToolCall("", "add", '{"a": 1}'),)
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +37,15 @@ def parse(tokenizer: Any, text: str, tool: str, reasoning: str = "", tools: Any 
 @pytest.mark.parametrize(("parser", "call"), [("hermes", CALL), ("qwen3_coder", XML)])
 def test_calls_and_reasoning_are_found(tokenizer: Any, parser: str, call: str) -> None:
     parsed = parse(tokenizer, f"<think>\nhm\n</think>\n\nSo {call}{call}", parser, "qwen3")
-    assert (parsed.reasoning.strip(), parsed.content.strip()) == ("hm", "So")
-    assert (parsed.calls, parsed.error) == (FOUND * 2, "")
+    assert (parsed.message.reasoning.strip(), parsed.message.content.strip()) == ("hm", "So")
+    assert (parsed.message.tool_calls, parsed.tool_call_error) == (FOUND * 2, "")
     plain = parse(tokenizer, "Just text.", parser)
-    assert (plain.content, plain.calls, plain.error) == ("Just text.", (), "")
+    assert (plain.message, plain.tool_call_error) == (Message("assistant", "Just text."), "")
 
 
 def test_without_tools_nothing_is_a_call(tokenizer: Any) -> None:
     parsed = parse(tokenizer, CALL, "hermes", tools=())
-    assert (parsed.content, parsed.calls, parsed.error) == (CALL, (), "")
+    assert (parsed.message, parsed.tool_call_error) == (Message("assistant", CALL), "")
 
 
 DEEP = '{"a": ' * 101 + "1" + "}" * 101
@@ -95,8 +94,8 @@ def test_what_cannot_be_read_comes_back_as_text_with_a_reason(
         parsed = parse(tokenizer, text, parser)
     finally:
         logging.getLogger().removeHandler(handler)
-    assert (parsed.content, parsed.calls) == (text, ())
-    assert reason in parsed.error
+    assert parsed.message == Message("assistant", text)
+    assert reason in parsed.tool_call_error
     # It is the policy's mistake, so the operator's log stays empty.
     assert logged.empty()
 
