@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.v1 import rollout_service_pb2
+
 
 @dataclass(frozen=True, slots=True)
 class LimitRules:
@@ -44,18 +46,6 @@ class LimitRules:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
-    """An engine's report of its load, and the number of this hub's turns it then had."""
-
-    turns: int
-    waiting: int
-    kv_cache_usage: float
-    """From 0 to 1."""
-    preemptions: int
-    """Total since this engine process started."""
-
-
-@dataclass(frozen=True, slots=True)
 class TurnLimit:
     value: int
     preemptions: int | None = None
@@ -70,17 +60,20 @@ class TurnLimit:
         value = max(rules.fewest, min(self.value, turns))
         return TurnLimit(value, self.preemptions, self.coming_down, proven=True)
 
-    def after(self, report: LoadReport, rules: LimitRules) -> TurnLimit:
+    def after(
+        self, turns: int, load: rollout_service_pb2.ServerLoad, rules: LimitRules
+    ) -> TurnLimit:
+        """The limit after an engine's report of its load, at which it had `turns` of this hub's turns."""
         value, proven = self.value, self.proven
-        before = report.preemptions if self.preemptions is None else self.preemptions
+        before = load.preemption_count if self.preemptions is None else self.preemptions
         # A count that decreased comes from another engine process.
-        preempted = report.preemptions > before and not self.coming_down
-        if report.turns <= value:
-            if preempted or report.kv_cache_usage >= rules.full:
-                value = max(rules.fewest, int(max(1, report.turns) * rules.fall))
+        preempted = load.preemption_count > before and not self.coming_down
+        if turns <= value:
+            if preempted or load.kv_cache_usage >= rules.full:
+                value = max(rules.fewest, int(max(1, turns) * rules.fall))
                 proven = True
             elif (
-                report.turns == value and not report.waiting and report.kv_cache_usage < rules.room
+                turns == value and not load.waiting_turn_count and load.kv_cache_usage < rules.room
             ):
                 value = min(rules.most, value + max(1, int(value * rules.growth)))
-        return TurnLimit(value, report.preemptions, report.turns > value, proven)
+        return TurnLimit(value, load.preemption_count, turns > value, proven)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from penstock.server.engine.turn_limit import LimitRules, LoadReport, TurnLimit
+from penstock.server.engine.turn_limit import LimitRules, TurnLimit
 from penstock.server.pool.health import Pace, Silence
 from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.routing import EngineLoad, retry_seconds
@@ -183,11 +183,8 @@ class Member:
         base = info.delta_base_weight_version
         self.delta_base = self.pool_version(base) if base else None
         self.wire_adapters = tuple(info.adapter_weight_versions)
-        load = self.load = info.load
-        report = LoadReport(
-            len(self.turns), load.waiting_turn_count, load.kv_cache_usage, load.preemption_count
-        )
-        self.limit = self.limit.after(report, self.rules)
+        self.load = info.load
+        self.limit = self.limit.after(len(self.turns), info.load, self.rules)
         return other
 
     def pool_version(self, wire_version: int) -> int | None:

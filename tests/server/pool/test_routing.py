@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.server.engine.turn_limit import LimitRules, LoadReport, TurnLimit
+from penstock.server.engine.turn_limit import LimitRules, TurnLimit
 from penstock.server.pool.routing import (
     EngineLoad,
     RoutingRules,
@@ -14,6 +14,8 @@ from penstock.server.pool.routing import (
     retry_seconds,
     widest_limit,
 )
+from penstock.v1 import rollout_service_pb2
+from penstock.wire.messages import ServerLoad
 
 RULES = RoutingRules(margin=0.25)
 
@@ -148,85 +150,91 @@ def test_retries_double_up_to_a_bound() -> None:
 
 
 LIMITS = LimitRules(first=8, fewest=1, most=64)
+Report = tuple[int, rollout_service_pb2.ServerLoad]
 
 
-def report(turns: int, waiting: int = 0, usage: float = 0.1, preemptions: int = 0) -> LoadReport:
-    return LoadReport(turns, waiting, usage, preemptions)
+def report(turns: int, waiting: int = 0, usage: float = 0.1, preemptions: int = 0) -> Report:
+    load = ServerLoad(
+        waiting_turn_count=waiting, kv_cache_usage=usage, preemption_count=preemptions
+    )
+    return turns, load
 
 
 def test_a_limit_that_is_reached_with_room_grows() -> None:
     limit = TurnLimit(LIMITS.first)
-    assert limit.after(report(8), LIMITS) == TurnLimit(9, preemptions=0, proven=False)
-    assert TurnLimit(64).after(report(64), LIMITS).value == 64
+    assert limit.after(*report(8), LIMITS) == TurnLimit(9, preemptions=0, proven=False)
+    assert TurnLimit(64).after(*report(64), LIMITS).value == 64
 
 
 def test_a_limit_that_is_not_reached_stays() -> None:
-    assert TurnLimit(8).after(report(5), LIMITS).value == 8
+    assert TurnLimit(8).after(*report(5), LIMITS).value == 8
 
 
 def test_turns_that_wait_in_the_engine_teach_nothing_better() -> None:
-    assert TurnLimit(8).after(report(8, 4), LIMITS).value == 8
+    assert TurnLimit(8).after(*report(8, 4), LIMITS).value == 8
 
 
 def test_a_preemption_counts_once_and_lowers_it_below_what_there_was() -> None:
-    limit = TurnLimit(40, preemptions=0).after(report(20, preemptions=3), LIMITS)
+    limit = TurnLimit(40, preemptions=0).after(*report(20, preemptions=3), LIMITS)
     assert limit.value == 15 and limit.proven
-    assert limit.after(report(15, usage=0.9, preemptions=3), LIMITS).value == 15
+    assert limit.after(*report(15, usage=0.9, preemptions=3), LIMITS).value == 15
 
 
 def test_what_was_preempted_before_the_first_report_is_not_counted() -> None:
-    limit = TurnLimit(LIMITS.first).after(report(0, preemptions=7), LIMITS)
+    limit = TurnLimit(LIMITS.first).after(*report(0, preemptions=7), LIMITS)
     assert limit.value == LIMITS.first
-    assert limit.after(report(4, preemptions=7), LIMITS).value == LIMITS.first
-    assert limit.after(report(4, preemptions=8), LIMITS).value == 3
+    assert limit.after(*report(4, preemptions=7), LIMITS).value == LIMITS.first
+    assert limit.after(*report(4, preemptions=8), LIMITS).value == 3
 
 
 def test_a_full_cache_lowers_it_and_an_almost_full_one_does_not_raise_it() -> None:
-    assert TurnLimit(8).after(report(8, usage=0.97), LIMITS).value == 6
-    assert TurnLimit(8).after(report(8, usage=0.9), LIMITS).value == 8
+    assert TurnLimit(8).after(*report(8, usage=0.97), LIMITS).value == 6
+    assert TurnLimit(8).after(*report(8, usage=0.9), LIMITS).value == 8
 
 
 def test_it_falls_once_for_one_time_of_pressure_however_long_the_turns_take_to_end() -> None:
-    limit = TurnLimit(32).after(report(32, usage=1.0, preemptions=1), LIMITS)
+    limit = TurnLimit(32).after(*report(32, usage=1.0, preemptions=1), LIMITS)
     assert limit.value == 24
     # No turn ends, so the cache stays full and preempts turns. This
     # says nothing yet about 24 turns.
     for turns, preemptions in zip((32, 31, 28, 25), (2, 3, 5, 6), strict=True):
-        limit = limit.after(report(turns, usage=1.0, preemptions=preemptions), LIMITS)
+        limit = limit.after(*report(turns, usage=1.0, preemptions=preemptions), LIMITS)
         assert limit.value == 24
     # These preemptions happened while there were still more turns than the new limit.
-    limit = limit.after(report(24, usage=0.9, preemptions=7), LIMITS)
+    limit = limit.after(*report(24, usage=0.9, preemptions=7), LIMITS)
     assert limit.value == 24
-    assert limit.after(report(24, usage=0.9, preemptions=8), LIMITS).value == 18
+    assert limit.after(*report(24, usage=0.9, preemptions=8), LIMITS).value == 18
 
 
 def test_turns_that_came_down_to_a_limit_that_is_still_too_high_lower_it_again() -> None:
-    limit = TurnLimit(32).after(report(32, usage=1.0), LIMITS)
-    limit = limit.after(report(24, usage=1.0), LIMITS)
+    limit = TurnLimit(32).after(*report(32, usage=1.0), LIMITS)
+    limit = limit.after(*report(24, usage=1.0), LIMITS)
     assert limit.value == 18
-    assert limit.after(report(19, usage=1.0), LIMITS).value == 18
+    assert limit.after(*report(19, usage=1.0), LIMITS).value == 18
 
 
 def test_the_count_of_another_process_is_no_preemption() -> None:
-    assert TurnLimit(8, preemptions=90).after(report(4), LIMITS).value == 8
+    assert TurnLimit(8, preemptions=90).after(*report(4), LIMITS).value == 8
 
 
 @given(
     st.lists(
         st.builds(
-            LoadReport,
+            report,
             turns=st.integers(0, 100),
             waiting=st.integers(0, 100),
-            kv_cache_usage=st.floats(0.0, 1.0),
+            usage=st.floats(0.0, 1.0),
             preemptions=st.integers(0, 5),
         ),
         max_size=50,
     )
 )
-def test_the_limit_stays_within_its_bounds(reports: list[LoadReport]) -> None:
+def test_the_limit_stays_within_its_bounds(
+    reports: list[Report],
+) -> None:
     limit = TurnLimit(LIMITS.first)
     for each in reports:
-        limit = limit.after(each, LIMITS)
+        limit = limit.after(*each, LIMITS)
         assert LIMITS.fewest <= limit.value <= LIMITS.most
 
 
