@@ -37,14 +37,7 @@ class _Calling(Section):
         """The same settings in the form that channels take."""
         from penstock.wire.security import Security
 
-        return Security(
-            tls=self.tls,
-            ca=self.ca,
-            certificate=self.certificate,
-            key=self.key,
-            server_name=self.server_name,
-            token_file=self.token_file,
-        )
+        return Security(**self.model_dump(include=set(_Calling.model_fields)))
 
 
 class PeersSection(_Calling):
