@@ -28,7 +28,6 @@ from google.protobuf.descriptor import Descriptor
 from penstock.server.journal.protocol import EncodedRecord, ShortRecord, Stored
 from penstock.server.turns.trajectory import (
     EncodedTrajectory,
-    LeftOut,
     Pieces,
     SegmentRecord,
     TrajectoryRecord,
@@ -136,7 +135,7 @@ def encode_trajectory(record: TrajectoryRecord) -> EncodedTrajectory:
     growing = record.growing
     head = record.head().SerializeToString()
     whole, short = Pieces(head), Pieces(head)
-    left_out: list[LeftOut] = []
+    left_out: list[journal_pb2.ReferredSegment] = []
     position = record.parent_token_count
     for index, segment in enumerate(record.segments):
         tokens, logprobs = segment.tokens, segment.logprobs
@@ -150,7 +149,9 @@ def encode_trajectory(record: TrajectoryRecord) -> EncodedTrajectory:
             short.extend(pieces, around.byte_count)
         else:
             short.add(around.without)
-            left_out.append(LeftOut(index, position, count))
+            left_out.append(
+                messages.ReferredSegment(segment=index, token_position=position, token_count=count)
+            )
         position += count
     # Without the large parts, joining the rest is cheap.
     return EncodedTrajectory(whole, Pieces(b"".join(short.parts)) if left_out else whole, left_out)
@@ -199,16 +200,13 @@ def encode_group(
         for pieces, new in ((whole, one.whole), (short, one.short)):
             pieces.add(_TRAJECTORIES + _varint(new.byte_count))
             pieces.extend(new.parts, new.byte_count)
-        for segment, position, count in one.left_out:
+        for segment in one.left_out:
             # Not earlier, because a compaction may have moved it to another record.
-            turn = record.recorded_at(position, count)
+            turn = record.recorded_at(segment.token_position, segment.token_count)
             assert turn is not None
             turns.append(turn)
-            left_out.append(
-                messages.ReferredSegment(
-                    trajectory=index, segment=segment, token_position=position, token_count=count
-                )
-            )
+            segment.trajectory = index
+            left_out.append(segment)
     return EncodedGroup(whole, short, left_out, turns)
 
 

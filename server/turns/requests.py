@@ -6,6 +6,7 @@ Raises FieldInvalid (INVALID_ARGUMENT with BadRequest), TOKEN_OUT_OF_RANGE or MA
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ MAX_SELECTED = 100_000
 # Parsing the maximum blocks the event loop for a tenth of a second.
 MAX_JSON_DEPTH = 24
 MAX_MESSAGES = 16_384
+_SAMPLING_FIELDS = [field.name for field in fields(Sampling)]
 
 ROLES = {
     conversation_pb2.ROLE_SYSTEM: "system",
@@ -133,16 +135,7 @@ def read_sampling(params: rollout_service_pb2.SamplingParams) -> TurnSampling:
 
 
 def sampling_message(sampling: Sampling) -> rollout_service_pb2.SamplingParams:
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        stop=sampling.stop,
-        seed=sampling.seed,
-        ignore_eos=sampling.ignore_eos,
-    )
+    return SamplingParams(**{name: getattr(sampling, name) for name in _SAMPLING_FIELDS})
 
 
 def duration_seconds(field: str, duration: duration_pb2.Duration) -> float:

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.server.core.aio import Broadcast
+from penstock.server.core.aio import Broadcast, OwnTasks
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import (
     Delta,
@@ -81,7 +81,7 @@ class TurnRunner:
 
     def __post_init__(self) -> None:
         self._in_flight: dict[str, Turn] = {}
-        self._background: set[asyncio.Task[object]] = set()
+        self._background = OwnTasks()
         self._ended = Broadcast()
 
     @property
@@ -308,9 +308,7 @@ class TurnRunner:
 
     def abort_soon(self, turn: Turn) -> None:
         """Stop a turn whose caller is lost, without waiting for it."""
-        task: asyncio.Task[object] = asyncio.create_task(self.abort([turn]))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._background.start(self.abort([turn]), f"abort of {turn.record.trajectory_id}")
 
     async def wait_idle(self) -> None:
         """Return when the engine works on no turn; turns may still wait for admission."""

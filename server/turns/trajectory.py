@@ -13,7 +13,6 @@ from asyncio import Future
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from penstock.server.engine.protocol import Delta, Finish
 from penstock.server.journal.protocol import Part, Stored
 from penstock.server.turns.history import History
 from penstock.server.turns.turn import TRANSITIONS, TurnAttempt, TurnSampling, TurnState
-from penstock.v1 import rollout_service_pb2, trajectory_pb2
+from penstock.v1 import journal_pb2, rollout_service_pb2, trajectory_pb2
 from penstock.wire.codec import LOGPROB, TOKEN
 from penstock.wire.messages import Segment, Trajectory
 
@@ -33,9 +32,9 @@ BYTES_PER_TOKEN = TOKEN.itemsize + LOGPROB.itemsize
 class PromptKind(Enum):
     """How the trajectory was opened; determines the form in which its turns are returned."""
 
-    TOKENS = "tokens"
-    TEXT = "text"
-    CONVERSATION = "conversation"
+    TOKENS = journal_pb2.PROMPT_FORM_TOKENS
+    TEXT = journal_pb2.PROMPT_FORM_TEXT
+    CONVERSATION = journal_pb2.PROMPT_FORM_CONVERSATION
 
 
 @dataclass(slots=True)
@@ -74,15 +73,6 @@ class SegmentRecord:
         )
 
 
-class LeftOut(NamedTuple):
-    """A segment whose arrays the short form of a trajectory omits."""
-
-    segment: int
-    token_position: int
-    """Number of the trajectory's tokens before the segment."""
-    token_count: int
-
-
 class Pieces:
     """Bytes of a message on the wire, which are joined only when they are written."""
 
@@ -108,8 +98,8 @@ class EncodedTrajectory:
     whole: Pieces
     short: Pieces
     """The same message without the arrays of some segments."""
-    left_out: Sequence[LeftOut]
-    """The segments whose arrays `short` omits."""
+    left_out: Sequence[journal_pb2.ReferredSegment]
+    """The segments whose arrays `short` omits; `trajectory` is not set."""
 
 
 @dataclass(slots=True, eq=False)
