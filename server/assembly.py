@@ -24,7 +24,7 @@ from penstock.server.journal.records import weights_activated
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.rollouts.buffering import CompletedGroups
 from penstock.server.rollouts.complete import Closing
-from penstock.server.rollouts.start import Opening, StreamRules
+from penstock.server.rollouts.start import Opening
 from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.rpc.leases import CallLeases
 from penstock.server.rpc.rollout_servicer import RolloutServicer
@@ -39,7 +39,6 @@ from penstock.server.rpc.turn_events import TurnEvents
 from penstock.server.security.callers import COPIES, Callers
 from penstock.server.security.gate import Gate
 from penstock.server.security.ownership import Ownership
-from penstock.server.state import JournaledState
 from penstock.server.text.renderer import Renderer
 from penstock.server.turns.policy_messages import PolicyMessages
 from penstock.server.turns.prompts import Prompts
@@ -75,14 +74,8 @@ class Serving:
     journal: Journal = field(default_factory=MemoryJournal)
     gate: Gate | None = None
     http: HttpServer | None = None
-
-    @cached_property
-    def changed(self) -> Broadcast:
-        return Broadcast()
-
-    @cached_property
-    def metrics(self) -> ServerMetrics:
-        return ServerMetrics()
+    changed: Broadcast = field(default_factory=Broadcast, init=False)
+    metrics: ServerMetrics = field(default_factory=ServerMetrics, init=False)
 
     @cached_property
     def pool(self) -> PoolEngine | None:
@@ -151,6 +144,7 @@ class Serving:
     def buffer(self) -> GroupBuffer:
         return GroupBuffer(
             self.changed,
+            self.journal,
             lambda group: self.queue.pending.known.leave(group.task_id),
             self.config.limits.memory_bytes // KEPT_PART,
         )
@@ -274,10 +268,10 @@ class Serving:
 
     @cached_property
     def opening(self) -> Opening:
-        streaming, description = self.config.streaming, self.engine.description
+        description = self.engine.description
         return Opening(
             description,
-            StreamRules(streaming.flush_seconds, streaming.interval),
+            self.config.streaming,
             Prompts(self.renderer, description.vocab_size),
             self.store,
             self.queue,
@@ -376,12 +370,6 @@ class Serving:
             self.buffer,
             self.health,
             0 if self.http is None else self.http.port,
-        )
-
-    @cached_property
-    def state(self) -> JournaledState:
-        return JournaledState(
-            self.queue, self.store, self.buffer, self.admission, self.own, self.session
         )
 
     # What parts do to others

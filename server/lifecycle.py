@@ -27,7 +27,7 @@ from penstock.server.assembly import Serving
 from penstock.server.config.settings import AddressInUse, SecuritySection, check_exposure
 from penstock.server.core.errors import DomainError
 from penstock.server.gauges import observe
-from penstock.server.groups.recovery import recover_from
+from penstock.server.groups.recovery import recover_from, snapshot
 from penstock.server.journal.protocol import SnapshotItem
 from penstock.server.journal.records import server_started
 from penstock.server.preflight import check_port
@@ -35,6 +35,7 @@ from penstock.server.routes import endpoints, handlers
 from penstock.server.rpc.boundary import service_handlers
 from penstock.server.rpc.standard import add_reflection
 from penstock.server.security.gate import Gate
+from penstock.server.state import restore
 from penstock.wire.channel import server_options
 from penstock.wire.reasons import Reason
 
@@ -100,7 +101,7 @@ class Lifecycle:
         """Raises JournalUnreadable."""
         serving, switch = self.serving, self.serving.switch
         found = await recover_from(serving.journal)
-        serving.state.restore(found, serving.journal)
+        restore(serving, found)
         await serving.messages.restore(serving.store.records())
         starts = found.starts + 1
         awaiting = serving.config.weights.await_trainer or found.weight_version > 0
@@ -114,7 +115,8 @@ class Lifecycle:
         def state() -> Iterator[SnapshotItem]:
             # Until the trainer has published again, this is still the middle of its run.
             version = switch.active_version or (left_version if switch.awaiting_trainer else 0)
-            return serving.state.snapshot(starts, version)
+            run = serving.session.run
+            return snapshot(starts, run, version, serving.queue, serving.store, serving.buffer)
 
         await serving.journal.start(state, serving.own.give_way)
         await serving.journal.append([server_started(starts)])

@@ -47,22 +47,6 @@ MOST_PLACED = 32
 holds its tokens."""
 
 
-class InMemory:
-    def __init__(self, group: EncodedGroup) -> None:
-        self._group = group
-        self.memory_bytes = group.byte_count
-        """Memory budget that it takes and cannot give back."""
-
-    async def read(self) -> bytes:
-        return self._group.joined()
-
-    def place(self) -> FilePlace | None:
-        return None
-
-    def release(self) -> None:
-        """Does nothing: the memory is freed with this object."""
-
-
 class KeptGroups:
     """Groups of the journal that are also in memory, until they are read or the room is needed."""
 
@@ -88,41 +72,13 @@ class KeptGroups:
         self.byte_count = 0
 
 
-class InJournal:
-    def __init__(self, journal: Journal, stored: Stored, kept: KeptGroups) -> None:
-        """The journal must already hold the record."""
-        self._journal = journal
-        self._kept = kept
-        self.stored = stored
-        self.memory_bytes = 0
-
-    async def read(self) -> bytes:
-        """Returns the encoded group. Raises JOURNAL_CORRUPT."""
-        kept = self._kept.take(self.stored)
-        return group_in(await self._journal.read(self.stored)) if kept is None else kept.joined()
-
-    def place(self) -> FilePlace | None:
-        """Where another process on this host can read the record; None if it cannot. Drops the copy in
-        memory, because the trainer reads the file."""
-        place = self._journal.place(self.stored)
-        if place is not None:
-            self._kept.take(self.stored)
-        return place
-
-    def release(self) -> None:
-        self._kept.take(self.stored)
-        self._journal.release(self.stored)
-
-
-Storage = InMemory | InJournal
-
-
 @dataclass(slots=True, eq=False)
 class BufferedGroup:
     group_id: str
     task_id: str
     purpose: trajectory_pb2.Purpose.ValueType
-    storage: Storage
+    stored: Stored | None
+    """Its record in the journal; None if the journal stores none."""
     trajectory_ids: tuple[str, ...]
     task: task_service_pb2.Task | None
     admitted_version: int
@@ -130,6 +86,8 @@ class BufferedGroup:
     """Smallest weight version of its policy tokens; None if it has none."""
     byte_count: int
     """As an encoded message."""
+    encoded: EncodedGroup | None = None
+    """Set if no record is stored."""
     delivery_id: int = 0
     delivery_count: int = 0
     step: int = 0
@@ -144,19 +102,17 @@ class BufferedGroup:
     def training(self) -> bool:
         return self.purpose != trajectory_pb2.PURPOSE_EVAL
 
-
-@dataclass(frozen=True, slots=True)
-class DroppedGroup:
-    group_id: str
-    task_id: str
-    reason: str
-    message: str
+    @property
+    def memory_bytes(self) -> int:
+        """Memory budget that it takes and cannot give back."""
+        return 0 if self.encoded is None else self.byte_count
 
 
 class GroupBuffer:
     def __init__(
         self,
         changed: Broadcast,
+        journal: Journal,
         on_forgotten: Callable[[BufferedGroup], None],
         kept_bytes: int,
     ) -> None:
@@ -168,13 +124,14 @@ class GroupBuffer:
         self._delivered: dict[int, BufferedGroup] = {}
         self._receipted: dict[str, BufferedGroup] = {}
         self._last_delivery_id = 0
-        self._dropped: deque[DroppedGroup] = deque(maxlen=MAX_UNREAD_DROPS)
+        self._dropped: deque[trainer_service_pb2.Notice] = deque(maxlen=MAX_UNREAD_DROPS)
         self.drops = ReasonCounts()
         self.redeliveries = 0
         self.byte_count = 0
         """Memory budget used by groups, excluding journal groups that are also kept in memory."""
         self._on_forgotten = on_forgotten
         self._changed = changed
+        self._journal = journal
 
     @property
     def buffered_count(self) -> int:
@@ -205,18 +162,38 @@ class GroupBuffer:
 
     def add(self, group: BufferedGroup) -> None:
         """The group must be durable."""
-        self.byte_count += group.storage.memory_bytes
+        self.byte_count += group.memory_bytes
         self._buffer(group)
         self._changed.notify()
 
-    def drop_unbuffered(self, dropped: DroppedGroup) -> None:
+    async def read(self, group: BufferedGroup) -> bytes:
+        """Returns the encoded group. Raises JOURNAL_CORRUPT."""
+        encoded = group.encoded
+        if group.stored is not None:
+            encoded = self.kept.take(group.stored)
+            if encoded is None:
+                return group_in(await self._journal.read(group.stored))
+        assert encoded is not None
+        return encoded.joined()
+
+    def place(self, group: BufferedGroup) -> FilePlace | None:
+        """Where another process on this host can read the record; None if it cannot. Drops the copy in
+        memory, because the trainer reads the file."""
+        if group.stored is None:
+            return None
+        place = self._journal.place(group.stored)
+        if place is not None:
+            self.kept.take(group.stored)
+        return place
+
+    def drop_unbuffered(self, dropped: trainer_service_pb2.Notice) -> None:
         """Records a completed group that is dropped instead of being added."""
         self.drops[dropped.reason] += 1
         self._dropped.append(dropped)
         self._changed.notify()
 
-    def read_drops(self) -> list[DroppedGroup]:
-        """Returns the groups dropped since the last call."""
+    def read_drops(self) -> list[trainer_service_pb2.Notice]:
+        """Returns notices of the groups dropped since the last call."""
         dropped = list(self._dropped)
         self._dropped.clear()
         return dropped
@@ -258,8 +235,10 @@ class GroupBuffer:
         return self._buffered.pop(group_id)
 
     def _forget(self, group: BufferedGroup) -> None:
-        self.byte_count -= group.storage.memory_bytes
-        group.storage.release()
+        self.byte_count -= group.memory_bytes
+        if group.stored is not None:
+            self.kept.take(group.stored)
+            self._journal.release(group.stored)
         self._on_forgotten(group)
         # Another group may be waiting for this room.
         self._changed.notify()

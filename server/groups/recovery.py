@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.server.groups.attempts import Attempt, Group, group_changed, recorded_state
-from penstock.server.groups.buffer import GroupBuffer, InJournal
+from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal import records
 from penstock.server.journal.protocol import (
@@ -29,26 +29,16 @@ from penstock.server.journal.protocol import (
     SnapshotItem,
     Stored,
 )
-from penstock.server.turns.records import apply_turn, open_record, trajectory_opened, whole_turn
+from penstock.server.turns.records import (
+    apply_turn,
+    open_record,
+    trajectory_closed,
+    trajectory_opened,
+    whole_turn,
+)
 from penstock.server.turns.store import ClosedMark, TrajectoryStore, outcome_digest
 from penstock.server.turns.trajectory import TrajectoryRecord
-from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
-
-
-@dataclass(slots=True, eq=False)
-class FinishedGroup:
-    """A completed group that the journal still holds; its records say *finished*."""
-
-    group_id: str
-    task_id: str
-    purpose: trajectory_pb2.Purpose.ValueType
-    admitted_version: int
-    oldest_version: int | None
-    byte_count: int
-    trajectory_ids: tuple[str, ...]
-    stored: Stored
-    task: task_service_pb2.Task | None
-    step: int = 0
+from penstock.v1 import journal_pb2, task_service_pb2
 
 
 @dataclass(eq=False)
@@ -70,7 +60,8 @@ class Recovered:
     """Tasks that must not be accepted again, in the order in which they ended."""
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     """Groups under way, by id."""
-    finished: dict[str, FinishedGroup] = field(default_factory=dict[str, FinishedGroup])
+    finished: dict[str, BufferedGroup] = field(default_factory=dict[str, BufferedGroup])
+    """Completed groups that the journal still holds, by id; its records say *finished*."""
     trajectories: dict[str, TrajectoryRecord] = field(default_factory=dict[str, TrajectoryRecord])
     """Open ones, and closed ones whose group is not complete."""
     closed: OrderedDict[str, ClosedMark] = field(default_factory=OrderedDict[str, ClosedMark])
@@ -215,16 +206,16 @@ class Recovered:
         ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
         for trajectory_id in ids:
             self.trajectories.pop(trajectory_id, None)
-        self.finished[group_id] = FinishedGroup(
+        self.finished[group_id] = BufferedGroup(
             group_id,
             group.task_id,
             group.purpose,
+            stored,
+            ids,
+            task if finished.HasField("task") else None,
             finished.admitted_weight_version,
             group.oldest_weight_version if finished.has_policy_tokens else None,
             byte_count,
-            ids,
-            stored,
-            task if finished.HasField("task") else None,
         )
 
     def _end(self, group_id: str, task_id: str) -> None:
@@ -347,8 +338,8 @@ def snapshot(
     # Before any group, so that ended groups are not put under way again.
     yield Deferred(lambda: (records.tasks_known(known), records.groups_ended(ended)))
     for completed in buffer.groups:
-        assert isinstance(completed.storage, InJournal)
-        yield completed.storage.stored
+        assert completed.stored is not None
+        yield completed.stored
         if completed.step:
             yield records.groups_receipted([completed.group_id], completed.step)
     for group in queue.groups:
@@ -367,24 +358,12 @@ def snapshot(
         if record is None or record.outcome is None:
             gone.append((trajectory_id, mark))
         else:
-            yield _closed(trajectory_id, mark, record.outcome)
+            yield trajectory_closed(trajectory_id, mark, record.outcome)
     # Deferred, because there are many of them and nothing that is still open needs them.
-    yield Deferred(lambda: (_closed(name, mark, mark.outcome_digest) for name, mark in gone))
+    yield Deferred(lambda: (trajectory_closed(name, mark, None) for name, mark in gone))
     for retried in (False, True):
         ids = [name for name, made_again in queue.leases.expired if made_again == retried]
         if ids:
             yield records.leases_expired(ids, retried=retried)
     for task in queue.pending.all:
         yield records.task_accepted(task)
-
-
-def _closed(
-    trajectory_id: str, mark: ClosedMark, outcome: trajectory_pb2.Outcome | bytes
-) -> Record:
-    return records.trajectory_closed(
-        trajectory_id,
-        outcome,
-        mark.group_id,
-        group_completed=mark.group_completed,
-        retried=mark.retried,
-    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.server.journal.protocol import Record
-from penstock.v1 import task_service_pb2, trajectory_pb2
+from penstock.v1 import task_service_pb2
 from penstock.wire import messages
 
 
@@ -45,28 +45,6 @@ def tasks_known(task_ids: Iterable[str]) -> Record:
 
 def groups_ended(group_ids: Iterable[str]) -> Record:
     return messages.JournalRecord(groups_ended=messages.GroupsEnded(group_ids=group_ids))
-
-
-def trajectory_closed(
-    trajectory_id: str,
-    outcome: trajectory_pb2.Outcome | bytes,
-    group_id: str,
-    *,
-    group_completed: bool = False,
-    retried: bool = False,
-) -> Record:
-    """`outcome` is whole or the SHA-256 of it."""
-    digest = outcome if isinstance(outcome, bytes) else b""
-    return messages.JournalRecord(
-        trajectory_closed=messages.TrajectoryClosed(
-            trajectory_id=trajectory_id,
-            outcome=None if isinstance(outcome, bytes) else outcome,
-            outcome_sha256=digest,
-            group_id=group_id,
-            group_completed=group_completed,
-            retried=retried,
-        )
-    )
 
 
 def trajectories_forgotten(trajectory_ids: Iterable[str]) -> Record:

@@ -19,13 +19,7 @@ from penstock.common.failpoints import hit
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import Group
-from penstock.server.groups.buffer import (
-    BufferedGroup,
-    DroppedGroup,
-    GroupBuffer,
-    InJournal,
-    InMemory,
-)
+from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.protocol import Appended, Journal, Record, Stored
 from penstock.server.journal.records import group_dropped
@@ -34,6 +28,7 @@ from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import TrajectoryRecord
 from penstock.v1 import trajectory_pb2
 from penstock.wire.channel import MAX_MESSAGE_BYTES
+from penstock.wire.messages import Notice
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +80,7 @@ class CompletedGroups:
         hit("closing.before_offer")
         if self._is_wanted(completed):
             if stored:
-                completed.storage = InJournal(self.journal, stored[-1], self.buffer.kept)
+                completed.stored, completed.encoded = stored[-1], None
                 if self.budget.may_keep(encoded.byte_count):
                     self.buffer.kept.keep(stored[-1], encoded)
             if completed.training:
@@ -127,12 +122,13 @@ class CompletedGroups:
             group.group_id,
             task_id,
             group.purpose,
-            InMemory(encoded),
+            None,
             tuple(record.trajectory_id for record in records),
             group.task,
             group.admitted_version,
             min(versions, default=None),
             encoded.byte_count,
+            encoded,
         )
         return encoded, completed
 
@@ -149,7 +145,12 @@ class CompletedGroups:
             self.admission.release(completed.group_id)
             self.queue.pending.known.leave(completed.task_id)
             self.buffer.drop_unbuffered(
-                DroppedGroup(completed.group_id, completed.task_id, GROUP_TOO_LARGE, message)
+                Notice(
+                    reason=GROUP_TOO_LARGE,
+                    message=message,
+                    group_id=completed.group_id,
+                    task_id=completed.task_id,
+                )
             )
         self.queue.release(completed.group_id)
 
@@ -159,5 +160,5 @@ class CompletedGroups:
         held = self.buffer.find(mark.group_id) if mark is not None and mark.group_id else None
         if held is None or trajectory_id not in held.trajectory_ids:
             return None
-        group = encoding.decode_group(await held.storage.read())
+        group = encoding.decode_group(await self.buffer.read(held))
         return next(t for t in group.trajectories if t.trajectory_id == trajectory_id)

@@ -30,19 +30,15 @@ from penstock.server.core.telemetry import ReasonCounts
 from penstock.server.groups.attempts import Attempt, Group, Settled, group_changed
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.protocol import Journal, Record
-from penstock.server.journal.records import (
-    leases_expired,
-    trajectories_forgotten,
-    trajectory_closed,
-)
+from penstock.server.journal.records import leases_expired, trajectories_forgotten
 from penstock.server.rollouts.buffering import CompletedGroups
 from penstock.server.rollouts.start import check_idle
 from penstock.server.rollouts.unleased import STOOD_STILL_SECONDS, OwnTrajectories
 from penstock.server.turns.encoding import encode_early
-from penstock.server.turns.records import trajectory_opened
+from penstock.server.turns.records import trajectory_closed, trajectory_opened
 from penstock.server.turns.requests import check_depth
 from penstock.server.turns.runner import TurnRunner
-from penstock.server.turns.store import TrajectoryStore, outcome_digest
+from penstock.server.turns.store import ClosedMark, TrajectoryStore, outcome_digest
 from penstock.server.turns.trajectory import BYTES_PER_TOKEN, PromptKind, TrajectoryRecord
 from penstock.server.turns.turn import TurnSampling
 from penstock.v1 import trajectory_pb2
@@ -56,13 +52,6 @@ logger = logging.getLogger(__name__)
 RECORD_BYTES = 4096
 MAX_OUTCOME_BYTES = 1 << 20
 _Expired = tuple[Attempt, list[str], Settled]
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    group_completed: bool = False
-    retried: bool = False
-    """Whether the attempt failed and will be made again."""
 
 
 @dataclass(eq=False)
@@ -81,7 +70,7 @@ class Closing:
     """Trajectories left out of their completed groups."""
     _tasks: OwnTasks = field(default_factory=OwnTasks)
 
-    async def complete(self, trajectory_id: str, outcome: trajectory_pb2.Outcome) -> Closed:
+    async def complete(self, trajectory_id: str, outcome: trajectory_pb2.Outcome) -> ClosedMark:
         """Raises TRAJECTORY_UNKNOWN, LEASE_EXPIRED, TURN_IN_FLIGHT, OUTCOME_DIFFERS, MESSAGE_TOO_LARGE."""
         check_outcome(outcome)
         attempt = self.queue.attempt_of(trajectory_id)
@@ -95,7 +84,7 @@ class Closing:
                 )
             # A repeated close may have to wait for the first one's append.
             await self.journal.append(())
-            return Closed(mark.group_completed, mark.retried)
+            return mark
         if attempt is None:
             record = self.store.get(trajectory_id)
         else:
@@ -123,31 +112,31 @@ class Closing:
         closing: list[TrajectoryRecord],
         attempt: Attempt | None,
         outcome: trajectory_pb2.Outcome,
-    ) -> Closed:
+    ) -> ClosedMark:
         record = closing[-1]
         self._check_room(record, attempt, outcome)
         failed = outcome.HasField("failure")
         if failed:
             self.failures.count(outcome.failure.reason)
-        for member in closing:
-            self.store.close(member, outcome)
+        marks = [self.store.close(member, outcome) for member in closing]
         if attempt is None:
             forgotten: list[Record] = []
             if not record.parent_trajectory_id:
                 pushed_out = self.own.closed(record)
                 forgotten = [trajectories_forgotten(pushed_out)] if pushed_out else []
-            await self.journal.append([*_outcomes(closing, outcome), *forgotten])
-            return Closed()
+            await self.journal.append([*self._outcomes(closing), *forgotten])
+            return marks[-1]
         settled = self.queue.settle(attempt, failed=failed)
         # Branches that were closed earlier are forgotten with it.
         gone = [] if settled.final else record.with_branches()
         for member in gone:
             self.store.forget(member.trajectory_id)
-        closed = Closed(settled.completed is not None, retried=not settled.final)
-        self.store.note_settled(
-            record, group_completed=closed.group_completed, retried=closed.retried
+        closed = self.store.note_settled(
+            record,
+            group_completed=settled.completed is not None,
+            retried=not settled.final,
         )
-        records = _outcomes(closing, outcome, closed)
+        records = self._outcomes(closing)
         if gone:
             records.append(trajectories_forgotten(member.trajectory_id for member in gone))
         settling = self._settle(attempt.group, [settled], records)
@@ -269,35 +258,23 @@ class Closing:
         closing = [*reversed(record.open_branches()), record]
         for member in closing:
             self.store.close(member, outcome)
-        return _outcomes(closing, outcome)
+        return self._outcomes(closing)
+
+    def _outcomes(self, closing: Sequence[TrajectoryRecord]) -> list[Record]:
+        """The records of trajectories that were just closed."""
+        records: list[Record] = []
+        for member in closing:
+            if member.turn is None:
+                # It was opened only to be closed.
+                records.append(trajectory_opened(member))
+            mark = self.store.closed_mark(member.trajectory_id)
+            assert mark is not None
+            records.append(trajectory_closed(member.trajectory_id, mark, member.outcome))
+        return records
 
 
 async def _written(appending: Awaitable[object]) -> None:
     await appending
-
-
-def _outcomes(
-    closing: Sequence[TrajectoryRecord],
-    outcome: trajectory_pb2.Outcome,
-    closed: Closed | None = None,
-) -> list[Record]:
-    """`closed` is the result for the last trajectory; the others branch from it."""
-    records: list[Record] = []
-    for member in closing:
-        if member.turn is None:
-            # It was opened only to be closed.
-            records.append(trajectory_opened(member))
-        own = closed if closed is not None and member is closing[-1] else Closed()
-        records.append(
-            trajectory_closed(
-                member.trajectory_id,
-                outcome,
-                member.group_id,
-                group_completed=own.group_completed,
-                retried=own.retried,
-            )
-        )
-    return records
 
 
 def check_outcome(outcome: trajectory_pb2.Outcome) -> None:

@@ -13,6 +13,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from penstock.common import telemetry
+from penstock.server.config.settings import StreamingSection
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.engine.protocol import WHOLE, EngineDescription
 from penstock.server.groups.attempts import Attempt, group_changed
@@ -35,30 +36,19 @@ TURN_RECORD_BYTES = 8192
 tracer = trace.get_tracer("penstock.server")
 
 
-@dataclass(frozen=True)
-class StreamRules:
-    flush_seconds: float = 0.2
-    """Longest time tokens wait before they are sent."""
-    interval: int = 16
-    """Number of tokens the engine collects before it returns them."""
-    prompt_interval: int = 1
-    """`interval` for callers that request a flush interval below `flush_seconds`."""
-    final_interval: int = WHOLE
-    """`interval` for callers that request only the end of the turn: all tokens."""
-
-
 @dataclass(frozen=True, slots=True)
 class StreamWish:
     flush_seconds: float
     final_only: bool
     detach: bool
     interval: int
+    """Number of tokens the engine collects before it returns them."""
 
 
 @dataclass(eq=False)
 class Opening:
     description: EngineDescription
-    streaming: StreamRules
+    streaming: StreamingSection
     prompts: Prompts
     store: TrajectoryStore
     queue: TaskQueue
@@ -327,11 +317,11 @@ class Opening:
         """Apply the defaults. Raises FIELD_INVALID."""
         rules = self.streaming
         if options.final_only:
-            return StreamWish(0.0, True, options.detach, rules.final_interval)
+            return StreamWish(0.0, True, options.detach, WHOLE)
         if not options.HasField("flush_interval"):
             return StreamWish(rules.flush_seconds, False, options.detach, rules.interval)
         seconds = requests.duration_seconds("stream_options.flush_interval", options.flush_interval)
-        interval = rules.interval if seconds >= rules.flush_seconds else rules.prompt_interval
+        interval = rules.interval if seconds >= rules.flush_seconds else 1
         return StreamWish(seconds, False, options.detach, interval)
 
 

@@ -18,19 +18,13 @@ from penstock.server.text.messages import Tool
 from penstock.server.turns import encoding
 from penstock.server.turns.history import HeldMessage, History
 from penstock.server.turns.requests import read_sampling, sampling_message
-from penstock.server.turns.store import TrajectoryStore
+from penstock.server.turns.store import ClosedMark, TrajectoryStore
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord, Turn
 from penstock.server.turns.turn import FINISH_REASONS, TurnAttempt, TurnSampling, TurnState
 from penstock.v1 import conversation_pb2, journal_pb2, trajectory_pb2
 from penstock.wire import codec, messages
 from penstock.wire.messages import JournalRecord
 
-FORMS = {
-    PromptKind.TOKENS: journal_pb2.PROMPT_FORM_TOKENS,
-    PromptKind.TEXT: journal_pb2.PROMPT_FORM_TEXT,
-    PromptKind.CONVERSATION: journal_pb2.PROMPT_FORM_CONVERSATION,
-}
-KINDS = {int(form): kind for kind, form in FORMS.items()}
 FINISHES = {int(reason): finish for finish, reason in FINISH_REASONS.items()}
 
 
@@ -61,7 +55,7 @@ def trajectory_opened(record: TrajectoryRecord) -> Record:
     return JournalRecord(
         trajectory_opened=messages.TrajectoryOpened(
             trajectory_id=record.trajectory_id,
-            form=FORMS[record.kind],
+            form=record.kind.value,
             group_id=record.group_id,
             sample_index=record.sample_index,
             parent_trajectory_id=record.parent_trajectory_id,
@@ -70,6 +64,22 @@ def trajectory_opened(record: TrajectoryRecord) -> Record:
             traceparent=record.traceparent,
             tools=[] if record.history is None else map(_write_tool, record.history.tools),
             parent_token_count=record.parent_token_count,
+        )
+    )
+
+
+def trajectory_closed(
+    trajectory_id: str, mark: ClosedMark, outcome: trajectory_pb2.Outcome | None
+) -> Record:
+    """Without `outcome`, only its digest is recorded."""
+    return JournalRecord(
+        trajectory_closed=messages.TrajectoryClosed(
+            trajectory_id=trajectory_id,
+            outcome=outcome,
+            outcome_sha256=mark.outcome_digest if outcome is None else b"",
+            group_id=mark.group_id,
+            group_completed=mark.group_completed,
+            retried=mark.retried,
         )
     )
 
@@ -127,7 +137,7 @@ def open_record(
 ) -> TrajectoryRecord:
     record = TrajectoryRecord(
         opened.trajectory_id,
-        KINDS[int(opened.form)],
+        PromptKind(opened.form),
         TurnSampling(),
         group_id=opened.group_id,
         sample_index=opened.sample_index,

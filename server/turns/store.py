@@ -27,6 +27,7 @@ class ClosedMark:
     """Empty for an unleased trajectory without a group."""
     group_completed: bool
     retried: bool
+    """Whether the attempt failed and will be made again."""
 
 
 def outcome_digest(outcome: trajectory_pb2.Outcome) -> bytes:
@@ -132,15 +133,16 @@ class TrajectoryStore:
         """None if the trajectory is open, unknown or no longer remembered."""
         return self._closed.get(trajectory_id)
 
-    def close(self, record: TrajectoryRecord, outcome: trajectory_pb2.Outcome) -> None:
+    def close(self, record: TrajectoryRecord, outcome: trajectory_pb2.Outcome) -> ClosedMark:
         """Keep a mark to recognise a repeated close. The record stays until `forget`."""
         record.outcome = outcome
         self.open_count -= 1
         self._on_closed(record.trajectory_id)
         self.charge(record)
-        self._closed[record.trajectory_id] = ClosedMark(
+        mark = ClosedMark(
             outcome_digest(outcome), record.group_id, group_completed=False, retried=False
         )
+        self._closed[record.trajectory_id] = mark
         for _ in range(len(self._closed) - self._max_remembered):
             oldest = next(iter(self._closed))
             if oldest in self._records:
@@ -148,14 +150,16 @@ class TrajectoryStore:
                 self._closed.move_to_end(oldest)
             else:
                 del self._closed[oldest]
+        return mark
 
     def note_settled(
         self, record: TrajectoryRecord, *, group_completed: bool, retried: bool
-    ) -> None:
+    ) -> ClosedMark:
         """Keep the result of a close, for callers that repeat it."""
         mark = self._closed[record.trajectory_id]
         settled = replace(mark, group_completed=group_completed, retried=retried)
         self._closed[record.trajectory_id] = settled
+        return settled
 
     def forget(self, trajectory_id: str) -> None:
         """Drop a record; ignore unknown ids. An open trajectory leaves no mark."""

@@ -45,7 +45,9 @@ from penstock.server.groups import pending_tasks, task_queue
 from penstock.server.groups.recovery import recover
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.disk.journal import LogJournal
-from penstock.server.journal.records import groups_ended, tasks_known, trajectory_closed
+from penstock.server.journal.records import groups_ended, tasks_known
+from penstock.server.turns.records import trajectory_closed
+from penstock.server.turns.store import ClosedMark
 from penstock.trainer.exchange.stream import Exchange, RunFacts
 from penstock.v1 import trainer_service_pb2, weights_pb2
 from penstock.wire.security import open_channel
@@ -296,7 +298,9 @@ async def leave_past(folder: Path, count: int) -> None:
     await journal.append([groups_ended(f"{number:016x}" for number in range(count))])
     names = [f"{number // 2:016x}-{number % 2}-0" for number in range(count)]
     closed = [
-        trajectory_closed(name, number.to_bytes(32), f"{number // 2:016x}")
+        trajectory_closed(
+            name, ClosedMark(number.to_bytes(32), f"{number // 2:016x}", False, False), None
+        )
         for number, name in enumerate(names)
     ]
     await journal.append(closed)

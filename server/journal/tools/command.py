@@ -19,7 +19,8 @@ from typing import Any, ParamSpec
 
 import click
 
-from penstock.server.groups.recovery import FinishedGroup, Recovered
+from penstock.server.groups.buffer import BufferedGroup
+from penstock.server.groups.recovery import Recovered
 from penstock.server.journal.disk.reading import NoJournal, StoredJournal, open_stored
 from penstock.server.journal.disk.segment import SegmentCorrupt
 from penstock.server.journal.disk.segment_reader import (
@@ -336,10 +337,11 @@ def export(folder: Path, out: Path, state: str) -> int:
     return OK
 
 
-def _export(journal: StoredJournal, groups: list[FinishedGroup], out: Path) -> int:
+def _export(journal: StoredJournal, groups: list[BufferedGroup], out: Path) -> int:
     count = 0
     with open_writer(out) as write:
         for group in groups:
+            assert group.stored is not None
             rows = group_rows(journal.read(group.stored).group_finished, group)
             if rows:
                 write(rows)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.server.groups.attempts import Group
-from penstock.server.groups.recovery import FinishedGroup, Recovered, recover
+from penstock.server.groups.buffer import BufferedGroup
+from penstock.server.groups.recovery import Recovered, recover
 from penstock.server.journal.disk.reading import NoJournal, StoredJournal
 from penstock.server.journal.protocol import JournalUnreadable, Record, Stored
 from penstock.server.journal.tools.export import purpose_name, state_of
@@ -92,7 +93,7 @@ def _under_way(group: Group) -> dict[str, Any]:
     }
 
 
-def _finished(group: FinishedGroup, token_count: int, newest: int) -> dict[str, Any]:
+def _finished(group: BufferedGroup, token_count: int, newest: int) -> dict[str, Any]:
     return {
         "group_id": group.group_id,
         "task_id": group.task_id,

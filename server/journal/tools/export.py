@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from google.protobuf import struct_pb2
 
-from penstock.server.groups.recovery import FinishedGroup
+from penstock.server.groups.buffer import BufferedGroup
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
 
@@ -53,7 +53,7 @@ class PerToken:
         ]
 
 
-def state_of(group: FinishedGroup) -> State:
+def state_of(group: BufferedGroup) -> State:
     """Return `used` if a step trained the group and no durable checkpoint contains that step yet."""
     return "used" if group.step else "waiting"
 
@@ -62,7 +62,7 @@ def purpose_name(purpose: trajectory_pb2.Purpose.ValueType) -> str:
     return "eval" if purpose == trajectory_pb2.PURPOSE_EVAL else "train"
 
 
-def group_rows(finished: journal_pb2.GroupFinished, group: FinishedGroup) -> list[Row]:
+def group_rows(finished: journal_pb2.GroupFinished, group: BufferedGroup) -> list[Row]:
     return [
         {
             "group_id": group.group_id,

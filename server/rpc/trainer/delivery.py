@@ -97,7 +97,7 @@ class Deliverer:
         """Groups sent by place share messages."""
         placed: list[trainer_service_pb2.GroupDelivery] = []
         for group in groups:
-            place = group.storage.place() if session.by_place else None
+            place = self.buffer.place(group) if session.by_place else None
             if place is not None:
                 self.on_delivery(group)
                 placed.append(group_buffer.placed_delivery(group, place))
@@ -112,7 +112,7 @@ class Deliverer:
     async def _send_whole(self, session: Session, group: BufferedGroup) -> None:
         """Drop the group if it cannot be read back."""
         try:
-            data = await group.storage.read()
+            data = await self.buffer.read(group)
         except DomainError as error:
             # Drop it before the first await, because the notice may go to another stream.
             await self.journal.append(self.drops.unreadable(group, error))

@@ -105,8 +105,7 @@ class Drops:
     async def tell(self, session: Session) -> bool:
         """Send the notices that wait. Return whether there were any."""
         # The buffer drops groups that no message can carry.
-        for dropped in self.buffer.read_drops():
-            self._note(dropped.reason, dropped.message, dropped.group_id, dropped.task_id)
+        self._notices.extend(self.buffer.read_drops())
         if not self._notices:
             return False
         while self._notices:

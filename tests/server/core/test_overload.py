@@ -51,7 +51,7 @@ def recounted(harness: Harness) -> tuple[int, int, int]:
     return (
         sum(record.charged_bytes for record in serving.store.records()),
         sum(task.ByteSize() for task in tasks),
-        sum(group.storage.memory_bytes for group in serving.buffer.groups),
+        sum(group.memory_bytes for group in serving.buffer.groups),
     )
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from penstock.server.core.errors import DomainError
 from penstock.server.groups.attempts import Attempt, AttemptState, Group, group_changed
-from penstock.server.groups.recovery import Recovered
+from penstock.server.groups.recovery import Recovered, snapshot
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.protocol import Deferred, EncodedRecord, Stored
 from penstock.server.journal.records import tasks_known
@@ -139,9 +139,11 @@ async def state(harness: Harness) -> list[str]:
     """The whole recoverable state, in canonical order."""
     journal = harness.serving.journal
     found: list[str] = []
-    snapshot = list(harness.serving.state.snapshot(0, 0))
+    serving = harness.serving
+    run, parts = serving.session.run, (serving.queue, serving.store, serving.buffer)
+    taken = list(snapshot(0, run, 0, *parts))
     for item in chain.from_iterable(
-        item.make() if isinstance(item, Deferred) else (item,) for item in snapshot
+        item.make() if isinstance(item, Deferred) else (item,) for item in taken
     ):
         record = item
         if isinstance(item, Stored):
@@ -459,7 +461,7 @@ async def test_a_group_that_rots_on_the_disk_is_dropped_and_its_task_made_again(
     async with on_disk(tmp_path / "a") as harness:
         await finish_groups(harness, "a", "b")
         (group, _) = list(harness.serving.buffer.groups)
-        where = group.storage.stored
+        where = group.stored
         path = harness.serving.journal._segments.paths[where.segment]
         if how == "other bytes":
             with path.open("r+b") as file:

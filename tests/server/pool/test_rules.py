@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.server.config.settings import StreamingSection
 from penstock.server.engine.protocol import WHOLE
 from penstock.server.pool.rules import PoolRules
-from penstock.server.rollouts.start import StreamRules
 
 RULES = PoolRules(flush_seconds=0.2, whole_flush_seconds=1.0, segments_per_second=2_000.0)
 
@@ -34,6 +34,6 @@ def test_turns_that_are_read_as_a_whole_never_take_more_segments_than_the_rule()
 
 def test_an_engine_server_gathers_tokens_for_a_hub() -> None:
     # An engine server asked for a shorter interval than its own would hand over single tokens.
-    asked, own = PoolRules(), StreamRules()
+    asked, own = PoolRules(), StreamingSection()
     assert asked.flush_for(own.interval, 1) >= own.flush_seconds
-    assert asked.flush_for(own.final_interval, 1) >= own.flush_seconds
+    assert asked.flush_for(WHOLE, 1) >= own.flush_seconds

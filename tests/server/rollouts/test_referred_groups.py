@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 
 from penstock.server.engine.protocol import Delta
-from penstock.server.groups.buffer import InJournal
 from penstock.server.groups.recovery import recover
 from penstock.server.journal.disk import journal as log_journal
 from penstock.server.journal.disk.files import Reading, find_files, read_records
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.disk.reading import open_stored
 from penstock.server.journal.protocol import JournalUnreadable, Stored
-from penstock.server.journal.records import trajectory_closed
 from penstock.server.journal.tools.contents import read_contents
 from penstock.server.turns import encoding
-from penstock.server.turns.records import trajectory_opened, turn_changed
+from penstock.server.turns.records import trajectory_closed, trajectory_opened, turn_changed
+from penstock.server.turns.store import ClosedMark
 from penstock.server.turns.trajectory import PromptKind, TrajectoryRecord
 from penstock.server.turns.turn import TurnAttempt, TurnSampling
 from penstock.trainer.exchange.stored_groups import GroupUnreadable, StoredGroups
@@ -123,7 +122,8 @@ async def test_what_it_refers_to_is_kept_and_counted(tmp_path: Path) -> None:
         assert not any(stored.turns for stored in journal._held)
         assert 0 < journal._room.kept == held_bytes(journal) < in_turns
         for group in list(harness.serving.buffer.groups):
-            group.storage.release()
+            assert group.stored is not None
+            journal.release(group.stored)
         assert journal._room.kept == 0
 
 
@@ -134,7 +134,8 @@ async def test_a_group_that_goes_while_it_is_copied_is_counted_once(tmp_path: Pa
         journal._room_needed.set()
         await journal._begin_compaction()
         first, _ = harness.serving.buffer.groups
-        first.storage.release()
+        assert first.stored is not None
+        journal.release(first.stored)
         assert journal._compacting is not None
         await journal._compacting
         assert journal._room.kept == held_bytes(journal) > 0
@@ -142,7 +143,8 @@ async def test_a_group_that_goes_while_it_is_copied_is_counted_once(tmp_path: Pa
 
 async def held_groups(harness: Harness) -> list[Any]:
     """Those that are finished."""
-    groups = [await group.storage.read() for group in harness.serving.buffer.groups]
+    buffer = harness.serving.buffer
+    groups = [await buffer.read(group) for group in buffer.groups]
     return [encoding.decode_group(group) for group in groups]
 
 
@@ -280,8 +282,8 @@ async def test_a_turn_that_is_damaged_is_noticed_by_both(tmp_path: Path) -> None
     async with on_disk(tmp_path) as harness:
         await finish_groups(harness, "a")
         (group,) = harness.serving.buffer.groups
-        assert isinstance(group.storage, InJournal)
-        turn = group.storage.stored.turns[-1]
+        assert group.stored is not None
+        turn = group.stored.turns[-1]
         path = journal_of(harness)._segments.paths[turn.segment]
         with path.open("r+b") as file:
             file.seek(turn.offset + turn.length // 2)
@@ -434,7 +436,7 @@ def test_no_server_starts_over_a_group_whose_turn_is_missing() -> None:
     records = [
         opened,
         JournalRecord(turn_changed=turn),
-        trajectory_closed("x", record.outcome, "g", group_completed=True, retried=False),
+        trajectory_closed("x", ClosedMark(b"", "g", True, False), record.outcome),
         JournalRecord(group_referred=referred),
     ]
     found = recover((r, where) for r in records)

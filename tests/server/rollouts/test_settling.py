@@ -92,7 +92,7 @@ async def compact(harness: Harness) -> None:
 async def delivered(harness: Harness) -> list[tuple[str, float]]:
     """For each sibling of the only group in the buffer: its failure reason and its reward."""
     (group,) = harness.serving.buffer.groups
-    found = decode_group(await group.storage.read())
+    found = decode_group(await harness.serving.buffer.read(group))
     return [(t.outcome.failure.reason, t.outcome.reward) for t in found.trajectories]
 
 
