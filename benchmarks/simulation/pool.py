@@ -31,11 +31,13 @@ from benchmarks.simulation.engine import SimulatedEngine, Turn
 from benchmarks.simulation.setup import Setup
 
 from penstock.server.engine.protocol import EngineRequest, Sampling
+from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.pool.health import usual_pace
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import Placing
 from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.roster import LOOKS_PER_SECOND
+from penstock.server.pool.routing import RoutingRules
 from penstock.wire.messages import GetServerInfoResponse
 from penstock.wire.security import Security
 
@@ -90,14 +92,17 @@ class SimulatedPool:
         self.active_version = 0
         self._rotation = list(self.members)
         self._numbers = {engine.name: number for number, engine in enumerate(self.engines)}
-        self.placing = Placing(lambda: self._rotation, setup.rules.routing, rng=random.Random(seed))
+        rules = setup.rules
+        routing = RoutingRules(rules.margin, rules.routing)
+        self.placing = Placing(lambda: self._rotation, routing, rng=random.Random(seed))
+        self._limits = LimitRules(first=rules.first_turns, most=rules.most_turns)
         self._requests: dict[str, EngineRequest] = {}
         """Requests that are placed or wait for a place."""
         self._unplaced: deque[tuple[Coroutine[Any, Any, Member | None], Any, Turn]] = deque()
 
     def _member(self, engine: SimulatedEngine) -> Member:
         server = EngineServer(engine.name, Security())
-        member = Member(server, self._setup.rules.limits, lambda: self._clock.now)
+        member = Member(server, self._limits, lambda: self._clock.now)
         member.heard(GetServerInfoResponse(server_id=engine.name))
         member.state, member.problem = State.SERVING, ""
         return member
@@ -202,7 +207,7 @@ class SimulatedPool:
             concluded()
             return
         part = len(behind)
-        if not self._setup.rules.switches_at_once:
+        if self._setup.rules.switch == "rolling":
             part = max(1, int(len(self._rotation) * self._setup.rules.switch_part))
         done = self._clock.now + self._setup.switch_seconds
         for member in behind[:part]:

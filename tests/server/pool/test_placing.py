@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.routing import RoutingRules
 from penstock.wire.security import Security
 from tests.support.harness import until
-from tests.support.pools import QUICK, serve_pool
+from tests.support.pools import QUICK, changed, serve_pool
 
 PROMPT = [1, 2, 3]
 
@@ -265,7 +264,7 @@ async def test_siblings_go_back_to_a_home_that_only_switched_or_was_full() -> No
 @pytest.mark.parametrize("how", ["lost", "unlisted"])
 async def test_siblings_stay_together_after_their_engine_has_gone(tmp_path: Path, how: str) -> None:
     # Large, so that an engine that looks slow on a busy machine keeps its turns.
-    rules = replace(QUICK, routing=RoutingRules(margin=1e6))
+    rules = changed(QUICK, margin=1e6)
     async with serve_pool(tmp_path, 4, rules=rules) as pool:
 
         async def sample(first: int, count: int) -> None:
