@@ -37,7 +37,6 @@ from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import Placing
 from penstock.server.pool.remote import EngineServer
 from penstock.server.pool.roster import LOOKS_PER_SECOND
-from penstock.server.pool.routing import RoutingRules
 from penstock.wire.messages import GetServerInfoResponse
 from penstock.wire.security import Security
 
@@ -88,14 +87,13 @@ class SimulatedPool:
         self._clock = clock
         self._on_ended = on_ended
         self.engines = [SimulatedEngine(f"engine{n}:1", setup.times) for n in range(setup.engines)]
+        rules = setup.rules
+        self._limits = LimitRules(first=rules.first_turns, most=rules.most_turns)
         self.members = [self._member(engine) for engine in self.engines]
         self.active_version = 0
         self._rotation = list(self.members)
         self._numbers = {engine.name: number for number, engine in enumerate(self.engines)}
-        rules = setup.rules
-        routing = RoutingRules(rules.margin, rules.routing)
-        self.placing = Placing(lambda: self._rotation, routing, rng=random.Random(seed))
-        self._limits = LimitRules(first=rules.first_turns, most=rules.most_turns)
+        self.placing = Placing(lambda: self._rotation, setup.rules, rng=random.Random(seed))
         self._requests: dict[str, EngineRequest] = {}
         """Requests that are placed or wait for a place."""
         self._unplaced: deque[tuple[Coroutine[Any, Any, Member | None], Any, Turn]] = deque()

@@ -19,10 +19,10 @@ from penstock.server.engine.protocol import Delta, EngineDescription, EngineRequ
 from penstock.server.pool.member import Member
 from penstock.server.pool.placing import Placing
 from penstock.server.pool.roster import Roster
-from penstock.server.pool.routing import RoutingRules
 from penstock.server.pool.turns import PoolTurns
 from penstock.server.pool.weights import OpenVersion, PoolWeights
-from penstock.server.weights.switch import TurnsInFlight, WeightSwitch
+from penstock.server.turns.runner import TurnRunner
+from penstock.server.weights.switch import WeightSwitch
 from penstock.wire.security import Security
 
 
@@ -39,8 +39,7 @@ class PoolEngine:
     ) -> None:
         """Begin to look at the engines. Raises CredentialsUnusable."""
         self._rules = rules = rules or PoolSection()
-        routing = RoutingRules(rules.margin, rules.routing)
-        self.placing = Placing(lambda: self.roster.rotation, routing)
+        self.placing = Placing(lambda: self.roster.rotation, rules)
         self.roster = Roster(security or Security(), rules, clock, self.placing, self._bring_up)
         self.turns = PoolTurns(self.roster, self.placing, rules, clock)
         self._weights: PoolWeights | None = None
@@ -48,7 +47,7 @@ class PoolEngine:
         self.roster.set_addresses(addresses)
 
     def make_weights(
-        self, state: WeightSwitch, turns: TurnsInFlight, open_version: OpenVersion
+        self, state: WeightSwitch, turns: TurnRunner, open_version: OpenVersion
     ) -> PoolWeights:
         """A hub can have weights only once the pool has a description."""
         assert self._weights is None, "a pool has one switcher"

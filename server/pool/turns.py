@@ -105,7 +105,10 @@ class PoolTurns:
         name = request.request_id
         refused_by: set[Member] = set()
         try:
-            while (member := await self._place(request)) is not None:
+            while name not in self._aborting:
+                member = await self.placing.place(request)
+                if member is None:
+                    break
                 began = False
                 try:
                     async with contextlib.aclosing(self._sample(member, request)) as deltas:
@@ -134,10 +137,6 @@ class PoolTurns:
             self._aborting.discard(name)
             self._not_aborted.discard(name)
             self._requests.discard(name)
-
-    async def _place(self, request: EngineRequest) -> Member | None:
-        """None if the request is to end."""
-        return None if request.request_id in self._aborting else await self.placing.place(request)
 
     def _lost_at(self, member: Member, error: Unanswered) -> None:
         before = member.state, member.problem

@@ -51,13 +51,13 @@ from penstock.server.pool.remote import EngineRefused, Unanswered
 from penstock.server.pool.roster import Roster
 from penstock.server.pool.switch import PoolSwitch
 from penstock.server.pool.turns import PoolTurns
+from penstock.server.turns.runner import TurnRunner
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult
 from penstock.server.weights.switch import (
     InFlight,
     Switched,
     SwitchPhase,
-    TurnsInFlight,
     Update,
     VersionBefore,
     WeightSwitch,
@@ -135,7 +135,7 @@ class PoolWeights:
     rules: PoolSection
     pool_turns: PoolTurns
     state: WeightSwitch
-    turns: TurnsInFlight
+    turns: TurnRunner
     open_version: OpenVersion
     """Opens the bytes of a version for engines that join late."""
     # Larger than any previous hub's, whose uploads engine servers then refuse.

@@ -36,14 +36,15 @@ class AdapterFolders:
 
     def write(self, staged: StagedWeights, shape: AdapterShape) -> Adapter:
         """Blocks on the disk. Raises WeightRefused."""
+        lora = shape.lora
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.model,
-            "r": shape.rank,
-            "lora_alpha": shape.alpha,
-            "target_modules": list(shape.target_modules),
-            "use_rslora": shape.rank_stabilized,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "target_modules": list(lora.target_modules),
+            "use_rslora": lora.rank_stabilized,
             "lora_dropout": 0.0,
             "bias": "none",
             "inference_mode": True,

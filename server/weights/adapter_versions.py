@@ -45,6 +45,7 @@ from penstock.server.engine.protocol import (
     EngineLost,
     StagedWeights,
 )
+from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.trajectory import Turn
 from penstock.server.turns.turn import TurnState
 from penstock.server.weights.adapter_folder import AdapterFolders
@@ -56,7 +57,6 @@ from penstock.server.weights.switch import (
     InFlight,
     ProbeMismatch,
     Switched,
-    TurnsInFlight,
     WeightSwitch,
     engine_needed,
 )
@@ -70,7 +70,7 @@ tracer = trace.get_tracer("penstock.server")
 class AdapterVersions:
     engine: AdapterEngine
     state: WeightSwitch
-    turns: TurnsInFlight
+    turns: TurnRunner
     stage: WeightStage
     folders: AdapterFolders
     limits: AdapterLimits | None

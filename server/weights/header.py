@@ -33,8 +33,6 @@ ACTIVATIONS: Mapping[int, bool] = {
     weights_pb2.ACTIVATION_IMMEDIATE: True,
     weights_pb2.ACTIVATION_STAGED: False,
 }
-
-
 Source = Literal["inline", "shared_memory", "checkpoint", "collective", "peer"]
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.server.config.pool import PoolSection
 from penstock.server.engine.protocol import EngineRequest, Sampling
 from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.pool import placing as pool_placing
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import BETWEEN_SECONDS, Placing
 from penstock.server.pool.remote import EngineServer
-from penstock.server.pool.routing import RoutingRules
 from penstock.wire.security import Security
 from tests.support.harness import until
 from tests.support.pools import QUICK, changed, serve_pool
@@ -39,7 +39,7 @@ class Engines:
             )
             for number in range(3)
         ]
-        self.placing = Placing(self._rotation, RoutingRules())
+        self.placing = Placing(self._rotation, PoolSection())
 
     def _rotation(self) -> list[Member]:
         return [member for member in self.members if member.state is State.SERVING]
