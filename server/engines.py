@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.server.config.pool import PoolSection
 from penstock.server.config.settings import ConfigError, ServeConfig
 from penstock.server.core.aio import OwnTasks
 
 if TYPE_CHECKING:
     from penstock.server.engine.protocol import Engine, LocalEngine
     from penstock.server.pool.engine import PoolEngine
-    from penstock.server.pool.rules import PoolRules
     from penstock.server.text.renderer import OutputParser
 
 logger = logging.getLogger(__name__)
@@ -101,7 +99,7 @@ class HubSource:
 
         pool = self._config.pool
         discovery = Discovery(pool.engines)
-        engine = PoolEngine(await discovery.look(), pool.shown(), pool_rules(pool))
+        engine = PoolEngine(await discovery.look(), pool.shown(), pool)
 
         def tell(addresses: Sequence[str]) -> None:
             try:
@@ -121,25 +119,6 @@ class HubSource:
 
 
 EngineSource = VllmSource | HubSource
-
-
-def pool_rules(pool: PoolSection) -> PoolRules:
-    from penstock.server.engine.turn_limit import LimitRules
-    from penstock.server.pool.routing import RoutingRules
-    from penstock.server.pool.rules import PoolRules
-
-    return PoolRules(
-        RoutingRules(pool.margin, pool.routing),
-        LimitRules(first=pool.first_turns, most=pool.most_turns),
-        switches_at_once=pool.switch == "all",
-        switch_part=pool.switch_part,
-        look_seconds=pool.look_seconds,
-        silent_seconds=pool.silent_seconds,
-        branches=pool.branches,
-        differences=pool.differences,
-        stage_seconds=pool.stage_seconds,
-        switch_seconds=pool.switch_seconds,
-    )
 
 
 def _check_parsers(config: ServeConfig) -> None:

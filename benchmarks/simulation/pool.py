@@ -31,6 +31,7 @@ from benchmarks.simulation.engine import SimulatedEngine, Turn
 from benchmarks.simulation.setup import Setup
 
 from penstock.server.engine.protocol import EngineRequest, Sampling
+from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.pool.health import usual_pace
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import Placing
@@ -86,18 +87,20 @@ class SimulatedPool:
         self._clock = clock
         self._on_ended = on_ended
         self.engines = [SimulatedEngine(f"engine{n}:1", setup.times) for n in range(setup.engines)]
+        rules = setup.rules
+        self._limits = LimitRules(first=rules.first_turns, most=rules.most_turns)
         self.members = [self._member(engine) for engine in self.engines]
         self.active_version = 0
         self._rotation = list(self.members)
         self._numbers = {engine.name: number for number, engine in enumerate(self.engines)}
-        self.placing = Placing(lambda: self._rotation, setup.rules.routing, rng=random.Random(seed))
+        self.placing = Placing(lambda: self._rotation, setup.rules, rng=random.Random(seed))
         self._requests: dict[str, EngineRequest] = {}
         """Requests that are placed or wait for a place."""
         self._unplaced: deque[tuple[Coroutine[Any, Any, Member | None], Any, Turn]] = deque()
 
     def _member(self, engine: SimulatedEngine) -> Member:
         server = EngineServer(engine.name, Security())
-        member = Member(server, self._setup.rules.limits, lambda: self._clock.now)
+        member = Member(server, self._limits, lambda: self._clock.now)
         member.heard(GetServerInfoResponse(server_id=engine.name))
         member.state, member.problem = State.SERVING, ""
         return member
@@ -202,7 +205,7 @@ class SimulatedPool:
             concluded()
             return
         part = len(behind)
-        if not self._setup.rules.switches_at_once:
+        if self._setup.rules.switch == "rolling":
             part = max(1, int(len(self._rotation) * self._setup.rules.switch_part))
         done = self._clock.now + self._setup.switch_seconds
         for member in behind[:part]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.simulation.engine import EngineTimes
 
+from penstock.server.config.pool import PoolSection
 from penstock.server.groups.staleness_gate import StalenessContract
-from penstock.server.pool.rules import PoolRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Setup:
     """Time of an attempt outside its turns and its tools."""
     switch_seconds: float = 0.0
     """Time an engine is out of rotation for a switch; at least until it samples again."""
-    rules: PoolRules = field(default_factory=PoolRules)
+    rules: PoolSection = field(default_factory=PoolSection)
     freshness: bool = True
     stuck_seconds: float = 1e6
     """Time without the end of a turn or a step after which a run counts as stuck."""

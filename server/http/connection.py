@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
@@ -17,7 +18,7 @@ from penstock.server.http.server import CLIENT_NAMES, CUT_OFF, WRITE_BUFFER_BYTE
 from penstock.server.http.surface import Surface
 from penstock.server.security.callers import Callers
 from penstock.server.security.credentials import AUTHORIZATION
-from penstock.server.security.gate import Presented
+from penstock.server.security.gate import Presented, Unread
 from penstock.wire.reasons import Reason
 
 if TYPE_CHECKING:
@@ -28,40 +29,39 @@ logger = logging.getLogger(__name__)
 # This much of a body, or its end, must arrive within each `limits.stalled_seconds`.
 PIECE_BYTES = 262_144
 
-Unread = Callable[[int], contextlib.AbstractContextManager[None]]
-
 
 class Gone(Exception):
     """The connection was lost, or its client stopped reading."""
 
 
+@dataclass(eq=False)
 class HttpCall:
     """One request and its answer. The answer is charged to its caller's account until it is read."""
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, callers: Callers, stalled_seconds: float
-    ) -> None:
-        self.scope = scope
-        self._receive = receive
-        self._put = send
-        self._callers = callers
-        self._stalled_seconds = stalled_seconds
-        self._unread: Unread = callers.unread
-        self._begun = self._ended = False
+    scope: Scope
+    receive: Receive
+    put: Send
+    callers: Callers
+    stalled_seconds: float
+    _begun: bool = False
+    _ended: bool = False
+
+    def __post_init__(self) -> None:
+        self._unread: Unread = self.callers.unread
 
     @contextlib.asynccontextmanager
     async def body(self, check_memory: Callable[[int], None]) -> AsyncGenerator[bytes]:
         """Yields the whole body, which is charged to its caller's account until the block exits."""
-        most = self._callers.message_bytes
+        most = self.callers.message_bytes
         announced = Headers(scope=self.scope).get("content-length", "0")
         body, size, more = bytearray(), int(announced) if announced.isdigit() else 0, True
         now = asyncio.get_running_loop().time
-        with self._callers.arriving(check_memory) as keep:
+        with self.callers.arriving(check_memory) as keep:
             try:
                 # The timeout covers a whole piece. A byte at a time could hold the body in memory forever.
-                async with asyncio.timeout(self._stalled_seconds) as limit:
+                async with asyncio.timeout(self.stalled_seconds) as limit:
                     while more and size <= most:
-                        message = await self._receive()
+                        message = await self.receive()
                         if message["type"] == "http.disconnect":
                             raise Gone
                         part = message.get("body", b"")
@@ -69,14 +69,14 @@ class HttpCall:
                         before = len(body) // PIECE_BYTES
                         body += part
                         if len(body) // PIECE_BYTES > before:
-                            limit.reschedule(now() + self._stalled_seconds)
+                            limit.reschedule(now() + self.stalled_seconds)
                         more, size = message.get("more_body", False), max(size, len(body))
             except TimeoutError:
                 raise DomainError(
                     Reason.MALFORMED_MESSAGE,
                     f"the body stalled at {len(body)} bytes: less than {PIECE_BYTES} more arrived within "
-                    f"{self._stalled_seconds:g} s",
-                    {"body_bytes": len(body), "seconds": self._stalled_seconds},
+                    f"{self.stalled_seconds:g} s",
+                    {"body_bytes": len(body), "seconds": self.stalled_seconds},
                 ) from None
             if size > most:
                 raise DomainError(
@@ -90,7 +90,7 @@ class HttpCall:
         """Cancels the work and raises Gone if the client disconnects."""
 
         async def gone() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
+            while (await self.receive())["type"] != "http.disconnect":
                 pass
 
         working = asyncio.create_task(work)
@@ -155,13 +155,13 @@ class HttpCall:
 
     async def _send(self, message: dict[str, Any]) -> None:
         try:
-            async with asyncio.timeout(self._stalled_seconds):
-                await self._put(message)
+            async with asyncio.timeout(self.stalled_seconds):
+                await self.put(message)
         except TimeoutError:
             self.scope[CUT_OFF]()
             self._ended = True
             logger.warning(
-                "client read nothing for %g s; closed the connection", self._stalled_seconds
+                "client read nothing for %g s; closed the connection", self.stalled_seconds
             )
             raise Gone from None
 

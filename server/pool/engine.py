@@ -14,14 +14,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from penstock.server.config.pool import PoolSection
 from penstock.server.engine.protocol import Delta, EngineDescription, EngineRequest, EngineStats
 from penstock.server.pool.member import Member
 from penstock.server.pool.placing import Placing
 from penstock.server.pool.roster import Roster
-from penstock.server.pool.rules import PoolRules
 from penstock.server.pool.turns import PoolTurns
 from penstock.server.pool.weights import OpenVersion, PoolWeights
-from penstock.server.weights.switch import TurnsInFlight, WeightSwitch
+from penstock.server.turns.runner import TurnRunner
+from penstock.server.weights.switch import WeightSwitch
 from penstock.wire.security import Security
 
 
@@ -32,13 +33,13 @@ class PoolEngine:
         self,
         addresses: Sequence[str],
         security: Security | None = None,
-        rules: PoolRules | None = None,
+        rules: PoolSection | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin to look at the engines. Raises CredentialsUnusable."""
-        self._rules = rules = rules or PoolRules()
-        self.placing = Placing(lambda: self.roster.rotation, rules.routing)
+        self._rules = rules = rules or PoolSection()
+        self.placing = Placing(lambda: self.roster.rotation, rules)
         self.roster = Roster(security or Security(), rules, clock, self.placing, self._bring_up)
         self.turns = PoolTurns(self.roster, self.placing, rules, clock)
         self._weights: PoolWeights | None = None
@@ -46,7 +47,7 @@ class PoolEngine:
         self.roster.set_addresses(addresses)
 
     def make_weights(
-        self, state: WeightSwitch, turns: TurnsInFlight, open_version: OpenVersion
+        self, state: WeightSwitch, turns: TurnRunner, open_version: OpenVersion
     ) -> PoolWeights:
         """A hub can have weights only once the pool has a description."""
         assert self._weights is None, "a pool has one switcher"

@@ -25,11 +25,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from penstock.common.memory_file import host_id
+from penstock.server.config.pool import PoolSection
 from penstock.server.pool.differences import Differing, Sendable
 from penstock.server.pool.member import Member
 from penstock.server.pool.payload import Tensors, VersionPayload
 from penstock.server.pool.remote import EngineRefused, StagedThere, Unanswered
-from penstock.server.pool.rules import PoolRules
 from penstock.server.weights.probe import Probe
 from penstock.v1 import weights_pb2
 from penstock.wire.differences import NOT_THE_DIFFERENCE
@@ -68,13 +68,6 @@ UNREADABLE = (Reason.SOURCE_UNAVAILABLE, Reason.FIELD_INVALID, Reason.CHECKSUM_M
 """Refusals of a source after which the hub sends the bytes itself."""
 
 
-@dataclass(slots=True, eq=False)
-class _Host:
-    member: Member
-    given: int = 0
-    """Number of hosts that take the version from this one."""
-
-
 @dataclass(slots=True)
 class Branches:
     """The hosts that can hand one version on, in the order in which they got it."""
@@ -84,25 +77,26 @@ class Branches:
     spare_hub: bool = False
     """Whether the hub sends only if no other host can."""
     _hub_given: int = 0
-    _hosts: list[_Host] = field(default_factory=list[_Host])
+    _given: dict[Member, int] = field(default_factory=dict[Member, int])
+    """How many hosts take the version from each one."""
 
     def add(self, members: Iterable[Member]) -> None:
         """Add hosts that have the version or are receiving it."""
-        self._hosts += [_Host(member) for member in members if member.hands_on]
+        self._given |= {member: 0 for member in members if member.hands_on}
 
     def drop(self, member: Member) -> None:
-        self._hosts = [host for host in self._hosts if host.member is not member]
+        self._given.pop(member, None)
 
     def take(self, tried: Collection[Member]) -> Member | None:
         """The next host's source, None for the hub. `tried` already failed to give it the version."""
         if self._hub_given < self.most and not self.spare_hub:
             self._hub_given += 1
             return None
-        for host in self._hosts:
-            untried = host.member not in tried and len(tried) < PEERS_TRIED
-            if untried and host.given < self.most:
-                host.given += 1
-                return host.member
+        for host, given in self._given.items():
+            untried = host not in tried and len(tried) < PEERS_TRIED
+            if untried and given < self.most:
+                self._given[host] = given + 1
+                return host
         self._hub_given += 1
         return None
 
@@ -114,7 +108,7 @@ class Fanout:
     payload: VersionPayload
     epoch: int
     """The hub's: engine servers refuse uploads below it."""
-    rules: PoolRules
+    rules: PoolSection
     probe: Probe | None = None
     _: KW_ONLY
     holders: Sequence[Member] = ()

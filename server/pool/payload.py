@@ -14,6 +14,7 @@ from penstock.server.engine.protocol import StagedWeights
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.staging.assembly import lay_out
 from penstock.v1 import weights_pb2
+from penstock.wire import codec
 
 Tensors = Sequence[weights_pb2.TensorSpec]
 
@@ -24,7 +25,7 @@ class VersionPayload:
     def __init__(self, weights: StagedWeights, adapter: AdapterShape | None = None) -> None:
         """None for full weights. Blocks while it reads every byte for the checksums. Raises OSError."""
         self.weight_version = weights.weight_version
-        self.adapter = None if adapter is None else adapter.message()
+        self.adapter = adapter and weights_pb2.LoraAdapter.FromString(codec.encode(adapter.lora))
         self._descriptor = os.open(weights.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self.host_namespace = host_namespace(self._descriptor)

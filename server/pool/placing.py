@@ -23,9 +23,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.server.config.pool import PoolSection
 from penstock.server.engine.protocol import EngineRequest
 from penstock.server.pool.member import Member
-from penstock.server.pool.routing import RoutingRules, place
+from penstock.server.pool.routing import place
 
 HOMES = 200_000
 """Number of trajectories and groups whose engine is remembered."""
@@ -50,7 +51,7 @@ class _Waiting:
 class Placing:
     serving: Callable[[], Sequence[Member]]
     """Returns the engines in rotation."""
-    rules: RoutingRules
+    rules: PoolSection
     rng: random.Random = field(default_factory=random.Random)
     kept_home: int = 0
     """Number of requests placed on the engine that has their prefix cache."""

@@ -23,13 +23,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from penstock.server.config.pool import PoolSection
 from penstock.server.core.aio import Broadcast, OwnTasks
 from penstock.server.engine.protocol import AdapterLimits, EngineDescription, TensorMeta
+from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.pool.health import usual_pace
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import Placing
 from penstock.server.pool.remote import EngineRefused, EngineServer, OutOfTime, Unanswered
-from penstock.server.pool.rules import PoolRules
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.security import Security
 
@@ -46,7 +47,7 @@ class Roster:
     """All listed engines, each watched by a separate task."""
 
     security: Security
-    rules: PoolRules
+    rules: PoolSection
     clock: Callable[[], float]
     placing: Placing
     bring_up: Callable[[Member, bool], Awaitable[None]]
@@ -74,9 +75,10 @@ class Roster:
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Unlisted engines get no new turns but end those they have. Raises CredentialsUnusable."""
+        limits = LimitRules(first=self.rules.first_turns, most=self.rules.most_turns)
         for address in addresses:
             if address not in self._members:
-                member = Member(EngineServer(address, self.security), self.rules.limits, self.clock)
+                member = Member(EngineServer(address, self.security), limits, self.clock)
                 self._members[address] = member
                 self._pokes[address] = asyncio.Event()
                 keeping = asyncio.create_task(self._keep(member), name=f"engine {address}")
@@ -258,15 +260,12 @@ def difference(pool: EngineDescription, engine: EngineDescription) -> str:
         both = pool.tensors.keys() | engine.tensors.keys()
         names = sorted(n for n in both if pool.tensors.get(n) != engine.tensors.get(n))
         return f"{len(names)} tensors differ from the pool's, for example {names[0]}"
-    return _lacks(pool.adapters, engine.adapters) if pool.adapters is not None else ""
-
-
-def _lacks(pool: AdapterLimits, engine: AdapterLimits | None) -> str:
-    """Empty if none of the engine's limits is below the pool's."""
-    if engine is None:
+    if pool.adapters is None:
+        return ""
+    if engine.adapters is None:
         return "it takes no LoRA adapters, but the pool does: start it with --enable-lora"
     for name in ("max_rank", "max_adapters"):
-        ours, theirs = getattr(pool, name), getattr(engine, name)
+        ours, theirs = getattr(pool.adapters, name), getattr(engine.adapters, name)
         if theirs < ours:
             return f"{name} of its LoRA adapters is {theirs}, the pool's is {ours}"
     return ""

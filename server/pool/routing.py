@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.server.config.pool import RoutingPolicy
+from penstock.server.config.pool import PoolSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +51,18 @@ class EngineLoad:
         return (self.turns + self.between + 1) / limit * self.slowness
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingRules:
-    margin: float = 0.25
-    """How much busier home may be than the least busy engine, as a fraction of its limit."""
-    policy: RoutingPolicy = "sticky"
-
-
 def place(
-    engines: Sequence[EngineLoad], homes: Sequence[str], rules: RoutingRules
+    engines: Sequence[EngineLoad], homes: Sequence[str], rules: PoolSection
 ) -> EngineLoad | None:
     """None if all are at their limits. `homes` lists the best first."""
     free = [engine for engine in engines if engine.turns < engine.limit]
     if not free:
         return None
-    if rules.policy == "round_robin":
+    if rules.routing == "round_robin":
         return min(free, key=lambda engine: (engine.given, engine.name))
     widest = widest_limit(engines)
     least = min(free, key=lambda engine: (engine.busy(widest), engine.given, engine.name))
-    if rules.policy == "least_loaded":
+    if rules.routing == "least_loaded":
         return least
     known = {engine.name: engine for engine in free}
     for name in homes:

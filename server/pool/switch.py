@@ -43,11 +43,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from penstock.server.config.pool import PoolSection
 from penstock.server.pool.fanout import Fanout, not_taken
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.remote import EngineRefused, StagedThere, Unanswered
 from penstock.server.pool.roster import Roster
-from penstock.server.pool.rules import PoolRules
 from penstock.server.weights.switch import InFlight
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure
@@ -65,7 +65,7 @@ class PoolSwitch:
     """One switch, to the version that `fanout` stages."""
 
     roster: Roster
-    rules: PoolRules
+    rules: PoolSection
     fanout: Fanout
     policy: InFlight
     expect_aborts: Callable[[Member], None]
@@ -81,6 +81,7 @@ class PoolSwitch:
 
     def __post_init__(self) -> None:
         self.answers: list[weights_pb2.UpdateWeightsResponse] = []
+        self._at_once = self.rules.switch == "all"
         self._staging: dict[Member, asyncio.Task[StagedThere]] = {}
         self._switching: dict[Member, asyncio.Task[None]] = {}
 
@@ -108,10 +109,10 @@ class PoolSwitch:
                 if late and now() >= deadline:
                     self._leave(late, f"after {self.rules.stage_seconds:g} s", hung=True)
                     continue
-                if late and begun and self.rules.switches_at_once:
+                if late and begun and self._at_once:
                     self._leave(late, "when the others switched to it")
                     continue
-                may_switch = bool(staged) and not (late and self.rules.switches_at_once)
+                may_switch = bool(staged) and not (late and self._at_once)
                 ended = not (self._staging or self._switching)
                 if not begun and (may_switch or (ended and not self.taken_by_none)):
                     begun = True
@@ -176,7 +177,7 @@ class PoolSwitch:
     def _switch(self, staged: list[Member]) -> None:
         """Begin to switch as many of these engines as the rules allow."""
         part = len(staged)
-        if not self.rules.switches_at_once:
+        if not self._at_once:
             count = len(self.roster.rotation) + len(self._switching)
             most = max(1, int(count * self.rules.switch_part))
             part = max(0, most - len(self._switching))

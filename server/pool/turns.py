@@ -31,12 +31,12 @@ from typing import NoReturn
 import grpc
 import numpy as np
 
-from penstock.server.engine.protocol import Delta, EngineRequest, Finish, RequestLost
+from penstock.server.config.pool import PoolSection
+from penstock.server.engine.protocol import WHOLE, Delta, EngineRequest, Finish, RequestLost
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import Placing
 from penstock.server.pool.remote import EngineRefused, Unanswered
 from penstock.server.pool.roster import Roster
-from penstock.server.pool.rules import PoolRules
 from penstock.server.turns.requests import sampling_message
 from penstock.server.turns.turn import FINISH_REASONS
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
@@ -58,6 +58,8 @@ NOT_THE_TURN = (
     grpc.StatusCode.PERMISSION_DENIED,
 )
 """Refusals that may be the engine's fault, so that another engine may take the turn."""
+SEGMENTS_PER_SECOND = 2_000.0
+"""Limit for all turns that are not streamed together; with more turns, each waits longer."""
 MOST_REFUSALS = 3
 """Number of engines that may refuse a turn like that before the caller gets the error."""
 
@@ -66,8 +68,13 @@ MOST_REFUSALS = 3
 class PoolTurns:
     roster: Roster
     placing: Placing
-    rules: PoolRules
+    rules: PoolSection
     clock: Callable[[], float]
+    flush_seconds: float = field(default=0.2, init=False)
+    """Longest time that tokens of a streamed turn wait on an engine server. Below the engine server's own
+    interval, each token would be sent separately."""
+    whole_flush_seconds: float = field(default=1.0, init=False)
+    """The same for a turn not read before its end. A lost engine's turns sample up to this much again."""
     _prefix: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     _count: int = 0
     placed: dict[str, tuple[Member, str]] = field(default_factory=dict[str, tuple[Member, str]])
@@ -98,7 +105,10 @@ class PoolTurns:
         name = request.request_id
         refused_by: set[Member] = set()
         try:
-            while (member := await self._place(request)) is not None:
+            while name not in self._aborting:
+                member = await self.placing.place(request)
+                if member is None:
+                    break
                 began = False
                 try:
                     async with contextlib.aclosing(self._sample(member, request)) as deltas:
@@ -127,10 +137,6 @@ class PoolTurns:
             self._aborting.discard(name)
             self._not_aborted.discard(name)
             self._requests.discard(name)
-
-    async def _place(self, request: EngineRequest) -> Member | None:
-        """None if the request is to end."""
-        return None if request.request_id in self._aborting else await self.placing.place(request)
 
     def _lost_at(self, member: Member, error: Unanswered) -> None:
         before = member.state, member.problem
@@ -237,7 +243,7 @@ class PoolTurns:
 
     def _message(self, name: str, request: EngineRequest) -> rollout_service_pb2.GenerateRequest:
         options = StreamOptions()
-        seconds = self.rules.flush_for(request.stream_interval, len(self.placed))
+        seconds = self.flush_for(request.stream_interval, len(self.placed))
         options.flush_interval.FromNanoseconds(int(seconds * 1e9))
         return GenerateRequest(
             trajectory_id=name,
@@ -247,6 +253,14 @@ class PoolTurns:
             priority=request.priority,
             single_turn=True,
         )
+
+    def flush_for(self, stream_interval: int, turns: int) -> float:
+        """Seconds that a request's tokens may wait on the engine server; `turns` are those in flight."""
+        if stream_interval == 1:
+            return 0.0
+        if stream_interval < WHOLE:
+            return self.flush_seconds
+        return max(self.whole_flush_seconds, turns / SEGMENTS_PER_SECOND)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests, wherever they are, with the tokens they have so far."""

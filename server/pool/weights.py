@@ -15,7 +15,7 @@ process replaces it.
 A joining engine must receive the version within the limits of a switch, `stage_seconds` and
 `switch_seconds`; otherwise it is retried later. Its `problem` states what it waits for. Joining engines of
 one host are sent the version once, as in a switch: the first one opens it, those that join meanwhile use
-the same one, and the last to finish closes it. At most `bring_ups` engines are given it at the same time.
+the same one, and the last to finish closes it. At most `PLACES` engines are given it at the same time.
 Engines that took too long before use separate places, so that they delay no others.
 
 What a failure does. An engine that refuses a version or takes too long leaves the rotation. It is then
@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 from opentelemetry import trace
 
 from penstock.common.memory_file import host_id
+from penstock.server.config.pool import PoolSection
 from penstock.server.core.aio import OwnTasks
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import StagedWeights
@@ -48,16 +49,15 @@ from penstock.server.pool.member import Member, State
 from penstock.server.pool.payload import VersionPayload
 from penstock.server.pool.remote import EngineRefused, Unanswered
 from penstock.server.pool.roster import Roster
-from penstock.server.pool.rules import PoolRules
 from penstock.server.pool.switch import PoolSwitch
 from penstock.server.pool.turns import PoolTurns
+from penstock.server.turns.runner import TurnRunner
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult
 from penstock.server.weights.switch import (
     InFlight,
     Switched,
     SwitchPhase,
-    TurnsInFlight,
     Update,
     VersionBefore,
     WeightSwitch,
@@ -68,6 +68,11 @@ from penstock.wire.reasons import Reason
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("penstock.server")
+
+PLACES = 8
+"""Joining engines that are given the pool's version at the same time."""
+PLACES_OF_HUNG = 2
+"""The same of engines that took too long before."""
 
 OpenVersion = Callable[[int], AbstractAsyncContextManager[StagedWeights | None]]
 Opening = AbstractAsyncContextManager[Fanout | None]
@@ -96,8 +101,7 @@ class Sharing:
             if not shared.users:
                 if self._open.get(key) is shared:
                     del self._open[key]
-                shared.unused.set()
-                await asyncio.shield(shared.holding)
+                await asyncio.shield(shared.close())
 
     def forget(self) -> None:
         """Current users keep the fanouts that are open now."""
@@ -105,27 +109,19 @@ class Sharing:
 
 
 class _Shared:
-    """An open fanout, held open by a separate task."""
+    """An open fanout. A task opens it, which ends even if the user that needed it first is cancelled."""
 
     def __init__(self, opening: Opening) -> None:
         self.users = 0
-        self.unused = asyncio.Event()
-        self.opened: asyncio.Future[Fanout | None] = asyncio.get_running_loop().create_future()
-        self.opened.add_done_callback(_heard)
-        self.holding = asyncio.create_task(
-            self._hold(opening), name="a version for joining engines"
+        self._stack = contextlib.AsyncExitStack()
+        self.opened = asyncio.create_task(
+            self._stack.enter_async_context(opening), name="a version for joining engines"
         )
+        self.opened.add_done_callback(_heard)
 
-    async def _hold(self, opening: Opening) -> None:
-        try:
-            async with opening as fanout:
-                self.opened.set_result(fanout)
-                await self.unused.wait()
-        except Exception as error:
-            if self.opened.done():
-                raise
-            # Every user gets the error.
-            self.opened.set_exception(error)
+    async def close(self) -> None:
+        await asyncio.wait([self.opened])
+        await self._stack.aclose()
 
 
 @dataclass(eq=False)
@@ -136,10 +132,10 @@ class PoolWeights:
     """An engine that joins late needs the adapter after the full weights."""
 
     roster: Roster
-    rules: PoolRules
+    rules: PoolSection
     pool_turns: PoolTurns
     state: WeightSwitch
-    turns: TurnsInFlight
+    turns: TurnRunner
     open_version: OpenVersion
     """Opens the bytes of a version for engines that join late."""
     # Larger than any previous hub's, whose uploads engine servers then refuse.
@@ -157,8 +153,8 @@ class PoolWeights:
     """Probe that the active version came with."""
 
     def __post_init__(self) -> None:
-        self._places = asyncio.Semaphore(self.rules.bring_ups)
-        self._places_of_hung = asyncio.Semaphore(max(1, self.rules.bring_ups // 4))
+        self._places = asyncio.Semaphore(PLACES)
+        self._places_of_hung = asyncio.Semaphore(PLACES_OF_HUNG)
 
     @property
     def active(self) -> int:
@@ -321,7 +317,7 @@ class PoolWeights:
                 return switched
 
     async def _begin(self) -> None:
-        at_once = self.rules.switches_at_once
+        at_once = self.rules.switch == "all"
         await self.state.hold_turns(SwitchPhase.CLOSED if at_once else SwitchPhase.ROLLING)
         await abort_required(self.turns)
 

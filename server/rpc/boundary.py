@@ -110,22 +110,22 @@ def _call(context: ServicerContext, write: Callable[[object], Awaitable[None]]) 
 # caller reads nothing therefore frees what it holds in the domain, waits, and counts as open until it ends.
 
 
+@dataclass(slots=True)
 class _Outgoing:
     """The answers of a call whose handler writes them itself."""
 
-    def __init__(self, context: ServicerContext, stalled_seconds: float) -> None:
-        self._context = context
-        self._stalled_seconds = stalled_seconds
-        self._sending: asyncio.Future[None] | None = None
+    context: ServicerContext
+    stalled_seconds: float
+    _sending: asyncio.Future[None] | None = None
 
     async def write(self, answer: object) -> None:
         """Return when gRPC has passed the answer on. Raises SLOW_READER."""
-        self._sending = asyncio.ensure_future(_write(self._context, answer))
+        self._sending = asyncio.ensure_future(_write(self.context, answer))
         # This call may end before the write does; retrieve its exception in any case.
         self._sending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        done, _ = await asyncio.wait({self._sending}, timeout=self._stalled_seconds)
+        done, _ = await asyncio.wait({self._sending}, timeout=self.stalled_seconds)
         if not done:
-            raise _slow_reader(self._stalled_seconds)
+            raise _slow_reader(self.stalled_seconds)
         self._sending.result()
 
     async def gone(self) -> None:
@@ -182,17 +182,17 @@ def _slow_reader(seconds: float) -> DomainError:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _Requests:
     """The checked messages of a stream. Closing an unfinished generator would take an extra task."""
 
-    def __init__(self, stream: AsyncIterator[object]) -> None:
-        self._stream = stream
+    stream: AsyncIterator[object]
 
     def __aiter__(self) -> AsyncIterator[object]:
         return self
 
     async def __anext__(self) -> object:
-        return _checked(await anext(self._stream))
+        return _checked(await anext(self.stream))
 
 
 def _unary_unary(name: str, handler: Handler) -> Callable[..., Awaitable[Message]]:

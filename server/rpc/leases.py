@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 
 from penstock.server.groups.attempts import Attempt
 from penstock.server.groups.task_queue import TaskQueue
@@ -12,26 +13,26 @@ from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import TrajectoryRecord
 
 
+@dataclass(frozen=True, eq=False)
 class CallLeases:
-    def __init__(self, queue: TaskQueue, store: TrajectoryStore, own: OwnTrajectories) -> None:
-        self._queue = queue
-        self._store = store
-        self._own = own
+    queue: TaskQueue
+    store: TrajectoryStore
+    own: OwnTrajectories
 
     def called(self, trajectory_id: str) -> None:
         """Renew a trajectory's lease, even if the call fails."""
-        if self._queue.renew(trajectory_id):
+        if self.queue.renew(trajectory_id):
             return
-        record = self._store.find(trajectory_id)
-        root = None if record is None else self._store.root_of(record)
-        if root is not None and not self._queue.renew(root.trajectory_id):
-            self._own.touch(root)
+        record = self.store.find(trajectory_id)
+        root = None if record is None else self.store.root_of(record)
+        if root is not None and not self.queue.renew(root.trajectory_id):
+            self.own.touch(root)
 
     def group_called(self, group_id: str, is_callers: Callable[[str], bool]) -> None:
         """Renew the leases of those attempts of a group that belong to the caller."""
-        for trajectory_id in self._queue.leased_of(group_id):
+        for trajectory_id in self.queue.leased_of(group_id):
             if is_callers(trajectory_id):
-                self._queue.renew(trajectory_id)
+                self.queue.renew(trajectory_id)
 
     @contextlib.contextmanager
     def open_call(self, record: TrajectoryRecord) -> Generator[None]:
@@ -40,13 +41,13 @@ class CallLeases:
         if attempt is None:
             yield
             return
-        self._queue.leases.call_began(attempt)
+        self.queue.leases.call_began(attempt)
         try:
             yield
         finally:
-            self._queue.leases.call_ended(attempt)
+            self.queue.leases.call_ended(attempt)
 
     def attempt_of(self, record: TrajectoryRecord) -> Attempt | None:
         """The attempt that a trajectory belongs to, as its root or as a branch of it."""
-        root = self._store.root_of(record)
-        return None if root is None else self._queue.attempt_of(root.trajectory_id)
+        root = self.store.root_of(record)
+        return None if root is None else self.queue.attempt_of(root.trajectory_id)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
@@ -54,17 +54,10 @@ def _register_v1() -> None:
     alpha: Any = reflection_pb2
     alpha.DESCRIPTOR.CopyToProto(file)
     file.name = "grpc/reflection/v1/reflection.proto"
-    file.package = "grpc.reflection.v1"
-    old, new = ".grpc.reflection.v1alpha.", ".grpc.reflection.v1."
-    for message in file.message_type:
-        for field in message.field:
-            if field.type_name:
-                field.type_name = field.type_name.replace(old, new)
-    for service in file.service:
-        for method in service.method:
-            method.input_type = method.input_type.replace(old, new)
-            method.output_type = method.output_type.replace(old, new)
-    descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
+    text = text_format.MessageToString(file)
+    text = text.replace("grpc.reflection.v1alpha", "grpc.reflection.v1")
+    renamed = text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
+    descriptor_pool.Default().AddSerializedFile(renamed.SerializeToString())
 
 
 _register_v1()

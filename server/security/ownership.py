@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -44,15 +45,15 @@ OWNED: Mapping[str, Callable[[Any], Iterable[str]]] = {
 }
 
 
+@dataclass(eq=False)
 class Ownership:
-    def __init__(
-        self, callers: Callers, leases: CallLeases, store: TrajectoryStore, turns: TurnRunner
-    ) -> None:
-        self._callers = callers
-        self._leases = leases
-        self._store = store
-        self._turns = turns
-        self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
+    callers: Callers
+    leases: CallLeases
+    store: TrajectoryStore
+    turns: TurnRunner
+    _owners: OrderedDict[str, tuple[str, str]] = field(
+        default_factory=OrderedDict[str, tuple[str, str]], init=False
+    )
 
     def guard(self, handlers: Mapping[str, Handler]) -> dict[str, Handler]:
         guarded = {name: self._guard(name, handler) for name, handler in handlers.items()}
@@ -83,7 +84,7 @@ class Ownership:
         # From here on a refused call counts as a sign of life too.
         visit = VISIT.get()
         if visit is not None:
-            self._callers.begin_turn(visit, opens=opens)
+            self.callers.begin_turn(visit, opens=opens)
 
     def check_own(self, *trajectory_ids: str) -> None:
         """Raises DomainError if another agent owns one of the trajectories, else renews their leases."""
@@ -91,7 +92,7 @@ class Ownership:
         if visit is not None:
             self._check_own(visit.caller, trajectory_ids)
         for trajectory_id in trajectory_ids:
-            self._leases.called(trajectory_id)
+            self.leases.called(trajectory_id)
 
     def turn_started(self, turn: Turn) -> None:
         """Charges a turn that began in the current call to its caller, which now owns it unless it has an
@@ -100,12 +101,12 @@ class Ownership:
         if visit is None or turn.task is None:
             return
         trajectory_id = turn.record.trajectory_id
-        self._callers.charge(visit, turn, turn.task, partial(self._is_open, trajectory_id))
+        self.callers.charge(visit, turn, turn.task, partial(self._is_open, trajectory_id))
         if trajectory_id not in self._owners:
             self._own(trajectory_id, visit.caller.key)
 
     def _is_open(self, trajectory_id: str) -> bool:
-        record = self._store.find(trajectory_id)
+        record = self.store.find(trajectory_id)
         return record is not None and not record.closed
 
     def _claim(self, lease_tasks: Handler) -> Handler:
@@ -133,9 +134,9 @@ class Ownership:
             return visit is None or not self._is_anothers(visit.caller, trajectory_id)
 
         for trajectory_id in filter(is_callers, request.trajectories.trajectory_ids):
-            self._leases.called(trajectory_id)
+            self.leases.called(trajectory_id)
         for group_id in request.groups.group_ids:
-            self._leases.group_called(group_id, is_callers)
+            self.leases.group_called(group_id, is_callers)
 
     def _own(self, trajectory_id: str, key: tuple[str, str]) -> None:
         self._owners[trajectory_id] = key
@@ -173,7 +174,7 @@ class Ownership:
             self._check_own(caller, request.trajectories.trajectory_ids)
         elif selector == "groups":
             wanted = set(request.groups.group_ids)
-            for turn in self._turns.in_flight:
+            for turn in self.turns.in_flight:
                 record = turn.record
                 if record.group_id in wanted:
                     what = f"a turn of group {record.group_id}"

@@ -68,7 +68,7 @@ class EngineProcess:
         await asyncio.to_thread(shut_down, self._llm)
         context = cast("zmq.Context[zmq.Socket[bytes]]", self._llm.engine_core.resources.ctx)  # pyright: ignore[reportUnknownMemberType]
         context.destroy(linger=0)
-        self._owner.release()
+        self._owner.released.set()
 
     async def _ask(self, answer: Awaitable[T]) -> T:
         """Raises EngineLost once there can be no answer. If the caller is cancelled, the command still
@@ -126,7 +126,7 @@ class EngineOwner:
         self._arguments = arguments
         self._loop = asyncio.get_running_loop()
         self._built: asyncio.Future[AsyncLLM] = self._loop.create_future()
-        self._released = threading.Event()
+        self.released = threading.Event()
         # A daemon thread: if the server exits without `close`, the engine process dies with it.
         self._thread = threading.Thread(target=self._own, name="engine-owner", daemon=True)
 
@@ -138,9 +138,6 @@ class EngineOwner:
             self._built.add_done_callback(self._discard)
             raise
 
-    def release(self) -> None:
-        self._released.set()
-
     def _own(self) -> None:
         try:
             llm = _build(self._arguments, self.load)
@@ -148,12 +145,12 @@ class EngineOwner:
             self._loop.call_soon_threadsafe(self._built.set_exception, error)
         else:
             self._loop.call_soon_threadsafe(self._built.set_result, llm)
-            self._released.wait()
+            self.released.wait()
 
     def _discard(self, built: asyncio.Future[AsyncLLM]) -> None:
         if not built.cancelled() and built.exception() is None:
             shut_down(built.result())
-        self.release()
+        self.released.set()
 
 
 class VllmLoad(StatLoggerBase):

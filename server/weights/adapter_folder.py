@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.common.checkpoint import DTYPES
@@ -25,24 +26,25 @@ DTYPE_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 NAME = "penstock-adapters-"
 
 
+@dataclass(eq=False)
 class AdapterFolders:
-    def __init__(self, parent: Path, model: str) -> None:
-        """`parent` holds the folders. `model` is the base model of the adapters."""
-        self._parent = parent
-        self._model = model
-        self._folder: Path | None = None
-        self._lock = -1
+    parent: Path
+    model: str
+    """The base model of the adapters."""
+    _folder: Path | None = None
+    _lock: int = -1
 
     def write(self, staged: StagedWeights, shape: AdapterShape) -> Adapter:
         """Blocks on the disk. Raises WeightRefused."""
+        lora = shape.lora
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self._model,
-            "r": shape.rank,
-            "lora_alpha": shape.alpha,
-            "target_modules": list(shape.target_modules),
-            "use_rslora": shape.rank_stabilized,
+            "base_model_name_or_path": self.model,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "target_modules": list(lora.target_modules),
+            "use_rslora": lora.rank_stabilized,
             "lora_dropout": 0.0,
             "bias": "none",
             "inference_mode": True,
@@ -62,7 +64,7 @@ class AdapterFolders:
         except OSError as error:
             raise WeightRefused(
                 Reason.DISK_FULL,
-                f"no room for the adapter of {len(data)} bytes ({self._parent}: {error.strerror})",
+                f"no room for the adapter of {len(data)} bytes ({self.parent}: {error.strerror})",
                 length_bytes=len(data),
             ) from error
 
@@ -77,8 +79,8 @@ class AdapterFolders:
 
     def _own(self) -> Path:
         if self._folder is None:
-            _remove_abandoned(self._parent)
-            self._folder, self._lock = _locked_folder(self._parent)
+            _remove_abandoned(self.parent)
+            self._folder, self._lock = _locked_folder(self.parent)
         return self._folder
 
 

@@ -24,22 +24,10 @@ EMBEDDINGS = ("embed_tokens", "lm_head")
 
 @dataclass(frozen=True, slots=True)
 class AdapterShape:
-    """A low-rank adapter, with the fields of PEFT's adapter_config.json."""
-
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...]
-    rank_stabilized: bool
+    lora: weights_pb2.LoraAdapter
+    """From the header: the fields of PEFT's adapter_config.json."""
     tensors: Mapping[str, TensorMeta]
     """By PEFT's names."""
-
-    def message(self) -> weights_pb2.LoraAdapter:
-        return weights_pb2.LoraAdapter(
-            rank=self.rank,
-            alpha=self.alpha,
-            target_modules=self.target_modules,
-            rank_stabilized=self.rank_stabilized,
-        )
 
 
 def read_adapter(header: weights_pb2.WeightHeader, description: EngineDescription) -> AdapterShape:
@@ -72,13 +60,7 @@ def read_adapter(header: weights_pb2.WeightHeader, description: EngineDescriptio
     if not 0 < adapter.alpha < math.inf:
         raise FieldInvalid("header.adapter.alpha", "must be positive and finite", adapter.alpha)
     targets = tuple(adapter.target_modules)
-    return AdapterShape(
-        rank=adapter.rank,
-        alpha=adapter.alpha,
-        target_modules=targets,
-        rank_stabilized=adapter.rank_stabilized,
-        tensors=adapter_tensors(targets, adapter.rank, description.tensors),
-    )
+    return AdapterShape(adapter, adapter_tensors(targets, adapter.rank, description.tensors))
 
 
 def adapter_tensors(

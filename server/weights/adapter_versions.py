@@ -31,6 +31,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from opentelemetry import trace
 
@@ -44,6 +45,7 @@ from penstock.server.engine.protocol import (
     EngineLost,
     StagedWeights,
 )
+from penstock.server.turns.runner import TurnRunner
 from penstock.server.turns.trajectory import Turn
 from penstock.server.turns.turn import TurnState
 from penstock.server.weights.adapter_folder import AdapterFolders
@@ -55,7 +57,6 @@ from penstock.server.weights.switch import (
     InFlight,
     ProbeMismatch,
     Switched,
-    TurnsInFlight,
     WeightSwitch,
     engine_needed,
 )
@@ -65,23 +66,18 @@ logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("penstock.server")
 
 
+@dataclass(eq=False)
 class AdapterVersions:
-    def __init__(
-        self,
-        engine: AdapterEngine,
-        state: WeightSwitch,
-        turns: TurnsInFlight,
-        stage: WeightStage,
-        folders: AdapterFolders,
-        limits: AdapterLimits | None,
-    ) -> None:
-        """`limits` is None for an engine without adapters, which never gets one."""
-        self._engine = engine
-        self._state = state
-        self._turns = turns
-        self._stage = stage
-        self._folders = folders
-        self._most = limits.max_adapters if limits else 0
+    engine: AdapterEngine
+    state: WeightSwitch
+    turns: TurnRunner
+    stage: WeightStage
+    folders: AdapterFolders
+    limits: AdapterLimits | None
+    """None for an engine without adapters, which never gets one."""
+
+    def __post_init__(self) -> None:
+        self._most = self.limits.max_adapters if self.limits else 0
         self._loaded: dict[int, Adapter] = {}
         self._freeing: dict[int, asyncio.Task[None]] = {}
         self._freed = Broadcast()
@@ -102,28 +98,23 @@ class AdapterVersions:
     ) -> Switched:
         """Needs no pause. Raises WEIGHT_LOAD_FAILED, PROBE_MISMATCH or DISK_FULL if the previous version
         remains active, WEIGHTS_INCONSISTENT if no version does, and ENGINE_LOST if the engine died."""
+        version = staged.weight_version
         # Memory that its uploader cannot write to, verified again if needed.
-        copy = await self._stage.hold(staged.retain())
+        copy = await self.stage.hold(staged.retain())
         try:
-            return await self._switch(copy.weights, shape, policy, probe)
+            with tracer.start_as_current_span("penstock.switch_weights") as span, engine_needed():
+                span.set_attribute("penstock.weight_version", version)
+                span.set_attribute("penstock.in_flight", policy.value)
+                span.set_attribute("penstock.adapter", True)
+                adapter = await self._add(copy.weights, shape)
+                try:
+                    result = await self._activate(adapter, policy, probe)
+                except BaseException:
+                    if version not in self._loaded:
+                        self._free(adapter)
+                    raise
         finally:
             copy.release()
-
-    async def _switch(
-        self, weights: StagedWeights, shape: AdapterShape, policy: InFlight, probe: Probe | None
-    ) -> Switched:
-        version = weights.weight_version
-        with tracer.start_as_current_span("penstock.switch_weights") as span, engine_needed():
-            span.set_attribute("penstock.weight_version", version)
-            span.set_attribute("penstock.in_flight", policy.value)
-            span.set_attribute("penstock.adapter", True)
-            adapter = await self._add(weights, shape)
-            try:
-                result = await self._activate(adapter, policy, probe)
-            except BaseException:
-                if version not in self._loaded:
-                    self._free(adapter)
-                raise
         self.free_idle()
         return Switched(version, 0.0, result)
 
@@ -132,8 +123,8 @@ class AdapterVersions:
         if not self._loaded:
             # This runs after every turn, and scanning can mean ten thousand turns.
             return
-        needed = {turn.adapter_version for turn in self._turns.in_flight}
-        needed.add(self._state.active_adapter)
+        needed = {turn.adapter_version for turn in self.turns.in_flight}
+        needed.add(self.state.active_adapter)
         for version in [version for version in self._loaded if version not in needed]:
             self._free(self._loaded.pop(version))
 
@@ -143,7 +134,7 @@ class AdapterVersions:
             task.cancel()
         await asyncio.gather(*self._freeing.values(), return_exceptions=True)
         self._loaded.clear()
-        self._folders.close()
+        self.folders.close()
 
     async def _add(self, weights: StagedWeights, shape: AdapterShape) -> Adapter:
         version = weights.weight_version
@@ -152,15 +143,15 @@ class AdapterVersions:
         while version in self._freeing or len(self._loaded) + len(self._freeing) > self._most:
             await self._freed.wait()
         adapter = await run_to_its_end(
-            lambda: self._folders.write(weights, shape), self._folders.remove
+            lambda: self.folders.write(weights, shape), self.folders.remove
         )
         try:
-            await self._engine.add_adapter(adapter)
+            await self.engine.add_adapter(adapter)
         except BaseException as error:
-            self._folders.remove(adapter)
+            self.folders.remove(adapter)
             if not isinstance(error, EngineLoadFailed):
                 raise
-            active = self._state.active_version
+            active = self.state.active_version
             raise DomainError(
                 Reason.WEIGHT_LOAD_FAILED,
                 f"adapter version {version} cannot be loaded, version {active} remains active: {error}",
@@ -174,15 +165,15 @@ class AdapterVersions:
         version = adapter.weight_version
         crowded = probe is not None and len(self._sampling()) >= self._most
         result = None if crowded else await self._prove(version, probe)
-        async with self._state.gate_closed():
+        async with self.state.gate_closed():
             if policy is InFlight.DRAIN:
-                await self._turns.wait_idle()
+                await self.turns.wait_idle()
             if crowded:
                 await self._make_room(version, policy)
                 result = await self._prove(version, probe)
             if policy is InFlight.ABORT:
-                await self._turns.abort(self._turns.sampling)
-            self._state.adopt(version, adapter=True)
+                await self.turns.abort(self.turns.sampling)
+            self.state.adopt(version, adapter=True)
             self._loaded[version] = adapter
             if policy is InFlight.RECOMPUTE:
                 await self._move(self._staying(), "recompute")
@@ -194,20 +185,20 @@ class AdapterVersions:
         """Raises PROBE_MISMATCH."""
         if probe is None:
             return None
-        result = compare(probe, await self._engine.score(probe.token_ids, version))
+        result = compare(probe, await self.engine.score(probe.token_ids, version))
         # Written this way so that NaN fails too.
         if not result.mean_difference <= probe.tolerance:
-            raise ProbeMismatch(version, self._state.active_version, result, probe)
+            raise ProbeMismatch(version, self.state.active_version, result, probe)
         return result
 
     def _sampling(self) -> set[int]:
         """Adapters of turns in flight, and the active one, which new turns may use at any time."""
         versions = {turn.adapter_version for turn in self._staying()}
-        return {v for v in (*versions, self._state.active_adapter) if v is not None}
+        return {v for v in (*versions, self.state.active_adapter) if v is not None}
 
     def _staying(self) -> list[Turn]:
         """Turns that the engine samples and that are not already moving to another adapter."""
-        return [turn for turn in self._turns.sampling if turn.state is not TurnState.MOVING]
+        return [turn for turn in self.turns.sampling if turn.state is not TurnState.MOVING]
 
     async def _make_room(self, version: int, policy: InFlight) -> None:
         """Moves the turns of the oldest adapters if the new one would exceed the engine's limit."""
@@ -224,7 +215,7 @@ class AdapterVersions:
                 self._most,
             )
             if policy is InFlight.ABORT:
-                await self._turns.abort(turns)
+                await self.turns.abort(turns)
             else:
                 await self._move(turns, "max_loras")
 
@@ -232,8 +223,8 @@ class AdapterVersions:
         pinned = [turn for turn in turns if turn.record.required_weight_version]
         moving = [turn for turn in turns if not turn.record.required_weight_version]
         self.moves[why] += len(moving)
-        await self._turns.move(moving)
-        await self._turns.abort(pinned)
+        await self.turns.move(moving)
+        await self.turns.abort(pinned)
 
     def _free(self, adapter: Adapter) -> None:
         version = adapter.weight_version
@@ -243,10 +234,10 @@ class AdapterVersions:
     async def _remove(self, adapter: Adapter) -> None:
         version = adapter.weight_version
         try:
-            await self._engine.remove_adapter(version)
+            await self.engine.remove_adapter(version)
         except EngineLost as error:
             logger.info("adapter version %d was lost with the engine: %s", version, error)
         finally:
-            self._folders.remove(adapter)
+            self.folders.remove(adapter)
             del self._freeing[version]
             self._freed.notify()

@@ -34,6 +34,7 @@ from opentelemetry import trace
 
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import CollectiveEngine, EngineLoadFailed, EngineLost
+from penstock.server.turns.runner import TurnRunner
 from penstock.server.weights.adapter_versions import AdapterVersions
 from penstock.server.weights.probe import Probe, ProbeResult, compare
 from penstock.server.weights.switch import (
@@ -41,7 +42,6 @@ from penstock.server.weights.switch import (
     ProbeMismatch,
     Switched,
     SwitchPhase,
-    TurnsInFlight,
     Update,
     VersionBefore,
     WeightSwitch,
@@ -64,7 +64,7 @@ class EngineSwitch:
 
     engine: CollectiveEngine
     state: WeightSwitch
-    turns: TurnsInFlight
+    turns: TurnRunner
     adapters: AdapterVersions
     prepare_ahead: bool = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.engine.protocol import EngineDescription
@@ -32,49 +33,12 @@ ACTIVATIONS: Mapping[int, bool] = {
     weights_pb2.ACTIVATION_IMMEDIATE: True,
     weights_pb2.ACTIVATION_STAGED: False,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class InlineSource:
-    length_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SharedSource:
-    """The payload is a file in memory of the same host."""
-
-    name: str
-    host_namespace: str
-    progress_offset_bytes: int | None = None
-    """None if the file is complete; zero if it is still being filled without a progress word."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSource:
-    """A folder of safetensors files."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveSource:
-    backend: str
-
-
-@dataclass(frozen=True, slots=True)
-class PeerSource:
-    """The bytes of a full version are at another server."""
-
-    address: str
-    weight_version: int
-    """Number of the version at that server."""
-
-
-Source = InlineSource | SharedSource | CheckpointSource | CollectiveSource | PeerSource
+Source = Literal["inline", "shared_memory", "checkpoint", "collective", "peer"]
 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
+    header: weights_pb2.WeightHeader
     weight_version: int
     base_version: int
     """Zero for a full upload."""
@@ -83,6 +47,7 @@ class Announced:
     """SHA-256 of the header as sent. Equal digests mean the same upload, except if the payload is still
     being filled: then the checksums are in the commit."""
     source: Source
+    """The field of the header that describes it."""
     manifest: tuple[ManifestTensor, ...]
     immediate: bool
     """Whether to switch on commit."""
@@ -95,8 +60,7 @@ class Announced:
     @property
     def filling(self) -> bool:
         """The checksums then come with the commit."""
-        source = self.source
-        return isinstance(source, SharedSource) and source.progress_offset_bytes is not None
+        return self.header.shared_memory.filling
 
     def read_commit(self, commit: weights_pb2.WeightCommit) -> tuple[int, ...]:
         """Returns XXH3-64 of each tensor, in the manifest's order. Raises CHECKSUM_MISMATCH or
@@ -122,26 +86,27 @@ def read_header(received: Header, description: EngineDescription) -> Announced:
     header = received.message
     adapter = read_adapter(header, description) if header.HasField("adapter") else None
     source = _read_source(header)
-    if isinstance(source, CheckpointSource | PeerSource) and header.base_weight_version:
+    if source in ("checkpoint", "peer") and header.base_weight_version:
         raise FieldInvalid(
             "header.base_weight_version",
             "must be zero with a checkpoint or a peer, which provide all tensors in full",
             header.base_weight_version,
         )
-    if isinstance(source, PeerSource) and adapter is not None:
+    if source == "peer" and adapter is not None:
         raise FieldInvalid("header.peer", "may not be the source of an adapter")
-    if isinstance(source, SharedSource) and source.progress_offset_bytes is not None:
+    if header.shared_memory.filling:
         _check_filling(header)
     immediate = ACTIVATIONS.get(header.activation)
     if immediate is None:
         raise FieldInvalid("header.activation", "is unknown", header.activation)
-    if isinstance(source, CollectiveSource) and not immediate:
+    if source == "collective" and not immediate:
         raise FieldInvalid(
             "header.activation",
             "must be immediate with a collective, whose bytes go straight into the engine",
             header.activation,
         )
     return Announced(
+        header=header,
         weight_version=header.weight_version,
         base_version=header.base_weight_version,
         trainer_epoch=header.trainer_epoch,
@@ -163,26 +128,18 @@ def read_in_flight(policy: int) -> InFlight | None:
 
 
 def _read_source(header: weights_pb2.WeightHeader) -> Source:
-    kind = header.WhichOneof("source")
-    if kind == "inline":
-        length = header.inline.length_bytes
-        if length < 0:
-            raise FieldInvalid("header.inline.length_bytes", "must not be negative", length)
-        return InlineSource(length)
-    if kind == "shared_memory":
-        shared = header.shared_memory
-        place = shared.progress_offset_bytes
-        if place and not shared.filling:
-            raise FieldInvalid(
-                "header.shared_memory.progress_offset_bytes", "may only be set with filling", place
-            )
-        return SharedSource(shared.name, shared.host_namespace, place if shared.filling else None)
-    if kind == "checkpoint":
-        return CheckpointSource(header.checkpoint.path)
-    if kind == "collective":
-        return CollectiveSource(header.collective.backend)
-    if kind == "peer":
-        peer = header.peer
+    source = header.WhichOneof("source")
+    if source is None:
+        raise FieldInvalid("header.source", "must be set")
+    length, shared, peer = header.inline.length_bytes, header.shared_memory, header.peer
+    if length < 0:
+        raise FieldInvalid("header.inline.length_bytes", "must not be negative", length)
+    place = shared.progress_offset_bytes
+    if place and not shared.filling:
+        raise FieldInvalid(
+            "header.shared_memory.progress_offset_bytes", "may only be set with filling", place
+        )
+    if source == "peer":
         try:
             split_address(peer.address)
         except ValueError as error:
@@ -190,10 +147,7 @@ def _read_source(header: weights_pb2.WeightHeader) -> Source:
         if peer.weight_version < 1:
             problem = "must be a version that was uploaded"
             raise FieldInvalid("header.peer.weight_version", problem, peer.weight_version)
-        return PeerSource(peer.address, peer.weight_version)
-    if kind is None:
-        raise FieldInvalid("header.source", "must be set")
-    raise FieldInvalid("header.source", "is not one this server takes; see GetServerInfo", kind)
+    return source
 
 
 def _check_filling(header: weights_pb2.WeightHeader) -> None:

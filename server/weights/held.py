@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from penstock.server.engine.protocol import StagedWeights
@@ -25,16 +26,18 @@ BASE_VERSION = 0
 """The version of the model as the engine read it from its folder."""
 
 
+@dataclass(eq=False)
 class HeldWeights:
     """At most one full version and one adapter on it, complete and verified, in this server's memory."""
 
-    def __init__(self, stage: WeightStage, base_model: Path | None, *, enabled: bool) -> None:
-        """`base_model` is the folder of version 0. If not `enabled`, nothing is ever held."""
-        self._stage = stage
-        self._base_model = base_model
-        self._enabled = enabled
-        self._full: Staged | None = None
-        self._adapter: Staged | None = None
+    stage: WeightStage
+    base_model: Path | None
+    """The folder of version 0."""
+    _: KW_ONLY
+    enabled: bool
+    """Whether anything is ever held."""
+    _full: Staged | None = field(default=None, init=False)
+    _adapter: Staged | None = field(default=None, init=False)
 
     @property
     def weight_version(self) -> int:
@@ -58,14 +61,14 @@ class HeldWeights:
 
     async def _take_over(self, staged: Staged) -> Staged | None:
         try:
-            if self._enabled:
+            if self.enabled:
                 try:
-                    return await self._stage.hold(staged.retain())
+                    return await self.stage.hold(staged.retain())
                 except WeightRefused as error:
                     if error.reason is not Reason.DISK_FULL:
                         raise
                     logger.warning("version %s is not held: %s", staged.weight_version, error)
-            await self._stage.check_again(staged)
+            await self.stage.check_again(staged)
             return None
         finally:
             staged.release()
@@ -90,8 +93,8 @@ class HeldWeights:
         try:
             if before is not None:
                 before.retain()
-            elif weight_version == BASE_VERSION and self._base_model is not None:
-                before = await self._stage.read_base_model(BASE_VERSION, self._base_model)
+            elif weight_version == BASE_VERSION and self.base_model is not None:
+                before = await self.stage.read_base_model(BASE_VERSION, self.base_model)
         except WeightRefused as error:
             logger.error("cannot read version %s again: %s", weight_version, error)
         try:

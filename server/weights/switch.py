@@ -30,9 +30,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Generator,
-    Iterable,
     Mapping,
-    Sequence,
 )
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ from typing import Protocol
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError
 from penstock.server.engine.protocol import EngineLost, StagedWeights
-from penstock.server.turns.trajectory import Turn
+from penstock.server.turns.runner import TurnRunner
 from penstock.server.weights.adapter_manifest import AdapterShape
 from penstock.server.weights.probe import Probe, ProbeResult
 from penstock.server.weights.staging.incoming import Staged
@@ -58,23 +56,7 @@ class InFlight(Enum):
     ABORT = "abort"
 
 
-class TurnsInFlight(Protocol):
-    @property
-    def in_flight(self) -> Sequence[Turn]: ...
-
-    @property
-    def sampling(self) -> Sequence[Turn]: ...
-
-    async def abort(self, turns: Iterable[Turn]) -> object: ...
-
-    async def move(self, turns: Iterable[Turn]) -> None:
-        """Continue these turns under the active adapter."""
-        ...
-
-    async def wait_idle(self) -> None: ...
-
-
-async def abort_required(turns: TurnsInFlight) -> None:
+async def abort_required(turns: TurnRunner) -> None:
     """Abort the turns that require the old version, because they must not sample under another."""
     await turns.abort([turn for turn in turns.sampling if turn.record.required_weight_version])
 

@@ -47,28 +47,20 @@ class Version:
     """Tensors that differ from the version accepted before this one."""
 
 
+@dataclass(eq=False)
 class WeightVersions:
-    def __init__(
-        self,
-        stage: WeightStage,
-        held: HeldWeights,
-        state: WeightSwitch,
-        switcher: Switcher,
-        on_staged: Callable[[int, int], None],
-        on_switched: Callable[[Switched], Awaitable[None]],
-        *,
-        in_flight: InFlight,
-        max_staged: int,
-    ) -> None:
-        """`on_staged` gets an upload's bytes and changed tensors; `on_switched` runs once it is active."""
-        self._stage = stage
-        self.held = held
-        self._state = state
-        self._switcher = switcher
-        self._on_staged = on_staged
-        self._on_switched = on_switched
-        self._in_flight = in_flight
-        self._max_staged = max_staged
+    stage: WeightStage
+    held: HeldWeights
+    state: WeightSwitch
+    switcher: Switcher
+    on_staged: Callable[[int, int], None]
+    """Gets an upload's bytes and changed tensors."""
+    on_switched: Callable[[Switched], Awaitable[None]]
+    """Runs once a version is active."""
+    in_flight: InFlight
+    max_staged: int
+
+    def __post_init__(self) -> None:
         self._staged: dict[int, tuple[Version, Staged]] = {}
         self._active: Version | None = None
         self._activating = asyncio.Lock()
@@ -79,12 +71,12 @@ class WeightVersions:
 
     @property
     def active_version(self) -> int:
-        return self._state.active_version
+        return self.state.active_version
 
     @property
     def trusted_version(self) -> int | None:
         """None if the weights in use cannot be trusted."""
-        return self.active_version if self._state.trusted else None
+        return self.active_version if self.state.trusted else None
 
     @property
     def staged_versions(self) -> list[int]:
@@ -97,7 +89,7 @@ class WeightVersions:
         return self.held.weight_version if self.delta_base() is not None else 0
 
     def delta_base(self) -> Staged | None:
-        return self.held.get(self.active_version) if self._state.trusted else None
+        return self.held.get(self.active_version) if self.state.trusted else None
 
     def base_of(self, announced: Announced) -> Staged | None:
         """None for a full upload. Raises BASE_VERSION_MISMATCH."""
@@ -155,7 +147,7 @@ class WeightVersions:
     def check_order(self, version: int) -> None:
         """Raise WEIGHT_VERSION_STALE if a version is not newer than every other."""
         # If the weights in use cannot be trusted, their version may be uploaded again.
-        accepted = self.active_version if self._state.trusted else self.active_version - 1
+        accepted = self.active_version if self.state.trusted else self.active_version - 1
         newest = max([accepted, *self._staged])
         if version <= newest:
             raise DomainError(
@@ -167,14 +159,14 @@ class WeightVersions:
     def check_kind(self, announced: Announced) -> None:
         """Full weights and adapters mix only as allowed. Raises ADAPTER_ACTIVE or WEIGHTS_INCONSISTENT."""
         version, active = announced.weight_version, self.active_version
-        if announced.adapter is None and self._state.active_adapter is not None:
+        if announced.adapter is None and self.state.active_adapter is not None:
             raise DomainError(
                 Reason.ADAPTER_ACTIVE,
                 f"version {version} is a full upload, but adapter version {active} is active, which was "
                 "trained on the present full weights",
                 {"weight_version": version, "active": active},
             )
-        if announced.adapter is not None and not self._state.trusted:
+        if announced.adapter is not None and not self.state.trusted:
             raise DomainError(
                 Reason.WEIGHTS_INCONSISTENT,
                 f"version {version} is an adapter, and there are no full weights for it; "
@@ -192,8 +184,8 @@ class WeightVersions:
         version = Version(announced, staged.hashes, changed)
         self._tell_staged(version, length_bytes)
         self._staged[announced.weight_version] = version, staged
-        self._switcher.stage(Update(staged, announced.probe, announced.adapter))
-        while len(self._staged) > self._max_staged:
+        self.switcher.stage(Update(staged, announced.probe, announced.adapter))
+        while len(self._staged) > self.max_staged:
             self._unstage(min(self._staged))
         return version
 
@@ -203,13 +195,13 @@ class WeightVersions:
                 "version %s changes no tensor of the previous version",
                 version.announced.weight_version,
             )
-        self._on_staged(length_bytes, version.changed_tensor_count)
+        self.on_staged(length_bytes, version.changed_tensor_count)
 
     async def activate(self, weight_version: int, in_flight: InFlight | None) -> Switched:
         """Does nothing if the version is active already. Raises WEIGHT_VERSION_NOT_STAGED,
         WEIGHT_LOAD_FAILED, PROBE_MISMATCH, WEIGHTS_INCONSISTENT or ENGINE_LOST."""
         # If the caller leaves, the engine must not stay paused or hold half a version.
-        switching = self._activate(weight_version, in_flight or self._in_flight)
+        switching = self._activate(weight_version, in_flight or self.in_flight)
         return await asyncio.shield(
             self._switches.start(switching, f"switch to version {weight_version}")
         )
@@ -234,7 +226,7 @@ class WeightVersions:
                 announced = version.announced
                 self.check_kind(announced)
                 update = Update(staged, announced.probe, announced.adapter)
-                switched = await self._switcher.switch(update, in_flight, self._way_back)
+                switched = await self.switcher.switch(update, in_flight, self._way_back)
                 # Makes room for the bytes that are held.
                 self._unstage_up_to(weight_version)
                 await self._hold(announced, staged.retain())
@@ -256,14 +248,14 @@ class WeightVersions:
         try:
             if announced.adapter is None:
                 await self.held.replace(staged)
-            elif self._switcher.holds_adapters:
+            elif self.switcher.holds_adapters:
                 await self.held.replace_adapter(staged)
             else:
                 staged.release()
                 self.held.release()
         except WeightRefused as error:
             problem = f"it was written to after it was verified: {error.message}"
-            await self._switcher.spoiled(announced.weight_version, problem)
+            await self.switcher.spoiled(announced.weight_version, problem)
 
     async def change(
         self,
@@ -278,7 +270,7 @@ class WeightVersions:
             self.check_kind(announced)
             check()
             try:
-                switched = await switch(announced.in_flight or self._in_flight, self._way_back)
+                switched = await switch(announced.in_flight or self.in_flight, self._way_back)
             finally:
                 self._release_if_untrusted()
             version = self._unseen(announced)
@@ -302,13 +294,13 @@ class WeightVersions:
     async def _adopt(self, version: Version, switched: Switched) -> None:
         self._unstage_up_to(version.announced.weight_version)
         self._active = version
-        await self._on_switched(switched)
+        await self.on_switched(switched)
 
     def _way_back(self) -> AbstractAsyncContextManager[StagedWeights | None]:
         return self.held.open(self.active_version)
 
     def _release_if_untrusted(self) -> None:
-        if not self._state.trusted:
+        if not self.state.trusted:
             self.held.release()
 
     def _unstage_up_to(self, version: int) -> None:
@@ -324,4 +316,4 @@ class WeightVersions:
         await self._switches.cancel()
         self._staged.clear()
         self.held.release()
-        self._stage.close()
+        self.stage.close()

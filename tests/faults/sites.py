@@ -135,7 +135,7 @@ class Site:
 
     @property
     def held_bytes(self) -> int:
-        return self.serving.weights._stage.held_bytes
+        return self.serving.weights.stage.held_bytes
 
     def next_version(self) -> int:
         self.uploaded = max(self.uploaded, self.active) + 1

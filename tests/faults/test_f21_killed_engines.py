@@ -29,9 +29,9 @@ import psutil
 import pytest
 import xxhash
 
+from penstock.server.config.pool import PoolSection
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.pool.remote import EngineServer
-from penstock.server.pool.rules import PoolRules
 from penstock.server.weights.staging.incoming import Staged
 from penstock.server.weights.switch import Update
 from penstock.trainer.state.ledger import StepEntry, read_ledger
@@ -66,7 +66,7 @@ VLLM_COUNTS = {2: 50, 4: 150}
 """Maximum kills, by the engines of the pool. Each start of vLLM takes a core for 20 to 45 s. Of two engines
 only one may be down at a time, of four three."""
 TEST = "tests/faults/test_f21_killed_engines.py::"
-RULES = PoolRules(look_seconds=0.2, flush_seconds=0.02, whole_flush_seconds=0.02)
+RULES = PoolSection(look_seconds=0.2)
 
 
 class Explains(Protocol):
@@ -404,7 +404,7 @@ async def kill_and_train(
         run.servers = servers
         addresses = [server.address for server in servers]
         async with (
-            serve_hub(folder / "hub", addresses, rules=RULES) as (hub, pool),
+            serve_hub(folder / "hub", addresses, rules=RULES, flush_seconds=0.02) as (hub, pool),
             at_work(hub.address),
         ):
             watch.over(hub, pool)

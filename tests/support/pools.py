@@ -9,19 +9,19 @@ from pathlib import Path
 
 from penstock.server.assembly import Serving
 from penstock.server.config import settings as config
+from penstock.server.config.pool import PoolSection
 from penstock.server.engine.protocol import AdapterLimits
 from penstock.server.journals import open_journal
 from penstock.server.lifecycle import Lifecycle, bind
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.pool.member import Member, State
-from penstock.server.pool.rules import PoolRules
 from penstock.server.pool.turns import PoolTurns
 from penstock.server.security.gate import open_gate
 from penstock.wire.security import open_channel
 from tests.support.fakes import ByteRenderer, FakeEngine
 from tests.support.harness import Harness, Wire, serve, until
 
-QUICK = PoolRules(look_seconds=0.05, flush_seconds=0.0, whole_flush_seconds=0.0)
+QUICK = PoolSection(look_seconds=0.05)
 
 
 @dataclass
@@ -43,6 +43,10 @@ class Pool:
         await until(lambda: all(member.state is State.SERVING for member in members))
 
 
+def changed(rules: PoolSection, **fields: object) -> PoolSection:
+    return rules.model_validate({**rules.model_dump(), **fields})
+
+
 def is_idle(turns: PoolTurns) -> bool:
     """Whether no state of any request is left."""
     return not (turns.placed or turns._requests or turns._aborting)
@@ -50,7 +54,11 @@ def is_idle(turns: PoolTurns) -> bool:
 
 @contextlib.asynccontextmanager
 async def serve_hub(
-    folder: Path, addresses: Sequence[str], *settings: str, rules: PoolRules = QUICK
+    folder: Path,
+    addresses: Sequence[str],
+    *settings: str,
+    rules: PoolSection = QUICK,
+    flush_seconds: float = 0.0,
 ) -> AsyncGenerator[tuple[Harness, PoolEngine]]:
     """A hub in front of these engine servers."""
     folder.mkdir(exist_ok=True)
@@ -59,6 +67,7 @@ async def serve_hub(
     gate = open_gate(loaded)
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls, gate)
     engine = PoolEngine(addresses, rules=rules)
+    engine.turns.flush_seconds = engine.turns.whole_flush_seconds = flush_seconds
     await engine.roster.described()
     journal = await open_journal(loaded.journal)
     life = Lifecycle(Serving(engine, ByteRenderer(), loaded, journal, gate), server)
@@ -77,7 +86,7 @@ async def serve_pool(
     count: int,
     *settings: str,
     step_seconds: float = 0.0,
-    rules: PoolRules = QUICK,
+    rules: PoolSection = QUICK,
     hosts: Sequence[str] = (),
     of_engines: Sequence[str] = (),
     adapters: AdapterLimits | None = None,

@@ -50,7 +50,7 @@ async def state_of(harness: Harness, name: str) -> State:
 
 def held_bytes(harness: Harness) -> int:
     """The server's memory for weights, without buffers kept for the next upload."""
-    return harness.serving.weights._stage.held_bytes
+    return harness.serving.weights.stage.held_bytes
 
 
 async def refused(harness: Harness, requests: Sequence[Any]) -> Failure:

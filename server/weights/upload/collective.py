@@ -27,7 +27,7 @@ from penstock.server.engine.protocol import (
     EngineLost,
 )
 from penstock.server.weights.engine_switch import EngineSwitch
-from penstock.server.weights.header import Announced, CollectiveSource
+from penstock.server.weights.header import Announced
 from penstock.server.weights.staging.manifest import (
     ManifestTensor,
     WeightRefused,
@@ -107,8 +107,7 @@ def check_announced(
     active_version: int | None,
 ) -> None:
     """`active_version` is None if the weights cannot be trusted. Raises DomainError and WeightRefused."""
-    assert isinstance(announced.source, CollectiveSource)
-    backend, base = announced.source.backend, announced.base_version
+    backend, base = announced.header.collective.backend, announced.base_version
     if announced.adapter is not None:
         raise FieldInvalid("header.adapter", "cannot be sent by a collective")
     if base and backend not in PATCHES_IN_PLACE:

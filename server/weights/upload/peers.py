@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import grpc
 
-from penstock.server.weights.header import PeerSource
 from penstock.server.weights.staging.incoming import IncomingUpload
 from penstock.server.weights.staging.manifest import ManifestTensor, WeightRefused
 from penstock.v1 import weights_pb2
@@ -32,7 +31,10 @@ class PeerFetcher:
     """How long a peer may send nothing, including the time to connect."""
 
     async def fetch(
-        self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: IncomingUpload
+        self,
+        source: weights_pb2.PeerSource,
+        manifest: Sequence[ManifestTensor],
+        upload: IncomingUpload,
     ) -> None:
         """Raises WeightRefused: SOURCE_UNAVAILABLE."""
         try:
@@ -50,7 +52,10 @@ class PeerFetcher:
             raise _unavailable(source, f"it sent an invalid chunk: {error}") from error
 
     async def _fetch(
-        self, source: PeerSource, manifest: Sequence[ManifestTensor], upload: IncomingUpload
+        self,
+        source: weights_pb2.PeerSource,
+        manifest: Sequence[ManifestTensor],
+        upload: IncomingUpload,
     ) -> None:
         async with open_channel(source.address, self.security, own_connection=True) as channel:
             method: grpc.aio.UnaryStreamMultiCallable[weights_pb2.FetchWeightsRequest, object] = (
@@ -86,7 +91,7 @@ class PeerFetcher:
             upload.check_complete()
 
 
-def _unavailable(source: PeerSource, problem: str) -> WeightRefused:
+def _unavailable(source: weights_pb2.PeerSource, problem: str) -> WeightRefused:
     return WeightRefused(
         Reason.SOURCE_UNAVAILABLE,
         f"version {source.weight_version} of {source.address}: {problem}",

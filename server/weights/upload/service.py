@@ -22,16 +22,7 @@ from penstock.common.memory_file import host_namespace
 from penstock.server.core.aio import SAY_AGAIN_SECONDS, OwnTasks, said_again
 from penstock.server.core.errors import FieldInvalid
 from penstock.server.engine.protocol import EngineDescription
-from penstock.server.weights.header import (
-    Announced,
-    CheckpointSource,
-    CollectiveSource,
-    InlineSource,
-    PeerSource,
-    SharedSource,
-    read_header,
-    read_in_flight,
-)
+from penstock.server.weights.header import Announced, read_header, read_in_flight
 from penstock.server.weights.staging.incoming import IncomingUpload, Staged
 from penstock.server.weights.staging.manifest import WeightRefused, end_of
 from penstock.server.weights.staging.stage import WeightStage
@@ -97,7 +88,7 @@ class UploadService:
         first = await anext(requests, None)
         if isinstance(first, Header):
             announced = read_header(first, self._description)
-            if isinstance(announced.source, CollectiveSource):
+            if announced.source == "collective":
                 await self._take_collective(announced, requests, respond)
             else:
                 async with said_again(respond, SAY_AGAIN_SECONDS) as say:
@@ -222,8 +213,8 @@ class UploadService:
         upload = self.arriving = await self._begin(announced)
         try:
             await respond(self._response(version, weights_pb2.WEIGHT_STATE_READY))
-            if isinstance(announced.source, PeerSource):
-                await self._peers.fetch(announced.source, announced.manifest, upload)
+            if announced.source == "peer":
+                await self._peers.fetch(announced.header.peer, announced.manifest, upload)
             checksums = await self._payload(announced, upload, requests)
             if checksums is None:
                 return None
@@ -254,26 +245,25 @@ class UploadService:
             return await self._begin_upload(announced, base)
 
     async def _begin_upload(self, announced: Announced, base: Staged | None) -> IncomingUpload:
-        version, manifest, source = announced.weight_version, announced.manifest, announced.source
+        version, manifest, header = announced.weight_version, announced.manifest, announced.header
         expected = announced.adapter.tensors if announced.adapter is not None else None
-        if isinstance(source, InlineSource):
-            return await self._stage.begin_inline(
-                version, manifest, source.length_bytes, base, expected
-            )
-        if isinstance(source, SharedSource):
-            return await self._stage.begin_shared(
-                version,
-                manifest,
-                source.name,
-                source.host_namespace,
-                base,
-                expected,
-                progress_offset_bytes=source.progress_offset_bytes,
-            )
-        if isinstance(source, PeerSource):
+        if announced.source == "inline":
+            length = header.inline.length_bytes
+            return await self._stage.begin_inline(version, manifest, length, base, expected)
+        if announced.source == "peer":
             return await self._stage.begin_inline(version, manifest, end_of(manifest))
-        assert isinstance(source, CheckpointSource)
-        return await self._stage.begin_checkpoint(version, manifest, source.path)
+        if announced.source == "checkpoint":
+            return await self._stage.begin_checkpoint(version, manifest, header.checkpoint.path)
+        shared = header.shared_memory
+        return await self._stage.begin_shared(
+            version,
+            manifest,
+            shared.name,
+            shared.host_namespace,
+            base,
+            expected,
+            progress_offset_bytes=shared.progress_offset_bytes if shared.filling else None,
+        )
 
     async def _payload(
         self, announced: Announced, upload: IncomingUpload | None, requests: Requests
@@ -281,7 +271,7 @@ class UploadService:
         """Returns the checksums of the tensors, or None if the stream ends before the commit."""
         async for request in requests:
             if isinstance(request, Chunk):
-                if not isinstance(announced.source, InlineSource):
+                if announced.source != "inline":
                     raise FieldInvalid("chunk", "may only follow a header with an inline source")
                 if upload is not None:
                     upload.write_chunk(request.offset_bytes, request.data, request.xxh3)
@@ -362,7 +352,7 @@ class UploadService:
         version = announced.weight_version
         response = self._response(version, weights_pb2.WEIGHT_STATE_STAGED, accepted)
         # Other sources leave the layout to this server. `lay_out` assembles a delta.
-        told = isinstance(announced.source, InlineSource | PeerSource)
+        told = announced.source in ("inline", "peer")
         memory = self._versions.memory_of(version) if told and not announced.adapter else None
         if memory is not None:
             response.memory.name = str(memory.path)

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.server.engine.protocol import Adapter, AdapterLimits, EngineDescription, StagedWeights
+from penstock.server.engine.protocol import Adapter, AdapterLimits, StagedWeights
 from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.pool.member import KNOWN_VERSIONS, Member, State
 from penstock.server.pool.remote import EngineServer
-from penstock.server.weights.adapter_manifest import read_adapter
 from penstock.server.weights.header import Announced
 from penstock.server.weights.staging.incoming import IncomingUpload
-from penstock.v1 import trajectory_pb2, weights_pb2
+from penstock.v1 import trajectory_pb2
 from penstock.wire.failure import read_failure
 from penstock.wire.security import Security
 from tests.server.pool.test_branches import sources
@@ -37,9 +36,6 @@ from tests.server.weights.test_wire_adapters import (
     tensors_of,
 )
 from tests.support.fakes import (
-    MAX_CONTEXT,
-    TENSORS,
-    VOCAB_SIZE,
     FakeEngine,
     expected_scores,
     expected_tokens,
@@ -621,14 +617,3 @@ def test_the_number_of_the_full_weights_is_known_however_many_adapters_come() ->
     assert member.pool_version(full) == 1
     assert member.pool_version(full + 1) is None
     assert len(member.wire_versions) == KNOWN_VERSIONS + 1
-
-
-def test_an_adapter_says_of_itself_what_its_header_said() -> None:
-    message = weights_pb2.LoraAdapter(
-        rank=2, alpha=3.5, target_modules=["mlp"], rank_stabilized=True
-    )
-    header = weights_pb2.WeightHeader(adapter=message)
-    model = EngineDescription(
-        "fake", VOCAB_SIZE, MAX_CONTEXT, (), "float32", TENSORS, adapters=LIMITS
-    )
-    assert read_adapter(header, model).message() == message

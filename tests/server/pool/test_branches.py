@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,14 @@ from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.pool.fanout import PEERS_TRIED, Branches
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.remote import EngineServer
-from penstock.server.weights.header import Announced, InlineSource, PeerSource, SharedSource
+from penstock.server.weights.header import Announced
 from penstock.server.weights.staging.incoming import IncomingUpload
 from penstock.server.weights.staging.manifest import WeightRefused
 from penstock.wire.reasons import Reason
 from penstock.wire.security import Security
 from tests.server.weights.test_wire_peers import loaded, tensors_of
 from tests.support.harness import Harness, serve, until
-from tests.support.pools import QUICK, Pool, serve_pool
+from tests.support.pools import QUICK, Pool, changed, serve_pool
 
 
 def member(number: int, *, hands_on: bool = True) -> Member:
@@ -97,10 +96,10 @@ def test_who_has_it_already_spares_the_hub() -> None:
 # With servers
 
 
-def source_of(engine: Harness) -> object:
-    """The announced source of the active version; None for the model as loaded at start."""
+def announced_by(engine: Harness) -> Announced | None:
+    """What announced the active version; None for the model as loaded at start."""
     active = engine.serving.weights._active
-    return None if active is None else active.announced.source
+    return None if active is None else active.announced
 
 
 def sources(pool: Pool) -> list[object]:
@@ -109,12 +108,13 @@ def sources(pool: Pool) -> list[object]:
     addresses = [engine.address for engine in pool.engines]
     found: list[object] = []
     for engine in pool.engines:
-        source = source_of(engine)
-        if isinstance(source, PeerSource):
-            found.append(addresses.index(source.address))
+        announced = announced_by(engine)
+        if announced is None:
+            found.append(None)
+        elif announced.source == "peer":
+            found.append(addresses.index(announced.header.peer.address))
         else:
-            known = {InlineSource: "hub", SharedSource: "memory", type(None): None}
-            found.append(known[type(source)])
+            found.append({"inline": "hub", "shared_memory": "memory"}[announced.source])
     return found
 
 
@@ -129,7 +129,7 @@ def sources(pool: Pool) -> list[object]:
 async def test_hosts_take_a_version_from_each_other(
     tmp_path: Path, branches: int, expected: list[object]
 ) -> None:
-    rules = replace(QUICK, branches=branches, differences=False)
+    rules = changed(QUICK, branches=branches, differences=False)
     async with serve_pool(tmp_path, 4, rules=rules, hosts="abcd") as pool:
         for version in (1, 2):
             await pool.hub.upload(version)
@@ -139,7 +139,7 @@ async def test_hosts_take_a_version_from_each_other(
 
 
 async def test_once_per_host(tmp_path: Path) -> None:
-    rules = replace(QUICK, branches=1)
+    rules = changed(QUICK, branches=1)
     shared = ["weights.stage_folder=/dev/shm"]
     async with serve_pool(tmp_path, 4, rules=rules, hosts="aabb", of_engines=shared) as pool:
         await pool.hub.upload(1)
@@ -153,7 +153,7 @@ async def test_once_per_host(tmp_path: Path) -> None:
 async def test_once_per_host_where_its_first_engine_fails(tmp_path: Path, how: str) -> None:
     # The next engine leads after half of `stage_seconds`; the other half
     # is enough on a busy machine.
-    rules = replace(QUICK, stage_seconds=8.0)
+    rules = changed(QUICK, stage_seconds=8.0)
     shared = ["weights.stage_folder=/dev/shm"]
     async with serve_pool(tmp_path, 4, rules=rules, hosts="aaaa", of_engines=shared) as pool:
         gate = asyncio.Event()
@@ -186,7 +186,7 @@ async def test_memory_that_cannot_be_read_is_gone_round(tmp_path: Path) -> None:
 
 
 async def test_a_host_that_gives_nothing_is_gone_round(tmp_path: Path) -> None:
-    rules = replace(QUICK, branches=1)
+    rules = changed(QUICK, branches=1)
     async with serve_pool(tmp_path, 3, rules=rules, hosts="abc") as pool:
         handout = pool.engines[0].serving.weights
         handout.complete = lambda weight_version: None  # type: ignore[method-assign]
@@ -198,7 +198,7 @@ async def test_a_host_that_gives_nothing_is_gone_round(tmp_path: Path) -> None:
 
 
 async def test_a_host_that_dies_meanwhile_is_gone_round(tmp_path: Path) -> None:
-    rules = replace(QUICK, branches=1, differences=False)
+    rules = changed(QUICK, branches=1, differences=False)
     async with serve_pool(tmp_path, 3, rules=rules, hosts="abc") as pool:
         await pool.hub.upload(1)
         await pool.engines[0].life.stop(0.0)
@@ -219,8 +219,8 @@ async def test_one_that_joins_late_is_brought_up_by_a_peer(tmp_path: Path) -> No
         pool.engines.append(late)
         pool.engine.roster.set_addresses([*addresses, late.address])
         await pool.serving()
-        source = source_of(late)
-        assert isinstance(source, PeerSource) and source.address in addresses
+        announced = announced_by(late)
+        assert announced is not None and announced.header.peer.address in addresses
         assert loaded(late) == tensors_of(3)
 
 
@@ -238,6 +238,6 @@ async def test_one_that_joins_late_is_brought_up_by_the_hub_where_no_peer_can(
         pool.engine.roster.set_addresses([engine.address for engine in pool.engines])
         await until(lambda: len(pool.engine.roster.members) == 2)
         await pool.serving()
-        assert isinstance(source_of(late), InlineSource)
+        assert sources(pool)[-1] == "hub"
         assert loaded(late) == tensors_of(3)
         assert pool.member(0).state is State.SERVING

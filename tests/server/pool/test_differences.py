@@ -4,7 +4,6 @@ versions sent to the others."""
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from tests.support.harness import (
     until,
     weights_of,
 )
-from tests.support.pools import QUICK, Pool, serve_hub, serve_pool
+from tests.support.pools import QUICK, Pool, changed, serve_hub, serve_pool
 
-RULES = replace(QUICK, branches=1)
+RULES = changed(QUICK, branches=1)
 
 
 def bases(pool: Pool) -> list[int]:
@@ -154,7 +153,7 @@ async def test_where_most_has_changed_the_whole_travels(tmp_path: Path) -> None:
 
 
 async def test_an_operator_may_want_the_whole(tmp_path: Path) -> None:
-    rules = replace(RULES, differences=False)
+    rules = changed(RULES, differences=False)
     async with serve_pool(tmp_path, 2, rules=rules, hosts="ab") as pool:
         for version in (1, 2):
             await pool.hub.upload(version)

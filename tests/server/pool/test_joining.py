@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from penstock.server.pool import weights
 from penstock.server.pool.member import State
 from tests.server.pool.test_branches import sources
 from tests.server.pool.test_switch import hang
 from tests.server.weights.test_wire_peers import loaded, tensors_of
 from tests.support.harness import GetServerInfoRequest, Harness, serve, until
-from tests.support.pools import QUICK, Pool, serve_pool
+from tests.support.pools import QUICK, Pool, changed, serve_pool
+
+
+@pytest.fixture
+def one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One joining engine at a time is given the version."""
+    monkeypatch.setattr(weights, "PLACES", 1)
+    monkeypatch.setattr(weights, "PLACES_OF_HUNG", 1)
 
 
 async def joining(
@@ -42,8 +51,9 @@ async def problems(pool: Pool) -> list[str]:
     return [replica.problem for replica in info.replicas]
 
 
+@pytest.mark.usefixtures("one_place")
 async def test_one_that_hangs_is_given_up_says_so_and_lets_others_pass(tmp_path: Path) -> None:
-    rules = replace(QUICK, stage_seconds=0.5, bring_ups=1)
+    rules = changed(QUICK, stage_seconds=0.5)
     async with contextlib.AsyncExitStack() as stack:
         pool = await stack.enter_async_context(serve_pool(tmp_path, 1, rules=rules))
         await pool.hub.upload(5)
@@ -64,8 +74,9 @@ async def test_one_that_hangs_is_given_up_says_so_and_lets_others_pass(tmp_path:
         assert hung.engine.version == 5 and await problems(pool) == [""] * 3
 
 
+@pytest.mark.usefixtures("one_place")
 async def test_who_waits_for_others_says_so(tmp_path: Path) -> None:
-    rules = replace(QUICK, stage_seconds=600.0, bring_ups=1)
+    rules = changed(QUICK, stage_seconds=600.0)
     async with contextlib.AsyncExitStack() as stack:
         pool = await stack.enter_async_context(serve_pool(tmp_path, 1, rules=rules))
         await pool.hub.upload(5)
@@ -81,8 +92,9 @@ async def test_who_waits_for_others_says_so(tmp_path: Path) -> None:
         await pool.serving()
 
 
+@pytest.mark.usefixtures("one_place")
 async def test_one_that_hung_before_takes_no_place_of_others(tmp_path: Path) -> None:
-    rules = replace(QUICK, stage_seconds=0.3, bring_ups=1)
+    rules = changed(QUICK, stage_seconds=0.3)
     async with contextlib.AsyncExitStack() as stack:
         pool = await stack.enter_async_context(serve_pool(tmp_path, 1, rules=rules))
         await pool.hub.upload(5)
@@ -91,7 +103,7 @@ async def test_one_that_hung_before_takes_no_place_of_others(tmp_path: Path) -> 
         listed(pool, hung)
         await until(lambda: pool.member(1).problem.startswith("did not have all"))
         # From now on it never times out.
-        pool.engine.weights.rules = replace(rules, stage_seconds=600.0)
+        pool.engine.weights.rules = changed(rules, stage_seconds=600.0)
         await until(lambda: pool.member(1).problem.startswith("is being given"))
         listed(pool, other)
         await pool.serving(2)
@@ -102,7 +114,7 @@ async def test_one_that_hung_before_takes_no_place_of_others(tmp_path: Path) -> 
 
 
 async def test_one_that_hangs_as_it_switches_is_given_up(tmp_path: Path) -> None:
-    rules = replace(QUICK, switch_seconds=0.3)
+    rules = changed(QUICK, switch_seconds=0.3)
     async with contextlib.AsyncExitStack() as stack:
         pool = await stack.enter_async_context(serve_pool(tmp_path, 1, rules=rules))
         await pool.hub.upload(5)

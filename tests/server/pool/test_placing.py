@@ -6,22 +6,21 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from penstock.server.config.pool import PoolSection
 from penstock.server.engine.protocol import EngineRequest, Sampling
 from penstock.server.engine.turn_limit import LimitRules
 from penstock.server.pool import placing as pool_placing
 from penstock.server.pool.member import Member, State
 from penstock.server.pool.placing import BETWEEN_SECONDS, Placing
 from penstock.server.pool.remote import EngineServer
-from penstock.server.pool.routing import RoutingRules
 from penstock.wire.security import Security
 from tests.support.harness import until
-from tests.support.pools import QUICK, serve_pool
+from tests.support.pools import QUICK, changed, serve_pool
 
 PROMPT = [1, 2, 3]
 
@@ -40,7 +39,7 @@ class Engines:
             )
             for number in range(3)
         ]
-        self.placing = Placing(self._rotation, RoutingRules())
+        self.placing = Placing(self._rotation, PoolSection())
 
     def _rotation(self) -> list[Member]:
         return [member for member in self.members if member.state is State.SERVING]
@@ -265,7 +264,7 @@ async def test_siblings_go_back_to_a_home_that_only_switched_or_was_full() -> No
 @pytest.mark.parametrize("how", ["lost", "unlisted"])
 async def test_siblings_stay_together_after_their_engine_has_gone(tmp_path: Path, how: str) -> None:
     # Large, so that an engine that looks slow on a busy machine keeps its turns.
-    rules = replace(QUICK, routing=RoutingRules(margin=1e6))
+    rules = changed(QUICK, margin=1e6)
     async with serve_pool(tmp_path, 4, rules=rules) as pool:
 
         async def sample(first: int, count: int) -> None:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -34,7 +33,7 @@ from tests.support.harness import (
     serve,
     until,
 )
-from tests.support.pools import QUICK, Pool, is_idle, serve_hub, serve_pool
+from tests.support.pools import QUICK, Pool, changed, is_idle, serve_hub, serve_pool
 
 PROMPT = [1, 2, 3]
 SLOW = 0.01
@@ -104,7 +103,7 @@ async def test_many_turns_are_spread_over_all(tmp_path: Path) -> None:
 
 
 async def test_more_turns_than_places_wait_and_the_more_urgent_go_first(tmp_path: Path) -> None:
-    rules = replace(QUICK, limits=LimitRules(first=1, most=1))
+    rules = changed(QUICK, first_turns=1, most_turns=1)
     async with serve_pool(tmp_path, 1, step_seconds=SLOW, rules=rules) as pool:
         first = await begin(pool, "first", 20)
         ends: list[str] = []
@@ -123,7 +122,7 @@ async def test_more_turns_than_places_wait_and_the_more_urgent_go_first(tmp_path
 
 @pytest.mark.parametrize("where", ["waiting", "sampling"])
 async def test_an_abort_ends_a_turn_wherever_it_is(tmp_path: Path, where: str) -> None:
-    rules = replace(QUICK, limits=LimitRules(first=1, most=1))
+    rules = changed(QUICK, first_turns=1, most_turns=1)
     async with serve_pool(tmp_path, 1, step_seconds=SLOW, rules=rules) as pool:
         other = await begin(pool, "other")
         name = "other"
@@ -461,7 +460,7 @@ def test_what_a_process_preempted_before_it_was_looked_at_does_not_lower_its_lim
 
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_a_version_is_active_once_every_engine_has_it(tmp_path: Path, at_once: bool) -> None:
-    rules = replace(QUICK, switches_at_once=at_once)
+    rules = changed(QUICK, switch="all" if at_once else "rolling")
     async with serve_pool(tmp_path, 3, step_seconds=SLOW, rules=rules) as pool:
         turns = [await begin(pool, f"t{number}", 60) for number in range(3)]
         answers = await pool.hub.upload(3)
@@ -689,7 +688,7 @@ async def test_who_joins_while_the_version_is_not_held_waits_for_the_next_one(
 
 
 async def test_an_engine_that_hangs_in_a_switch_is_given_up(tmp_path: Path) -> None:
-    rules = replace(QUICK, switch_seconds=0.3)
+    rules = changed(QUICK, switch_seconds=0.3)
     async with serve_pool(tmp_path, 2, rules=rules) as pool:
         gate = asyncio.Event()
         original = pool.engines[0].engine.load

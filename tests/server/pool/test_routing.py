@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.server.config.pool import PoolSection
 from penstock.server.engine.turn_limit import LimitRules, TurnLimit
 from penstock.server.pool.routing import (
     EngineLoad,
-    RoutingRules,
     place,
     retry_seconds,
     widest_limit,
@@ -17,7 +17,7 @@ from penstock.server.pool.routing import (
 from penstock.v1 import rollout_service_pb2
 from penstock.wire.messages import ServerLoad
 
-RULES = RoutingRules(margin=0.25)
+RULES = PoolSection(margin=0.25)
 
 
 def load(
@@ -108,7 +108,7 @@ def test_it_goes_to_one_with_room_that_is_at_most_the_margin_busier_than_the_lea
     engines: list[EngineLoad], homes: list[str], margin: float
 ) -> None:
     names = [engine.name for engine in engines[: len(homes)]]
-    found = place(engines, names, RoutingRules(margin))
+    found = place(engines, names, PoolSection(margin=margin))
     free = [engine for engine in engines if engine.turns < engine.limit]
     if not free:
         assert found is None
@@ -120,13 +120,13 @@ def test_it_goes_to_one_with_room_that_is_at_most_the_margin_busier_than_the_lea
 
 
 def test_without_homes_the_least_busy_takes_it() -> None:
-    rules = RoutingRules(margin=10.0, policy="least_loaded")
+    rules = PoolSection(margin=10.0, routing="least_loaded")
     found = place([load("home", 3), load("idle", 0)], ["home"], rules)
     assert found is not None and found.name == "idle"
 
 
 def test_round_robin_gives_each_engine_as_many_whatever_they_have() -> None:
-    rules = RoutingRules(policy="round_robin")
+    rules = PoolSection(routing="round_robin")
     given = dict.fromkeys("abc", 0)
     for _ in range(30):
         engines = [

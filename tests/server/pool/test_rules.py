@@ -6,9 +6,10 @@ import pytest
 
 from penstock.server.config.settings import StreamingSection
 from penstock.server.engine.protocol import WHOLE
-from penstock.server.pool.rules import PoolRules
+from penstock.server.pool.engine import PoolEngine
+from penstock.server.pool.turns import SEGMENTS_PER_SECOND
 
-RULES = PoolRules(flush_seconds=0.2, whole_flush_seconds=1.0, segments_per_second=2_000.0)
+TURNS = PoolEngine(()).turns
 
 
 @pytest.mark.parametrize(
@@ -24,16 +25,16 @@ RULES = PoolRules(flush_seconds=0.2, whole_flush_seconds=1.0, segments_per_secon
 def test_tokens_wait_longer_the_less_their_caller_waits_for_them(
     interval: int, turns: int, seconds: float
 ) -> None:
-    assert RULES.flush_for(interval, turns) == seconds
+    assert TURNS.flush_for(interval, turns) == seconds
 
 
 def test_turns_that_are_read_as_a_whole_never_take_more_segments_than_the_rule() -> None:
     for turns in range(1, 50_000, 97):
-        assert turns / RULES.flush_for(WHOLE, turns) <= RULES.segments_per_second + 1e-6
+        assert turns / TURNS.flush_for(WHOLE, turns) <= SEGMENTS_PER_SECOND + 1e-6
 
 
 def test_an_engine_server_gathers_tokens_for_a_hub() -> None:
     # An engine server asked for a shorter interval than its own would hand over single tokens.
-    asked, own = PoolRules(), StreamingSection()
-    assert asked.flush_for(own.interval, 1) >= own.flush_seconds
-    assert asked.flush_for(WHOLE, 1) >= own.flush_seconds
+    own = StreamingSection()
+    assert TURNS.flush_for(own.interval, 1) >= own.flush_seconds
+    assert TURNS.flush_for(WHOLE, 1) >= own.flush_seconds

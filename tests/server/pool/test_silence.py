@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from penstock.server.pool.member import State
 from penstock.v1 import rollout_service_pb2, trajectory_pb2
 from tests.support.fakes import FakeEngine, expected_tokens
 from tests.support.harness import GetServerInfoRequest, Turn, sampling, until
-from tests.support.pools import QUICK, Pool, is_idle, serve_hub, serve_pool
+from tests.support.pools import QUICK, Pool, changed, is_idle, serve_hub, serve_pool
 from tests.support.processes import Server
 
 PROMPT = [1, 2, 3]
 SLOW = 0.01
-PATIENT = replace(QUICK, silent_seconds=1.0)
+PATIENT = changed(QUICK, silent_seconds=1.0)
 
 
 @contextlib.asynccontextmanager

@@ -17,9 +17,8 @@ from benchmarks.simulation.virtual_run import Group, Simulation, Stuck, simulate
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from penstock.server.engine.turn_limit import LimitRules
+from penstock.server.config.pool import PoolSection
 from penstock.server.groups.staleness_gate import LatePolicy, StalenessContract
-from penstock.server.pool.rules import PoolRules
 
 STEP = 0.02
 TOKENS = 50
@@ -274,8 +273,8 @@ def test_siblings_share_their_prompt() -> None:
 
 
 def test_turns_beyond_all_limits_wait_in_the_hub_and_none_is_lost() -> None:
-    limits = LimitRules(first=2, most=2)
-    setup = setup_of(2, groups=8, engines=2, rules=PoolRules(limits=limits))
+    rules = PoolSection(first_turns=2, most_turns=2)
+    setup = setup_of(2, groups=8, engines=2, rules=rules)
     tally = simulate(setup, 1, 5)
     assert tally.trajectories == 5 * 8 * 2
     assert tally.batch <= 2.0
@@ -289,7 +288,7 @@ def test_under_a_cache_that_fills_an_engine_keeps_its_turns() -> None:
         groups=32,
         workload=Workload(siblings=2, prompt_tokens=context, median_tokens=tokens),
         times=EngineTimes(((1, 5.0),), cache_tokens=fit * (context + tokens)),
-        rules=PoolRules(limits=LimitRules(first=64)),
+        rules=PoolSection(first_turns=64),
     )
     limits: list[int] = []
 
@@ -355,7 +354,7 @@ def test_no_group_is_lost_and_no_trained_token_is_too_old(
         agents=agents,
         times=EngineTimes(((1, 0.01), (8, 0.04)), turn_seconds=0.002, pause_seconds=0.05),
         switch_seconds=0.08,
-        rules=PoolRules(switches_at_once=at_once),
+        rules=PoolSection(switch="all" if at_once else "rolling"),
     )
     simulation, trained = asyncio.run(play(setup, 8, seed))
     gate = simulation.gate

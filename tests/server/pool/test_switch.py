@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -30,10 +29,10 @@ from tests.support.harness import (
     serve,
     until,
 )
-from tests.support.pools import QUICK, serve_pool
+from tests.support.pools import QUICK, changed, serve_pool
 
-PATIENT = replace(QUICK, stage_seconds=600.0)
-SHORT = replace(QUICK, stage_seconds=2.0)
+PATIENT = changed(QUICK, stage_seconds=600.0)
+SHORT = changed(QUICK, stage_seconds=2.0)
 
 
 def hang(engine: Harness) -> asyncio.Event:
@@ -66,7 +65,7 @@ async def test_engines_switch_while_another_is_still_being_staged(tmp_path: Path
 async def test_an_engine_that_hangs_while_it_is_staged_is_given_up(
     tmp_path: Path, at_once: bool
 ) -> None:
-    rules = replace(SHORT, switches_at_once=at_once)
+    rules = changed(SHORT, switch="all" if at_once else "rolling")
     async with serve_pool(tmp_path, 3, rules=rules) as pool:
         gate = hang(pool.engines[0])
         answers = await pool.hub.upload(1)
@@ -81,7 +80,7 @@ async def test_an_engine_that_hangs_while_it_is_staged_is_given_up(
 
 
 async def test_turns_begin_until_all_have_what_they_switch_to_at_once(tmp_path: Path) -> None:
-    rules = replace(PATIENT, switches_at_once=True)
+    rules = changed(PATIENT, switch="all")
     async with serve_pool(tmp_path, 2, rules=rules) as pool:
         gate = hang(pool.engines[0])
         uploading = asyncio.create_task(pool.hub.upload(1))
@@ -352,7 +351,7 @@ async def test_another_process_at_the_address_of_one_is_given_it_from_the_beginn
 async def test_a_host_that_hangs_holds_up_none_that_would_take_it_from_there(
     tmp_path: Path,
 ) -> None:
-    rules = replace(QUICK, branches=1, stage_seconds=4.0)
+    rules = changed(QUICK, branches=1, stage_seconds=4.0)
     async with serve_pool(tmp_path, 3, rules=rules, hosts="abc") as pool:
         gate = hang(pool.engines[0])
         await pool.hub.upload(1)

@@ -566,7 +566,7 @@ async def test_the_base_of_a_difference_stays_while_its_memory_is_made(tmp_path:
     async with on_disk(tmp_path / "s") as harness:
         await harness.upload(1)
         await harness.upload(2, staged=True)
-        memory: Any = harness.serving.weights._stage._memory
+        memory: Any = harness.serving.weights.stage._memory
         allocate, reached, go_on = memory.allocate, asyncio.Event(), asyncio.Event()
 
         async def late(count: int) -> Any:
@@ -582,7 +582,7 @@ async def test_the_base_of_a_difference_stays_while_its_memory_is_made(tmp_path:
         go_on.set()
         await sending
         assert harness.serving.weights.active_version == 3
-        assert harness.serving.weights._stage.held_bytes == len(payload(0)[0])
+        assert harness.serving.weights.stage.held_bytes == len(payload(0)[0])
 
 
 async def test_a_version_is_told_to_be_active_once_its_uploader_may_write_again(

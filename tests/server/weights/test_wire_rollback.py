@@ -328,7 +328,7 @@ async def test_without_room_the_new_version_matters_more_than_the_old_one(
     harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     await harness.upload(1)
-    stage = harness.serving.weights._stage
+    stage = harness.serving.weights.stage
     allocate = stage._memory.allocate
     full = True
 
