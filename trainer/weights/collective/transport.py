@@ -96,7 +96,7 @@ class CollectiveTransport(Transport):
             if isinstance(error, GroupBroken):
                 raise _aio_error(grpc.StatusCode.UNAVAILABLE, str(error)) from error
             raise
-        self._count(
+        self.count(
             parcel.payload.length_bytes
             if patches is None
             else sum(patch.indices.nbytes + patch.values.nbytes for patch in patches)
