@@ -105,7 +105,7 @@ def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Prob
             f"{place}: expected {config.messages_field!r}, or a string in {config.prompt_field!r}; "
             f"{_fields_to_name(cast('Mapping[str, object]', row))}"
         )
-    metadata = cast("dict[str, object]", _exact(json.loads(as_json(fields, place))))
+    metadata = cast("dict[str, object]", json.loads(as_json(fields, place), parse_int=_exact))
     for _, content in messages:
         _check_sendable(content, place)
     _check_sendable(metadata, place)
@@ -166,19 +166,13 @@ def _finite(value: object) -> object:
     return _finite(_plain(value))
 
 
-def _exact(value: object) -> object:
-    """Returns the JSON value with some integers replaced by strings. These are integers that a double, the
-    only number in a task, would round: a twenty-digit answer, or a 64-bit row number."""
-    if isinstance(value, dict):
-        return {key: _exact(each) for key, each in cast("dict[str, object]", value).items()}
-    if isinstance(value, list):
-        return [_exact(each) for each in cast("list[object]", value)]
-    if isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return value if int(float(value)) == value else str(value)
-        except OverflowError:
-            return str(value)
-    return value
+def _exact(digits: str) -> int | str:
+    """Reads an integer of JSON; returns it as a string if a double, the only number in a task, would round
+    it: a twenty-digit answer, or a 64-bit row number."""
+    try:
+        return int(digits) if int(float(digits)) == int(digits) else digits
+    except OverflowError:
+        return digits
 
 
 def _check_sendable(value: object, place: str, depth: int = 0) -> None:
