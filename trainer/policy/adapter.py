@@ -65,7 +65,6 @@ class Adapter:
         )
 
     def switched_off(self) -> contextlib.AbstractContextManager[None]:
-        """Disables the adapter within the context."""
         return cast("Any", self.model).disable_adapter()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
