@@ -113,7 +113,7 @@ def _lead(config: TrainerConfig, resume: bool, place: Place, local: LocalRanks |
     join_group(place, local)
     leader = lead(place.size)
     if local is not None:
-        local.joined()
+        local.joined.set()
     status = EXIT_STOPPED
     try:
         done = _train(config, resume, leader)

@@ -263,14 +263,10 @@ def _make_transports(config: TrainerConfig, link: Link, folders: VersionFolders)
     if weights.transport == "checkpoint":
         transports.append(CheckpointFolder(link.bulk, folders))
     if weights.transport == "collective":
-        from penstock.trainer.weights.collective.transport import (
-            CollectiveSettings,
-            CollectiveTransport,
-        )
+        from penstock.trainer.weights.collective.transport import CollectiveTransport
 
-        settings = CollectiveSettings(**weights.collective.model_dump())
         security = security_of(config.server)
-        transports.append(CollectiveTransport(link.address, settings, security))
+        transports.append(CollectiveTransport(link.address, weights.collective, security))
     return transports
 
 

@@ -46,7 +46,6 @@ class Learner:
         self._objective = Objective(self.config.algorithm)
 
     async def train(self, groups: Sequence[TrainingGroup]) -> StepResult:
-        """Take one optimizer step."""
         self.probe.choose(groups)
         return await self.compute.run(self._compute_step, groups)
 

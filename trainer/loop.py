@@ -102,7 +102,7 @@ class TrainingLoop:
         """Bring a server up to date that came back without some of its state. Raises ServerLost."""
         await self.gatherer.came_back(server)
         samples_it = await self.publisher.senders[server].restore(welcome)
-        await self.gatherer.submit_again(server)
+        await self.gatherer.tasks.submit_again(server)
         if not samples_it:
             self.evaluator.version_gone()
         await self.evaluator.submit_again(server)

@@ -15,7 +15,7 @@ from penstock.trainer.evaluation.writer import last_steps
 from penstock.trainer.metrics.metrics import keep_until
 from penstock.trainer.policy.ranked import LeadingPolicy, RankPolicy
 from penstock.trainer.policy.ranks import Leader
-from penstock.trainer.state.checkpoint import Checkpoint, TrainerState, has_checkpoints, restore
+from penstock.trainer.state.checkpoint import Checkpoint, TrainerState, checkpoints_in, restore
 from penstock.trainer.state.ledger import Ledger
 from penstock.trainer.state.run_id import new_start_id, read_start_id, remove_start_id
 
@@ -124,7 +124,7 @@ def start_run(config: TrainerConfig, resume: bool, leader: Leader | None, ledger
 def _find_checkpoint(config: TrainerConfig, folder: Path, resume: bool) -> Checkpoint | None:
     """Find the checkpoint to resume from, if any. Raises ConfigInvalid if the folder's checkpoints
     and the configuration do not fit."""
-    if not resume and has_checkpoints(folder):
+    if not resume and checkpoints_in(folder):
         raise ConfigInvalid(
             f"run.out: {folder} holds checkpoints of an earlier start: "
             "resume from them with --resume, or choose another folder"

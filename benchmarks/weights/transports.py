@@ -71,8 +71,9 @@ from transformers import AutoTokenizer
 
 from penstock.demo.model import prepare_model
 from penstock.server.vllm import environment as vllm_environment
+from penstock.trainer.config.weights import CollectiveConfig
 from penstock.trainer.core.aio import ComputeThread
-from penstock.trainer.weights.collective.transport import CollectiveSettings, CollectiveTransport
+from penstock.trainer.weights.collective.transport import CollectiveTransport
 from penstock.trainer.weights.copy import WeightCopy, Weights
 from penstock.trainer.weights.payload import Payload
 from penstock.trainer.weights.publisher import Publisher
@@ -116,7 +117,7 @@ class Trainer:
             DELTA: stream,
             CHECKPOINT: self._publisher(channel, CheckpointFolder(channel, folders)),
             COLLECTIVE: self._publisher(
-                channel, CollectiveTransport(server.address, CollectiveSettings("gloo"))
+                channel, CollectiveTransport(server.address, CollectiveConfig(backend="gloo"))
             ),
         }
         self.version = 0

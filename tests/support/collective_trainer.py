@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from penstock.trainer.config.weights import CollectiveConfig
 from penstock.trainer.weights.collective.gloo import (
     GlooTrainerInitInfo,
     GlooTrainerWeightTransferEngine,
@@ -29,7 +30,7 @@ from penstock.trainer.weights.collective.transfer import (
     PenstockWeightSyncClient,
     WeightSyncFailed,
 )
-from penstock.trainer.weights.collective.transport import CollectiveSettings, CollectiveTransport
+from penstock.trainer.weights.collective.transport import CollectiveTransport
 from penstock.trainer.weights.copy import whole
 from penstock.trainer.weights.payload import Payload
 from penstock.v1 import weights_pb2
@@ -179,8 +180,8 @@ def transport(command: dict[str, Any]) -> None:
         pairs = FileSource(Path(command["models"][0])).pairs
         payload = Payload(pairs, "float32")
         payload.fill(pairs)
-        settings = CollectiveSettings(
-            "gloo", bucket_bytes=BUCKET_BYTES, timeout_seconds=TIMEOUT_SECONDS
+        settings = CollectiveConfig(
+            backend="gloo", bucket_bytes=BUCKET_BYTES, timeout_seconds=TIMEOUT_SECONDS
         )
         transport = CollectiveTransport(command["address"], settings)
         for version in command["versions"]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.common.functions import FunctionInvalid, find_function
+from penstock.common.functions import find_function
 from penstock.trainer.config.algorithm import CustomFunction
-from penstock.trainer.core.errors import ConfigInvalid
+from penstock.trainer.core.errors import blaming
 
 
 def load_function(config: CustomFunction, section: str) -> Callable[..., object]:
@@ -14,7 +14,5 @@ def load_function(config: CustomFunction, section: str) -> Callable[..., object]
 
     Raises ConfigInvalid, naming the section and the function.
     """
-    try:
+    with blaming(f"{section}.function {config.function}"):
         return find_function(config.function, ("batch",), config.options)
-    except FunctionInvalid as error:
-        raise ConfigInvalid(f"{section}.function {config.function}: {error}") from error

@@ -50,16 +50,12 @@ def decode_plan(content: bytes) -> StepPlan:
         batches: list[MicroBatch] = []
         while f"{u}/{len(batches)}/count" in tensors:
             batches.append(_micro_batch(tensors, f"{u}/{len(batches)}"))
-        updates.append(Update(tuple(batches), StepCounts(*_whole_numbers(tensors[f"{u}/counts"]))))
+        updates.append(Update(tuple(batches), StepCounts(*map(int, tensors[f"{u}/counts"]))))
     rewards = {name: tensors[f"rewards/{name}"].numpy() for name in REWARD_FIELDS}
-    return StepPlan(tuple(updates), RewardBatch(**rewards), *_whole_numbers(tensors["unmoved"]))
+    return StepPlan(tuple(updates), RewardBatch(**rewards), *map(int, tensors["unmoved"]))
 
 
 def _micro_batch(tensors: Mapping[str, Tensor], place: str) -> MicroBatch:
     found = {name: tensors.get(f"{place}/{name}") for name in TENSOR_FIELDS}
     sequences = Sequences(tensors[f"{place}/index"], int(tensors[f"{place}/count"]))
     return MicroBatch(**cast("dict[str, Tensor]", found), sequences=sequences)
-
-
-def _whole_numbers(tensor: Tensor) -> list[int]:
-    return [int(number) for number in tensor]

@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
 
 from penstock.client.calls import Calls
@@ -34,6 +35,7 @@ from penstock.client.tasks import Purpose, Task
 from penstock.client.trajectory import Place, Trajectory
 from penstock.client.turns import FinishReason
 from penstock.client.values import Json, from_struct, to_struct
+from penstock.trainer.core.aio import together
 from penstock.trainer.data.sources.problem import Problem, Source
 from penstock.trainer.evaluation.record import EvaluationRecord, MeasuredPrompt, make_record
 
@@ -90,12 +92,8 @@ class Measuring:
         extent, begun = self.extent, time.time()
         version = (await self.calls.get_server_info()).active_weight_version
         indices = iter(range(extent.prompts))
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(extent.concurrency, extent.prompts)):
-                    group.create_task(self._work(indices))
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        workers = min(extent.concurrency, extent.prompts)
+        await together(self._work(indices) for _ in range(workers))
         record = make_record(
             self._measured,
             name=extent.name,
@@ -119,38 +117,26 @@ class Measuring:
             problem = self.source.problem(index)
             task = make_task(problem, f"{self._id}-{index}", index, self.extent)
             samples = range(self.extent.samples_per_prompt)
-            if self.functions.per_group:
-                ended = await self._judge_together(task)
-            else:
-                ended = await asyncio.gather(*(self._judge(task, sample) for sample in samples))
-            self._measured.append(_measure(problem.counted_under, ended))
+            parts = [samples] if self.functions.per_group else [[sample] for sample in samples]
+            ended = await asyncio.gather(*(self._judge(task, part) for part in parts))
+            self._measured.append(_measure(problem.counted_under, list(chain(*ended))))
             self.on_prompt()
 
-    async def _judge(self, task: Task, sample: int) -> tuple[Trajectory, Outcome | Failed]:
-        """Makes one sample, and repeats it until it succeeds or the attempts are used up."""
+    async def _judge(
+        self, task: Task, samples: Iterable[int]
+    ) -> list[tuple[Trajectory, Outcome | Failed]]:
+        """Makes these samples of a prompt, and repeats them together while any fails, until the attempts
+        are used up."""
         attempt = 0
         while True:
-            trajectory = self._open(task, sample, attempt)
-            outcome = await self._attempt(task, trajectory)
-            await self._close(trajectory, outcome)
-            attempt += 1
-            if isinstance(outcome, Outcome) or attempt == self.extent.attempts:
-                return trajectory, outcome
-
-    async def _judge_together(self, task: Task) -> list[tuple[Trajectory, Outcome | Failed]]:
-        """Makes all samples of a prompt, and repeats them together if any fails."""
-        attempt = 0
-        while True:
-            opened = [
-                self._open(task, sample, attempt)
-                for sample in range(self.extent.samples_per_prompt)
+            opened = [self._open(task, sample, attempt) for sample in samples]
+            ended = await asyncio.gather(*(self._attempt(task, one) for one in opened))
+            there = [one for one, end in zip(opened, ended, strict=True) if end is None]
+            scores = iter(await self._score_together(task, there) if there else ())
+            both = [
+                (one, next(scores) if end is None else end)
+                for one, end in zip(opened, ended, strict=True)
             ]
-            ended = await asyncio.gather(*(self._generate(task, one) for one in opened))
-            failed = {one: end for one, end in zip(opened, ended, strict=True) if end is not None}
-            there = [one for one in opened if one not in failed]
-            scores = await self._score_together(task, there) if there else []
-            outcomes = {**failed, **dict(zip(there, scores, strict=True))}
-            both = [(one, outcomes[one]) for one in opened]
             await asyncio.gather(*(self._close(one, outcome) for one, outcome in both))
             attempt += 1
             fine = not any(isinstance(outcome, Failed) for _, outcome in both)
@@ -167,11 +153,14 @@ class Measuring:
             resume_aborted=True,
         )
 
-    async def _attempt(self, task: Task, trajectory: Trajectory) -> Outcome | Failed:
+    async def _attempt(self, task: Task, trajectory: Trajectory) -> Outcome | Failed | None:
+        """Returns None if the trajectory is to be scored together with its siblings."""
         try:
             score = await call(self.functions.generate, task, trajectory)
             if isinstance(score, Failed):
                 return score
+            if self.functions.per_group:
+                return None
             if trajectory.closed and trajectory.outcome is not None:
                 # Closed by the function itself.
                 return trajectory.outcome
@@ -180,14 +169,6 @@ class Measuring:
             return as_outcome(score)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             return self._failed(error, task)
-
-    async def _generate(self, task: Task, trajectory: Trajectory) -> Failed | None:
-        """Returns None if the trajectory can be scored."""
-        try:
-            score = await call(self.functions.generate, task, trajectory)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            return self._failed(error, task)
-        return score if isinstance(score, Failed) else None
 
     async def _score_together(
         self, task: Task, trajectories: list[Trajectory]

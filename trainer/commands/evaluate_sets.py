@@ -22,15 +22,14 @@ from penstock.trainer.config.data import (
     ParquetConfig,
     PythonConfig,
     ReasoningGymConfig,
-    SamplingConfig,
 )
+from penstock.trainer.config.evaluation import EvaluationConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.problem import Finite, Source
 from penstock.trainer.evaluation.prompts import SEED
 
 if TYPE_CHECKING:
-    from penstock.trainer.config.evaluation import EvaluationConfig
     from penstock.trainer.config.trainer import TrainerConfig
 
 SUMS = "sums"
@@ -42,7 +41,7 @@ TASK_SEED = 1_000_000_000
 """Seed of the problems of `--task`, chosen so that no training run uses them."""
 T = TypeVar("T")
 
-PROMPTS, SAMPLES, CONCURRENCY, MAX_TOKENS, PASSES_FROM = 256, 1, 16, 256, 1.0
+MAX_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -85,24 +84,10 @@ def open_set(data: str | None, task: str | None, given: Given, attempts: int) ->
         source = open_source(_task(task or ""), SEED, "--task")
     else:
         source = open_source(_data(data, given.fields), SEED, "--data")
-    samples = _first(given.samples, SAMPLES)
-    extent = Extent(
-        name=task or source.name,
-        prompts=_count(source, _first(given.prompts, PROMPTS)),
-        samples_per_prompt=samples,
-        concurrency=_first(given.concurrency, CONCURRENCY),
-        attempts=attempts,
-        sampling=SamplingParams(
-            temperature=_first(given.temperature, 0.0 if samples == 1 else 1.0),
-            top_p=given.top_p,
-            top_k=_first(given.top_k, 0),
-            max_tokens=_first(given.max_tokens, MAX_TOKENS),
-            stop=given.stop,
-        ),
-        system_prompt=_first(given.system_prompt, ""),
-        passes_from=_first(given.passes_from, PASSES_FROM),
-    )
-    return MeasuredSet(source, extent)
+    temperature = 0.0 if _first(given.samples, 1) == 1 else 1.0
+    sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
+    defaults = EvaluationConfig.model_construct(name=task or source.name)
+    return MeasuredSet(source, _extent(source, defaults, sampling, "", given, attempts))
 
 
 def reward_of(task: str) -> str:
@@ -127,27 +112,37 @@ def _open_evaluation(
     evaluation: EvaluationConfig, config: TrainerConfig, given: Given, attempts: int
 ) -> MeasuredSet:
     source = open_source(evaluation, SEED, f"evaluation.{evaluation.name}")
-    extent = Extent(
-        name=evaluation.name,
-        prompts=_count(source, _first(given.prompts, evaluation.prompts)),
-        samples_per_prompt=_first(given.samples, evaluation.samples_per_prompt),
-        concurrency=_first(given.concurrency, evaluation.concurrency),
-        attempts=attempts,
-        sampling=_sampling(evaluation.sampling_over(config.data), given),
-        system_prompt=_first(given.system_prompt, evaluation.system_prompt_over(config.data)),
-        passes_from=_first(given.passes_from, evaluation.passes_from),
-    )
+    sampling = SamplingParams(**evaluation.sampling_over(config.data).model_dump())
+    prompt = evaluation.system_prompt_over(config.data)
+    extent = _extent(source, evaluation, sampling, prompt, given, attempts)
     parts = evaluation.mixture or (evaluation,)
     return MeasuredSet(source, extent, any(part.environment is not None for part in parts))
 
 
-def _sampling(config: SamplingConfig, given: Given) -> SamplingParams:
-    return SamplingParams(
-        temperature=_first(given.temperature, config.temperature),
-        top_p=_first(given.top_p, config.top_p),
-        top_k=_first(given.top_k, config.top_k),
-        max_tokens=_first(given.max_tokens, config.max_tokens),
-        stop=given.stop or config.stop,
+def _extent(
+    source: Source,
+    evaluation: EvaluationConfig,
+    sampling: SamplingParams,
+    system_prompt: str,
+    given: Given,
+    attempts: int,
+) -> Extent:
+    prompts = _first(given.prompts, evaluation.prompts)
+    return Extent(
+        name=evaluation.name,
+        prompts=min(prompts, source.size) if isinstance(source, Finite) else prompts,
+        samples_per_prompt=_first(given.samples, evaluation.samples_per_prompt),
+        concurrency=_first(given.concurrency, evaluation.concurrency),
+        attempts=attempts,
+        sampling=SamplingParams(
+            temperature=_first(given.temperature, sampling.temperature),
+            top_p=_first(given.top_p, sampling.top_p),
+            top_k=_first(given.top_k, sampling.top_k),
+            max_tokens=_first(given.max_tokens, sampling.max_tokens),
+            stop=given.stop or sampling.stop,
+        ),
+        system_prompt=_first(given.system_prompt, system_prompt),
+        passes_from=_first(given.passes_from, evaluation.passes_from),
     )
 
 
@@ -175,10 +170,6 @@ def _data(data: str, fields: dict[str, str]) -> MixableConfig:
             f"--data {data}: expected a *.jsonl or *.parquet file, a folder of *.parquet files, or "
             "PKG.MODULE:FUNCTION"
         ) from None
-
-
-def _count(source: Source, prompts: int) -> int:
-    return min(prompts, source.size) if isinstance(source, Finite) else prompts
 
 
 def _first(given: T | None, otherwise: T) -> T:

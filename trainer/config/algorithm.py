@@ -17,14 +17,6 @@ from penstock.trainer.config.data import Scalar
 Level = Literal["token", "sequence"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
-# The kind of a table that does not name one.
-DEFAULT_KINDS = {
-    "advantage": "grpo",
-    "loss": "ppo_clip",
-    "aggregation": "token_mean",
-    "kl": "none",
-}
-
 
 class CustomFunction(Section):
     """A function you provide. docs/concepts/algorithms.md describes its arguments and result."""
@@ -380,12 +372,12 @@ class AlgorithmConfig(Section):
             if set(fields) == {"ratio_to"}:
                 # `ratio_to` exists at only one level.
                 tables["correction"] = {"level": "off", **fields}
-        return {
-            name: {"kind": DEFAULT_KINDS[name], **cast("Mapping[str, object]", table)}
-            if name in DEFAULT_KINDS and isinstance(table, Mapping)
-            else table
-            for name, table in tables.items()
-        }
+        for name, field in cls.model_fields.items():
+            # A table that names no kind has the default one.
+            kind, table = getattr(field.default, "kind", None), tables.get(name)
+            if kind is not None and isinstance(table, Mapping):
+                tables[name] = {"kind": kind, **cast("Mapping[str, object]", table)}
+        return tables
 
     @model_validator(mode="after")
     def _a_ratio_to_choose(self) -> AlgorithmConfig:

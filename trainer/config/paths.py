@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.common.models import missing_folder
 from penstock.common.settings import Origins, Place
 from penstock.common.suggestions import unreadable
-from penstock.trainer.config.data import MixableConfig, SourceConfig
+from penstock.trainer.config.data import MixableConfig
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid
 
@@ -35,16 +35,11 @@ def _data(config: TrainerConfig) -> Iterator[tuple[Place, Path]]:
 
 
 def _sources(config: MixableConfig, *at: str | int) -> Iterator[tuple[Place, Path]]:
-    yield from _source(config, *at)
-    for number, part in enumerate(config.mixture):
-        yield from _source(part, *at, "mixture", number)
-
-
-def _source(config: SourceConfig, *at: str | int) -> Iterator[tuple[Place, Path]]:
-    if config.jsonl is not None:
-        yield (*at, "jsonl", "path"), config.jsonl.path
-    if config.parquet is not None:
-        yield (*at, "parquet", "path"), config.parquet.path
+    parts = [((*at, "mixture", number), part) for number, part in enumerate(config.mixture)]
+    for place, one in ((at, config), *parts):
+        for kind, source in (("jsonl", one.jsonl), ("parquet", one.parquet)):
+            if source is not None:
+                yield (*place, kind, "path"), source.path
 
 
 def _missing(path: Path) -> str:

@@ -41,10 +41,9 @@ class ServerConfig(Section):
     def _each_once(cls, address: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not address:
             raise ValueError("must be HOST:PORT, or a list of at least one")
-        for one in (address,) if isinstance(address, str) else address:
+        each = (address,) if isinstance(address, str) else address
+        for one in each:
             check_target(one)
-        if isinstance(address, str):
-            return address
-        if twice := next((one for one in address if address.count(one) > 1), None):
+        if twice := next((one for one in each if each.count(one) > 1), None):
             raise ValueError(f"{twice} is listed twice; list each server once")
         return address

@@ -6,6 +6,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from penstock.common.functions import FunctionInvalid
+
 
 class TrainerError(Exception):
     """Root of the trainer's own errors. The message addresses the person who started the run."""
@@ -13,6 +15,18 @@ class TrainerError(Exception):
 
 class ConfigInvalid(TrainerError):
     """The configuration is unusable. The message names each field and the value it got."""
+
+
+@contextmanager
+def blaming(where: str) -> Generator[None]:
+    """Raises ConfigInvalid that begins with `where` if a function of the user cannot be found, or fails:
+    its author has to see any exception."""
+    try:
+        yield
+    except FunctionInvalid as error:
+        raise ConfigInvalid(f"{where}: {error}") from error
+    except Exception as error:
+        raise ConfigInvalid(f"{where}: {type(error).__name__}: {error}") from error
 
 
 class BackendUnusable(ConfigInvalid):
@@ -47,16 +61,14 @@ class ServerGone(TrainerError):
 class ServerLost(TrainerError):
     """A call failed because the server is away. The exchange is already reconnecting."""
 
-    retry_after_seconds = 0.0
-    """Shortest time that the server asked the trainer to wait."""
+    def __init__(self, message: str, retry_after_seconds: float = 0.0) -> None:
+        """`retry_after_seconds` is the shortest time that the server asked the trainer to wait."""
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class ServerFull(ServerLost):
     """A call failed because a limit of the server is reached. There is nothing to reconnect."""
-
-    def __init__(self, message: str, retry_after_seconds: float) -> None:
-        super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
 
 
 class SessionRefused(TrainerError):

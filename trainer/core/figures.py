@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
+
 T = TypeVar("T")
 
 Number = bool | int | float
@@ -179,16 +181,11 @@ def _combine(rule: Rule, values: Sequence[tuple[Value, float]]) -> Number | None
         case "last":
             return plain[-1]
         case "min":
-            return _unless_nan(min(plain), plain)
+            return np.min(plain).item()  # Unlike Python's, NaN if any is.
         case "max":
-            return _unless_nan(max(plain), plain)
+            return np.max(plain).item()
         case "weighted":
             if len(known) == 1:
                 return plain[0]  # Exact to the last bit.
             total = sum(weight for _, weight in known)
             return sum(value * weight for value, weight in known) / total
-
-
-def _unless_nan(value: Number, values: Sequence[Number]) -> Number:
-    """Propagates NaN, which comparisons would drop or keep depending on the order."""
-    return math.nan if any(math.isnan(each) for each in values) else value

@@ -24,12 +24,6 @@ class Division:
     server_count: int = 1
     """At most `groups_per_step`, so that each server has a part."""
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.server_count <= self.groups_per_step:
-            raise ValueError(
-                f"{self.groups_per_step} groups cannot be divided over {self.server_count} servers"
-            )
-
     @property
     def parts(self) -> tuple[int, ...]:
         """Number of groups in a step, for each server; they differ by at most one."""

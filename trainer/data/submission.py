@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
@@ -37,11 +36,21 @@ async def submit_tasks(
 
     Raises ServerFull, ServerLost and SessionRefused.
     """
-    pending = 0
-    call = partial(_call_submit, channel, run_id=run_id, trainer_epoch=trainer_epoch)
-    for some in _parts(tasks):
-        pending = await _submit_some(call, some)
-    return pending
+    call = methods.unary(channel, task_service_pb2.SubmitTasksResponse)
+
+    async def submit(some: Sequence[task_service_pb2.Task]) -> int:
+        request = SubmitTasksRequest(tasks=some, run_id=run_id, trainer_epoch=trainer_epoch())
+        try:
+            return (await call(request, timeout=SUBMIT_TIMEOUT_SECONDS)).pending_count
+        except grpc.aio.AioRpcError as error:
+            lost = _lost(error)
+            if not isinstance(lost, ServerFull) or len(some) < 2:
+                raise lost from error
+        half = len(some) // 2
+        await submit(some[:half])
+        return await submit(some[half:])
+
+    return [await submit(some) for some in _parts(tasks)][-1]
 
 
 def _parts(tasks: Sequence[task_service_pb2.Task]) -> Iterator[Sequence[task_service_pb2.Task]]:
@@ -57,37 +66,11 @@ def _parts(tasks: Sequence[task_service_pb2.Task]) -> Iterator[Sequence[task_ser
     yield tasks[begin:]
 
 
-async def _submit_some(
-    call: Callable[[Sequence[task_service_pb2.Task]], Awaitable[int]],
-    tasks: Sequence[task_service_pb2.Task],
-) -> int:
-    try:
-        return await call(tasks)
-    except ServerFull:
-        if len(tasks) < 2:
-            raise
-    half = len(tasks) // 2
-    await _submit_some(call, tasks[:half])
-    return await _submit_some(call, tasks[half:])
-
-
-async def _call_submit(
-    channel: grpc.aio.Channel,
-    tasks: Sequence[task_service_pb2.Task],
-    run_id: str,
-    trainer_epoch: Callable[[], int],
-) -> int:
-    call = methods.unary(channel, task_service_pb2.SubmitTasksResponse)
-    epoch = trainer_epoch()
-    request = SubmitTasksRequest(tasks=tasks, run_id=run_id, trainer_epoch=epoch)
-    try:
-        response = await call(request, timeout=SUBMIT_TIMEOUT_SECONDS)
-    except grpc.aio.AioRpcError as error:
-        failure = read_failure(error)
-        text = f"SubmitTasks: {failure.reason or failure.code.name}: {failure.message}"
-        if failure.is_full or failure.reason == Reason.QUEUE_FULL:
-            raise ServerFull(text, failure.retry_after_seconds or FULL_SECONDS) from error
-        if failure.is_unanswered or failure.reason == Reason.STALE_EPOCH:
-            raise ServerLost(text) from error
-        raise SessionRefused(text) from error
-    return response.pending_count
+def _lost(error: grpc.aio.AioRpcError) -> ServerLost | SessionRefused:
+    failure = read_failure(error)
+    text = f"SubmitTasks: {failure.reason or failure.code.name}: {failure.message}"
+    if failure.is_full or failure.reason == Reason.QUEUE_FULL:
+        return ServerFull(text, failure.retry_after_seconds or FULL_SECONDS)
+    if failure.is_unanswered or failure.reason == Reason.STALE_EPOCH:
+        return ServerLost(text)
+    return SessionRefused(text)

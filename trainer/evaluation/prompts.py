@@ -66,12 +66,10 @@ class Prompts:
 
     @property
     def measured(self) -> list[MeasuredPrompt]:
-        """All prompts measured so far."""
         return list(self._measured.values())
 
     @property
     def done(self) -> bool:
-        """Whether every prompt is measured."""
         return len(self._measured) == self.count
 
     def next(self) -> list[Asked]:

@@ -59,7 +59,6 @@ class EvaluationSet:
         """Duration of the last evaluation; None until one has ended."""
 
     def build_task(self, asked: Asked, problem: Problem) -> task_service_pb2.Task:
-        """Builds the task for one prompt of the set."""
         task = describe_problem(problem, self.system_prompt, self.sampling)
         task.task_id, task.index = asked.task_id, asked.index
         task.purpose = trajectory_pb2.PURPOSE_EVAL

@@ -130,5 +130,4 @@ def versions(record: EvaluationRecord) -> str:
 
 
 def number(value: float | None, form: str = ".3f") -> str:
-    """Formats a figure for people."""
     return "-" if value is None else format(value, form)

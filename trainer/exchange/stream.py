@@ -55,7 +55,6 @@ T = TypeVar("T")
 class SwitchReceipt:
     """The server now samples the requested version."""
 
-    weight_version: int
     pause_seconds: float
     """How long generation was paused; zero if the figure was lost with the stream."""
     probe_difference: float | None = None
@@ -358,7 +357,7 @@ class Exchange:
                 pause = receipt.pause.ToNanoseconds() / 1e9
                 probed = receipt.HasField("probe")
                 difference = receipt.probe.mean_difference if probed else None
-                future.set_result(SwitchReceipt(version, pause, difference))
+                future.set_result(SwitchReceipt(pause, difference))
             return
         rejection = receipt.rejection
         error = SwitchRejected(
@@ -375,7 +374,7 @@ class Exchange:
         if welcome.active_weight_version == self.held_version:
             future = self._switches.pop(self.held_version, None)
             if future is not None and not future.done():
-                future.set_result(SwitchReceipt(self.held_version, 0.0))
+                future.set_result(SwitchReceipt(0.0))
         self.ready.set()
         self._connection.send(Request(checkpoint=CheckpointNotice(step=self._final_step)))
         if self._owed:

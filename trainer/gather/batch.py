@@ -70,30 +70,21 @@ class Batch:
     groups: list[TrainingGroup]
 
 
+@dataclass(eq=False, repr=False)
 class Gatherer:
     """Gathers the batches of one run, one after another."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        *,
-        exchanges: Servers,
-        tasks: TaskFeeder,
-        ledger: Ledger,
-        compute: ComputeThread,
-        stopping: asyncio.Event,
-        forgotten_step: int = 0,
-    ) -> None:
-        """Up to `forgotten_step`, the step of a broken checkpoint, a server may have forgotten groups that
-        the ledger has ahead."""
-        self._config = config
-        self._exchanges = exchanges
-        self._parts = exchanges.division.parts
-        self._tasks = tasks
-        self._ledger = ledger
-        self._compute = compute
-        self._stopping = stopping
-        self._forgotten_step = forgotten_step
+    config: TrainerConfig
+    exchanges: Servers
+    tasks: TaskFeeder
+    ledger: Ledger
+    compute: ComputeThread
+    stopping: asyncio.Event
+    forgotten_step: int = 0
+    """Step of a broken checkpoint: up to it, a server may have forgotten groups the ledger has ahead."""
+
+    def __post_init__(self) -> None:
+        self._parts = self.exchanges.division.parts
         self._aside: dict[str, trajectory_pb2.TrajectoryGroup] = {}
         """Groups in hand that no batch has taken yet, in order of arrival."""
         self._following = False
@@ -102,49 +93,46 @@ class Gatherer:
         self._failed_in_a_row = 0
         self._failure_reasons: Counter[str] = Counter()
         self._given_up: Counter[str] = Counter()
-        self._filter = load_filter(config)
+        self._filter = load_filter(self.config)
 
     def follow(self) -> None:
         """Rebuilds the batches that the ledger has ahead, from the groups buffered at the servers."""
-        self._following = bool(self._ledger.ahead)
+        self._following = bool(self.ledger.ahead)
 
     async def came_back(self, server: int) -> None:
         """Sets aside the groups that a returned server delivered before, ahead of any other call: it may
         have lost them, and their tasks must not run again. Raises StorageFailed."""
         settled: list[trajectory_pb2.TrajectoryGroup] = []
         # No await until all groups are set aside and counted: a batch may be gathered concurrently.
-        for delivery in self._exchanges.take_arrived(server):
+        for delivery in self.exchanges.take_arrived(server):
             if self._take(delivery):
                 self._put_aside(delivery)
             else:
                 settled.append(delivery)
-                self._exchanges[server].demand(1)
+                self.exchanges[server].demand(1)
         for delivery in settled:
             await self._refuse_settled(delivery, instead=False)
 
     async def submit(self) -> None:
         """Submits tasks to every server, which may have lost them or forgotten groups needed again."""
-        await self._exchanges.ask_all(self._submit)
+        await self.exchanges.ask_all(self._submit)
 
     async def _submit(self, server: int) -> None:
-        await self._tasks.submit_again(server)
-        if self._forgotten_step:
-            entries = [e for e in self._ledger.ahead.values() if e.step <= self._forgotten_step]
+        await self.tasks.submit_again(server)
+        if self.forgotten_step:
+            entries = [e for e in self.ledger.ahead.values() if e.step <= self.forgotten_step]
             lost = [group.task_id for entry in entries for group in entry.groups]
-            await self._tasks.submit_anew(server, lost, self._forgotten_step)
-
-    async def submit_again(self, server: int) -> None:
-        await self._tasks.submit_again(server)
+            await self.tasks.submit_anew(server, lost, self.forgotten_step)
 
     def demand(self, step: int) -> None:
         """Grants each server the credit that its part of this step's batch needs, unless the run is
         asked to stop."""
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             return
         wanted = self._wanted = self._of(step)
         aside = [group for name, group in self._aside.items() if not wanted or name in wanted]
-        in_hand = Counter(map(self._exchanges.server_of, aside))
-        for server, (exchange, part) in enumerate(zip(self._exchanges, self._parts, strict=True)):
+        in_hand = Counter(map(self.exchanges.server_of, aside))
+        for server, (exchange, part) in enumerate(zip(self.exchanges, self._parts, strict=True)):
             missing = part - in_hand[server] - exchange.on_their_way
             if missing > 0:
                 exchange.demand(missing)
@@ -153,20 +141,20 @@ class Gatherer:
         """Returns whether a notice of a dropped group may concern a task that awaits its group."""
         # Older servers send notices without an id: those may concern any task. Other unknown ids
         # are an agent's, a finished evaluation's, or repeat a notice from a stream that was lost.
-        return not notice.task_id or self._tasks.awaits(notice.task_id)
+        return not notice.task_id or self.tasks.awaits(notice.task_id)
 
     async def give_up(self, server: int, notice: trainer_service_pb2.Notice) -> None:
         """Settles a task that will get no group, as if refused; the server knows. The group is counted with
         the current step or the next."""
-        self._tasks.settled(notice.task_id)
-        self._tasks.arrived(server)
+        self.tasks.settled(notice.task_id)
+        self.tasks.arrived(server)
         self._given_up[notice.reason] += 1
         entry = RefusedEntry(notice.group_id, notice.task_id, notice.reason)
         await together(
             (
                 # Without this entry, an older checkpoint would still list its index as outstanding.
-                self._compute.run(self._ledger.refuse, entry),
-                self._exchanges[server].ask(lambda: self._tasks.fill(server)),
+                self.compute.run(self.ledger.refuse, entry),
+                self.exchanges[server].ask(lambda: self.tasks.fill(server)),
             )
         )
 
@@ -180,21 +168,21 @@ class Gatherer:
 
         Raises EverythingFailed, EverythingDropped and StorageFailed.
         """
-        held = self._exchanges.held_version
+        held = self.exchanges.held_version
         self._wanted = self._of(record.step)
         missing = list(self._parts)
-        if record.step not in self._ledger.ahead:
-            for entry in self._ledger.take_unfinished():
+        if record.step not in self.ledger.ahead:
+            for entry in self.ledger.take_unfinished():
                 if entry.reason in (ALL_FAILED, FAILED_ASKED_AGAIN):
                     record.groups_failed += 1
                 elif entry.reason != TASK_SETTLED:
                     _count_dropped(record, entry.reason)
         self._count_given_up(record)
         found: list[tuple[trajectory_pb2.TrajectoryGroup, TrainingGroup]] = []
-        while len(found) < self._config.train.groups_per_step:
-            if self._stopping.is_set():
+        while len(found) < self.config.train.groups_per_step:
+            if self.stopping.is_set():
                 return None
-            all_seen = all(exchange.all_seen for exchange in self._exchanges)
+            all_seen = all(exchange.all_seen for exchange in self.exchanges)
             if self._wanted and not self._wanted & self._aside.keys() and all_seen:
                 log.warning("the server lost groups of step %d; taking others", record.step)
                 self._wanted = frozenset()
@@ -202,7 +190,7 @@ class Gatherer:
             delivery = self._take_aside(missing) or await self._next(missing)
             if delivery is None:
                 continue
-            max_lag = self._config.staleness.max_lag
+            max_lag = self.config.staleness.max_lag
             group = read_group(delivery, trainer_version=held, max_lag=max_lag)
             record.failures += group.failures
             record.tokens_received += group.policy_tokens
@@ -213,37 +201,37 @@ class Gatherer:
             self._failed_in_a_row = 0
             # A group that this step trained before is trained again.
             if self._wanted or not await self._drop_useless(delivery, group, record):
-                missing[self._exchanges.server_of(delivery)] -= 1
+                missing[self.exchanges.server_of(delivery)] -= 1
                 found.append((delivery, self._weigh(delivery, group, record)))
         self._count_given_up(record)
-        found.sort(key=lambda pair: (self._tasks.place(pair[0].task_id), pair[0].group_id))
+        found.sort(key=lambda pair: (self.tasks.place(pair[0].task_id), pair[0].group_id))
         return Batch([delivery for delivery, _ in found], [group for _, group in found])
 
     def describe(self, batch: Batch) -> BatchFigures:
-        sources = [self._tasks.data_source(delivery.task_id) for delivery in batch.deliveries]
+        sources = [self.tasks.data_source(delivery.task_id) for delivery in batch.deliveries]
         return describe_batch(batch.deliveries, batch.groups, sources)
 
     async def refill(self) -> bool:
         """Submits tasks in place of those in a batch. Returns False if the run has left its servers."""
-        await self._exchanges.ask_all(self._tasks.fill)
-        return not self._exchanges.left.is_set()
+        await self.exchanges.ask_all(self.tasks.fill)
+        return not self.exchanges.left.is_set()
 
     def fillers(self) -> list[Coroutine[None, None, None]]:
         """Returns, for each server, what submits tasks again whenever it was full, until cancelled."""
         return [
-            self._tasks.keep_filled(server, exchange.ask)
-            for server, exchange in enumerate(self._exchanges)
+            self.tasks.keep_filled(server, exchange.ask)
+            for server, exchange in enumerate(self.exchanges)
         ]
 
     def settle(self, batch: Batch, step: int) -> None:
         """Sends the receipts of a batch that the step trained, and marks its tasks as done."""
-        self._exchanges.receipt(batch.deliveries, step)
+        self.exchanges.receipt(batch.deliveries, step)
         for delivery in batch.deliveries:
-            self._tasks.settled(delivery.task_id)
+            self.tasks.settled(delivery.task_id)
 
     def _of(self, step: int) -> frozenset[str]:
         """Returns the groups that the ledger lists for the step; empty when not following it."""
-        entry = self._ledger.ahead.get(step) if self._following else None
+        entry = self.ledger.ahead.get(step) if self._following else None
         return entry.group_ids if entry is not None else frozenset[str]()
 
     def _take_aside(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
@@ -256,14 +244,12 @@ class Gatherer:
     def _is_for_batch(self, group: trajectory_pb2.TrajectoryGroup, missing: Sequence[int]) -> bool:
         if self._wanted:
             return group.group_id in self._wanted
-        return missing[self._exchanges.server_of(group)] > 0
+        return missing[self.exchanges.server_of(group)] > 0
 
     async def _next(self, missing: Sequence[int]) -> trajectory_pb2.TrajectoryGroup | None:
         """Waits for the next group. Returns None in four cases: the group is not for this batch, others
         were set aside meanwhile, all buffered groups were seen, or the run is asked to stop."""
-        if self._stopping.is_set():
-            return None
-        delivery = await unless(self._stopping, self._exchanges.next_group())
+        delivery = await unless(self.stopping, self.exchanges.next_group())
         if delivery is None:
             return None
         if not self._take(delivery):
@@ -279,16 +265,16 @@ class Gatherer:
         server, or from any that may still have buffered groups."""
         self._aside[delivery.group_id] = delivery
         if self._wanted and delivery.group_id not in self._wanted:
-            own = self._exchanges[self._exchanges.server_of(delivery)]
-            for exchange in (own, *self._exchanges):
+            own = self.exchanges[self.exchanges.server_of(delivery)]
+            for exchange in (own, *self.exchanges):
                 if not exchange.all_seen:
                     exchange.demand(1)
                     break
 
     def _take(self, delivery: trajectory_pb2.TrajectoryGroup) -> bool:
         """Returns whether the task is still to be trained. The caller refuses the group if not."""
-        self._tasks.arrived(self._exchanges.server_of(delivery))
-        return self._tasks.take(delivery.task_id)
+        self.tasks.arrived(self.exchanges.server_of(delivery))
+        return self.tasks.take(delivery.task_id)
 
     async def _refuse_settled(
         self, delivery: trajectory_pb2.TrajectoryGroup, *, instead: bool = True
@@ -300,12 +286,12 @@ class Gatherer:
         self, delivery: trajectory_pb2.TrajectoryGroup, group: TrainingGroup, record: StepRecord
     ) -> bool:
         """Returns whether the group was refused as unusable. Raises EverythingDropped."""
-        config = self._config.groups
+        config = self.config.groups
         reason = reason_to_drop(group, config)
         if reason is None and self._filter is not None:
-            delivered = Delivered(delivery, self._tasks.task(delivery.task_id))
+            delivered = Delivered(delivery, self.tasks.task(delivery.task_id))
             # The filter may be slow, for example a judge over a network. Uploads and evaluations continue.
-            reason = await self._compute.run(self._filter, group, delivered)
+            reason = await self.compute.run(self._filter, group, delivered)
         if reason is None:
             return False
         own = (n for r, n in record.groups_dropped.items() if r not in TAKE_THEIR_TASK)
@@ -328,20 +314,20 @@ class Gatherer:
     def _ask_again(self, task_id: str, *, failed: bool) -> bool:
         """Asks the prompt of a refused group again if trajectories failed and it may be replaced; otherwise
         gives it up. Returns whether it asks again."""
-        config = self._config.groups
+        config = self.config.groups
         again = failed and config.failed_siblings == "replace"
         again = again and times_asked_again(task_id) < config.max_replacements
         if again:
-            self._tasks.ask_again(task_id)
+            self.tasks.ask_again(task_id)
         else:
-            self._tasks.settled(task_id)
+            self.tasks.settled(task_id)
         return again
 
     def _weigh(
         self, delivery: trajectory_pb2.TrajectoryGroup, group: TrainingGroup, record: StepRecord
     ) -> TrainingGroup:
         """Returns the group with penalties for long answers and the mask of truncated turns applied."""
-        config = self._config.groups
+        config = self.config.groups
         if config.overlong is not None:
             group = penalize_length(group, delivery, config.overlong)
         if config.mask_truncated:
@@ -358,7 +344,7 @@ class Gatherer:
         log.warning("every trajectory of group %s failed: %s", delivery.group_id, named)
         again = self._ask_again(delivery.task_id, failed=True)
         reason = FAILED_ASKED_AGAIN if again else ALL_FAILED
-        too_many = self._failed_in_a_row >= self._config.failure.max_failed_groups
+        too_many = self._failed_in_a_row >= self.config.failure.max_failed_groups
         message = f"every trajectory failed: {named}"
         await self._refuse(delivery, reason, message, instead=not too_many)
         if too_many:
@@ -379,12 +365,12 @@ class Gatherer:
     ) -> None:
         # On disk first, because the server forgets the group once it is refused.
         entry = RefusedEntry(delivery.group_id, delivery.task_id, reason)
-        await self._compute.run(self._ledger.refuse, entry)
-        server = self._exchanges.server_of(delivery)
-        self._exchanges.refuse(delivery, reason, message)
+        await self.compute.run(self.ledger.refuse, entry)
+        server = self.exchanges.server_of(delivery)
+        self.exchanges.refuse(delivery, reason, message)
         if instead:
-            self._exchanges[server].demand(1)
-            await self._exchanges[server].ask(lambda: self._tasks.fill(server))
+            self.exchanges[server].demand(1)
+            await self.exchanges[server].ask(lambda: self.tasks.fill(server))
 
 
 def _count_dropped(record: StepRecord, reason: str, count: int = 1) -> None:

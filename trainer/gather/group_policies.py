@@ -10,19 +10,19 @@ those: a penalty changes the rewards that samples are trained with, not the repo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client.plugins.group_filter import Delivered, slime_filter
-from penstock.common.functions import FunctionInvalid, find_function
+from penstock.common.functions import find_function
 from penstock.trainer.algorithms.advantages import LEAST_SPREAD
 from penstock.trainer.batching.batching import Sample, TrainingGroup
 from penstock.trainer.config.groups import GroupsConfig, OverlongConfig
 from penstock.trainer.config.trainer import TrainerConfig
-from penstock.trainer.core.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid, blaming
 from penstock.v1 import trajectory_pb2
 from penstock.wire import codec
 
@@ -64,8 +64,8 @@ def load_filter(config: TrainerConfig) -> Filter | None:
     named = config.groups.filter
     if named is None:
         return None
-    name = named.function
-    try:
+    name, where = named.function, f"groups.filter.function {named.function}"
+    with blaming(where):
         if named.style == "slime":
             arguments = _slime_arguments(config)
             function = slime_filter(name, named.options, arguments, model=config.model.path)
@@ -75,22 +75,13 @@ def load_filter(config: TrainerConfig) -> Filter | None:
             def function(group: TrainingGroup, _: Delivered, /) -> object:
                 return own(group, **named.options)
 
-    except FunctionInvalid as error:
-        raise ConfigInvalid(f"groups.filter.function {name}: {error}") from error
-
     def ask(group: TrainingGroup, delivered: Delivered) -> str | None:
-        try:
+        with blaming(where):
             reason = function(group, delivered)
-        except Exception as error:
-            # The author of the function has to see any exception.
-            kind = type(error).__name__
-            raise ConfigInvalid(f"groups.filter.function {name}: {kind}: {error}") from error
         if reason is None:
             return None
         if not isinstance(reason, str) or not reason:
-            raise ConfigInvalid(
-                f"groups.filter.function {name}: it must return a reason or None, got {reason!r}"
-            )
+            raise ConfigInvalid(f"{where}: it must return a reason or None, got {reason!r}")
         return OWN + reason
 
     return ask
@@ -120,8 +111,8 @@ def length_penalty(length: int, config: OverlongConfig) -> float:
 def penalize_length(
     group: TrainingGroup, delivery: trajectory_pb2.TrajectoryGroup, config: OverlongConfig
 ) -> TrainingGroup:
-    by_policy = _by_policy(delivery)
-    lengths = {name: int(tokens.sum()) for name, tokens in by_policy.items()}
+    sent = {trajectory.trajectory_id: trajectory for trajectory in delivery.trajectories}
+    lengths = {name: int(_by_policy(trajectory, sent).sum()) for name, trajectory in sent.items()}
     samples = tuple(
         replace(s, reward=s.reward - length_penalty(lengths[s.trajectory_id], config))
         for s in group.samples
@@ -129,29 +120,19 @@ def penalize_length(
     return replace(group, samples=samples)
 
 
-def _by_policy(delivery: trajectory_pb2.TrajectoryGroup) -> dict[str, NDArray[np.bool_]]:
-    """Marks the tokens of each trajectory that the policy sampled. Tokens that a branch shares with
-    its parent are included, because they are part of its answer."""
-    trajectories = {trajectory.trajectory_id: trajectory for trajectory in delivery.trajectories}
-    found: dict[str, NDArray[np.bool_]] = {}
-
-    def find(name: str) -> NDArray[np.bool_]:
-        if name not in found:
-            trajectory = trajectories[name]
-            shared = trajectory.parent_token_count
-            before = np.zeros(0, np.bool_)
-            if shared:
-                before = find(trajectory.parent_trajectory_id)[:shared]
-            own = [
-                np.full(_count(segment), segment.author == trajectory_pb2.AUTHOR_POLICY)
-                for segment in trajectory.segments
-            ]
-            found[name] = np.concatenate([before, *own])
-        return found[name]
-
-    for name in trajectories:
-        find(name)
-    return found
+def _by_policy(
+    trajectory: trajectory_pb2.Trajectory, sent: Mapping[str, trajectory_pb2.Trajectory]
+) -> NDArray[np.bool_]:
+    """Marks the tokens of a trajectory that the policy sampled. Tokens that a branch shares with its
+    parent are included, because they are part of its answer."""
+    before = np.zeros(0, np.bool_)
+    if shared := trajectory.parent_token_count:
+        before = _by_policy(sent[trajectory.parent_trajectory_id], sent)[:shared]
+    own = [
+        np.full(_count(segment), segment.author == trajectory_pb2.AUTHOR_POLICY)
+        for segment in trajectory.segments
+    ]
+    return np.concatenate([before, *own])
 
 
 def mask_truncated(

@@ -45,7 +45,6 @@ class Display:
             self._live.start()
 
     def step(self, step: int) -> None:
-        """Records that a step is done."""
         self._done = step
         if self._live is not None:
             self._live.refresh()
@@ -107,7 +106,7 @@ class Display:
 def _line(step: int, steps: int, point: Line) -> str:
     count = int(_number(point, "steps"))
     which = f"step {step}" if count == 1 else f"steps {step - count + 1} to {step}"
-    n = _Numbers(point)
+    n, not_finite = _Numbers(point), _number(point, "updates_not_finite")
     return (
         f"{which}/{steps}  reward {n:reward_mean:.3f}  lag {n:lag_mean:.2f}"
         f" (max {n:lag_max:.0f})  masked {n:tokens_masked:.0f}  tokens {n:tokens:.0f}"
@@ -117,7 +116,7 @@ def _line(step: int, steps: int, point: Line) -> str:
         f"  logprob diff {n:logprob_diff_mean:.4f} (max {n:logprob_diff_max:.3f})"
         f"  no gradient {n:groups_without_gradient:.0f}/{n:groups:.0f}  failed {n:failures:.0f}"
         f"{_counted('dropped', point, 'groups_dropped')}"
-        f"{_warned('updates not finite', point, 'updates_not_finite')}"
+        f"{f'  updates not finite {not_finite:.0f}!' if not_finite else ''}"
         f"{_counted('not tracked', point, 'tracker_points_lost')}"
         f"{'  unchanged!' if point.get('unchanged') else ''}"
     )
@@ -185,12 +184,6 @@ def _counted(what: str, point: Line, name: str) -> str:
     counts = cast("Mapping[str, int]", point.get(name) or {})
     counted = ", ".join(f"{key} {count}" for key, count in sorted(counts.items()))
     return f"  {what} {counted}" if counted else ""
-
-
-def _warned(what: str, point: Line, name: str) -> str:
-    """Returns a count that should be zero; empty if it is."""
-    count = _number(point, name)
-    return f"  {what} {count:.0f}!" if count else ""
 
 
 def _sent(point: Line) -> str:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -27,6 +28,7 @@ FILE = "metrics.jsonl"
 PREFIX = "train/"
 
 
+@dataclass(eq=False, repr=False)
 class MetricsWriter:
     """Writes each record to all destinations.
 
@@ -39,39 +41,34 @@ class MetricsWriter:
     TensorBoard writes in a separate thread, so its failure is raised at the next point.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        scalars: Scalars,
-        console: Console,
-        *,
-        steps: int,
-        step: int = 0,
-        every_steps: int = 1,
-        trackers: Trackers | None = None,
-        load: LoadMeter | None = None,
-    ) -> None:
-        """`folder` holds `metrics.jsonl`, to which records are appended. `steps` is the number of
-        the run's last step, `step` the last one already done. `trackers` are only asked for the
-        points they lost; points reach them through `scalars`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / FILE
-        self._lines: list[Line] = _lines_between(self._path, step - step % every_steps, step)
+    folder: Path
+    """Holds `metrics.jsonl`, to which records are appended."""
+    scalars: Scalars
+    console: Console
+    steps: int
+    """Number of the run's last step."""
+    step: int = 0
+    """The last step already done."""
+    every_steps: int = 1
+    trackers: Trackers | None = None
+    """Only asked for the points they lost; points reach them through `scalars`."""
+    load: LoadMeter | None = None
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._path = self.folder / FILE
+        since = self.step - self.step % self.every_steps
+        self._lines: list[Line] = _lines_between(self._path, since, self.step)
         self._unsent = False
-        self._last_step = step
-        self._every = every_steps
         self._file: TextIO = self._path.open("a", encoding="utf-8")
-        self._scalars = scalars
-        self._trackers = trackers
-        self._load = load
-        self._pace = Pace(steps)
-        self.display = Display(console, steps, self._pace, step=step)
+        self._pace = Pace(self.steps)
+        self.display = Display(self.console, self.steps, self._pace, step=self.step)
         self._tracer = trace.get_tracer("penstock.trainer")
         self._instruments = _Instruments()
 
     def measuring(self) -> AbstractAsyncContextManager[None]:
         """Return a context in which the server's load is sampled."""
-        return nullcontext() if self._load is None else self._load.running()
+        return nullcontext() if self.load is None else self.load.running()
 
     def begin_step(self, step: int, afterwards: float | None = 0.0) -> Span:
         """Start the step's span, in a separate trace. `write` ends it.
@@ -84,11 +81,11 @@ class MetricsWriter:
 
     def write(self, record: StepRecord, span: Span) -> None:
         """Write a step's record once its switch has been answered."""
-        if self._load is not None:
+        if self.load is not None:
             begun = record.time_gather_start
-            record.load = self._load.take(begun, begun + record.seconds)
-        if self._trackers is not None:
-            record.tracker_points_lost = self._trackers.take_lost()
+            record.load = self.load.take(begun, begun + record.seconds)
+        if self.trackers is not None:
+            record.tracker_points_lost = self.trackers.take_lost()
         line = record.line()
         self._append(record.step, as_json(line))
         self._trace(record, span)
@@ -119,20 +116,20 @@ class MetricsWriter:
         TensorBoard and the trackers still show them.
         """
         self._file.close()
-        keep_until(self._path.parent, step - 1, step - 1)
+        keep_until(self.folder, step - 1, step - 1)
         self._file = self._path.open("a", encoding="utf-8")
 
     def _add(self, step: int, line: Line) -> None:
         self._lines.append(line)
-        self._unsent, self._last_step = True, step
-        if step % self._every == 0:
+        self._unsent, self.step = True, step
+        if step % self.every_steps == 0:
             self._send()
         self.display.step(step)
 
     def close(self) -> None:
         """Send the remaining steps, flush, and end the display whatever else fails."""
-        with closing(self.display), storing(self._path.parent), ExitStack() as stack:
-            stack.callback(self._scalars.close)
+        with closing(self.display), storing(self.folder), ExitStack() as stack:
+            stack.callback(self.scalars.close)
             stack.callback(self._file.close)
             if self._unsent:
                 self._send()
@@ -141,11 +138,11 @@ class MetricsWriter:
         """Send one point with the lines since the last one."""
         point = aggregate(FIGURES, self._lines)
         self._lines, self._unsent = [], False
-        with storing(self._path.parent):
+        with storing(self.folder):
             for name, value in scalars(FIGURES, point).items():
-                self._scalars.add_scalar(f"{PREFIX}{name}", value, self._last_step)
-            self._scalars.flush()
-        self.display.show(self._last_step, point)
+                self.scalars.add_scalar(f"{PREFIX}{name}", value, self.step)
+            self.scalars.flush()
+        self.display.show(self.step, point)
 
     def _trace(self, record: StepRecord, span: Span) -> None:
         """Link the step's span and the trajectories' spans in both directions.

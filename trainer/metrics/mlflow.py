@@ -68,7 +68,6 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=some)
 
     def close(self, complete: bool) -> None:
-        """Mark the run as finished or killed."""
         self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
 
 

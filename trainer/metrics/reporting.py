@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import cast
 
 from penstock.common.distribution import pip_install
-from penstock.common.functions import FunctionInvalid, find_function
+from penstock.common.functions import find_function
 from penstock.trainer.config.metrics import CustomTrackerConfig, TrackerConfig, WandbConfig
-from penstock.trainer.core.errors import ConfigInvalid, storing
+from penstock.trainer.core.errors import ConfigInvalid, blaming, storing
 from penstock.trainer.metrics.tracker import RunStart, Scalars, Tracker
 
 log = logging.getLogger(__name__)
@@ -40,17 +40,17 @@ Point = tuple[int, Mapping[str, float]]
 """A step, and the figures of the steps up to it."""
 
 
+@dataclass(eq=False, repr=False)
 class TrackerThread:
     """The queue and the thread of one tracker."""
 
-    def __init__(
-        self, name: str, tracker: Tracker, start: RunStart, *, capacity: int = QUEUED_POINTS
-    ) -> None:
-        self.name = name
-        self._tracker = tracker
-        self._start = start
-        self._capacity = capacity
-        self._queue: queue.Queue[Point | bool] = queue.Queue(capacity + 1)
+    name: str
+    tracker: Tracker
+    start: RunStart
+    capacity: int = QUEUED_POINTS
+
+    def __post_init__(self) -> None:
+        self._queue: queue.Queue[Point | bool] = queue.Queue(self.capacity + 1)
         """Points, and then whether the run is complete. There is room for that, so it never waits."""
         # Each counter is written by one thread only.
         self._sent = 0
@@ -60,15 +60,15 @@ class TrackerThread:
         self._reported = 0
         self._left = threading.Event()
         self._failing = False
-        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{self.name}", daemon=True)
         self._thread.start()
 
     def send(self, step: int, figures: Mapping[str, float]) -> None:
         """Queue a point, or drop it if the queue is full. Never waits."""
-        if self._queue.qsize() >= self._capacity:
+        if self._queue.qsize() >= self.capacity:
             self._refused += 1
             if self._refused == 1:
-                log.warning("%s: %d points are queued; dropping more", self.name, self._capacity)
+                log.warning("%s: %d points are queued; dropping more", self.name, self.capacity)
             return
         self._sent += 1
         self._queue.put_nowait((step, figures))
@@ -101,14 +101,14 @@ class TrackerThread:
                 return
             opened = self._tell(*item, opened)
         if opened and not self._left.is_set():
-            self._attempt(lambda: self._tracker.close(item))
+            self._attempt(lambda: self.tracker.close(item))
 
     def _tell(self, step: int, figures: Mapping[str, float], opened: bool) -> bool:
         """Log a point, opening the tracker if necessary; return whether it is open now."""
-        if not opened and not self._attempt(lambda: self._tracker.open(self._start)):
+        if not opened and not self._attempt(lambda: self.tracker.open(self.start)):
             self._failed += 1
             return False
-        if self._attempt(lambda: self._tracker.log(step, figures)):
+        if self._attempt(lambda: self.tracker.log(step, figures)):
             if self._failing:
                 log.warning("%s: points are delivered again from step %d", self.name, step)
             self._logged += 1
@@ -207,16 +207,9 @@ def make_trackers(configs: Sequence[TrackerConfig], steps: int) -> Trackers:
 
 def _make(config: TrackerConfig, section: str) -> Tracker:
     if isinstance(config, CustomTrackerConfig):
-        where = f"{section}.function {config.function}"
-        try:
+        with blaming(f"{section}.function {config.function}"):
             function = find_function(config.function, (), config.options)
-        except FunctionInvalid as error:
-            raise ConfigInvalid(f"{where}: {error}") from error
-        try:
             return cast("Tracker", function(**config.options))
-        except Exception as error:
-            # It may raise anything; the message is for the author of the function.
-            raise ConfigInvalid(f"{where}: {type(error).__name__}: {error}") from error
     try:
         if isinstance(config, WandbConfig):
             from penstock.trainer.metrics.wandb import WandbTracker

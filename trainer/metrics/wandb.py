@@ -41,7 +41,6 @@ class WandbTracker:
             )
 
     def open(self, start: RunStart) -> None:
-        """Begin the run, or resume it."""
         if not start.tracked_id:
             start.keep(uuid.uuid4().hex)
         self._run = wandb.init(
@@ -63,5 +62,4 @@ class WandbTracker:
         self._run.log({"step": step, **point})
 
     def close(self, complete: bool) -> None:
-        """Send the remaining points and end the run."""
         self._run.finish(exit_code=0 if complete else 1)

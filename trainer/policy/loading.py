@@ -45,10 +45,8 @@ class SavedTokenizer(Protocol):
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of the forward pass; "auto" is bfloat16 if the device has instructions for it."""
-    in_bfloat16 = model.dtype == "bfloat16"
-    if model.dtype == "auto":
-        in_bfloat16 = computes_bfloat16(device.type)
-    return torch.bfloat16 if in_bfloat16 else torch.float32
+    chosen = model.dtype == "auto" and computes_bfloat16(device.type)
+    return torch.bfloat16 if chosen or model.dtype == "bfloat16" else torch.float32
 
 
 def load_model(path: str) -> tuple[CausalModel, SavedTokenizer]:
@@ -101,7 +99,6 @@ def save_tokenizer(tokenizer: SavedTokenizer, folder: Path) -> None:
 
 
 def cannot_load(path: str, error: Exception) -> ConfigInvalid:
-    """Build the error for a model that a library cannot load."""
     return ConfigInvalid(f"model.path: {missing_folder(path) or f'cannot load {path!r}: {error}'}")
 
 

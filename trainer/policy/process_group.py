@@ -88,7 +88,8 @@ class LocalRanks:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         # By default gloo resolves the host's name, which need not lead back to this host.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._joined = threading.Event()
+        self.joined = threading.Event()
+        """Set once the ranks are connected: from then on their connections show if one ends."""
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, count):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -99,10 +100,6 @@ class LocalRanks:
     def listening_descriptor(self) -> int:
         """Return the descriptor of the socket through which the ranks meet. The caller owns it now."""
         return self._listening.detach()
-
-    def joined(self) -> None:
-        """Note that the ranks are connected; from now on their connections show if one ends."""
-        self._joined.set()
 
     def wait(self) -> None:
         """Wait for the processes to end; kill those that do not end in PARTING_SECONDS each."""
@@ -116,7 +113,7 @@ class LocalRanks:
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """End this process if a rank exits before it joined; nothing else would report that."""
         status = process.wait()
-        if not self._joined.is_set():
+        if not self.joined.is_set():
             # If its configuration was unusable, the rank has printed the reason itself.
             message = f"rank {rank} exited with status {status} before it joined"
             exit_at_once(message, max(status, 1))

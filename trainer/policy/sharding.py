@@ -109,11 +109,9 @@ class Sharding:
         return gathered
 
     def sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum values over the ranks."""
         return self._reduce(values, distributed.ReduceOp.SUM)
 
     def sum_figures(self, figures: Figures) -> Figures:
-        """Merge the figures of all ranks."""
         if self.size == 1:
             return figures
         names = [field.name for field in fields(Figures)]

@@ -20,6 +20,7 @@ be announced. Last, all but the N newest are removed, each renamed first.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -45,7 +46,6 @@ NAME = "step-{step:08d}"
 UNFINISHED = ".unfinished-"
 REMOVED = ".removed-"
 BROKEN = "broken-"
-PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def save_checkpoint(
     replace_folder(final, write, f"the checkpoint of step {state.step}")
     hit("checkpoint.before_prune")
     try:
-        for old in _checkpoints(folder)[:-keep]:
+        for old in checkpoints_in(folder)[:-keep]:
             # Renamed first, so that a partly removed folder is never taken for a checkpoint.
             shutil.rmtree(old.rename(old.with_name(f"{REMOVED}{old.name}")))
     except OSError as error:
@@ -122,7 +122,7 @@ def restore(folder: Path) -> Checkpoint | None:
     Newer ones, which are broken, are set aside. The folder is synced, because a killed trainer may not have
     done so. Raises CheckpointUnusable if all checkpoints are broken, and StorageFailed.
     """
-    found = _checkpoints(folder)
+    found = checkpoints_in(folder)
     passed_over = 0
     for checkpoint in reversed(found):
         try:
@@ -143,11 +143,6 @@ def restore(folder: Path) -> Checkpoint | None:
     if found:
         raise CheckpointUnusable(f"{folder}: none of the {len(found)} checkpoints is complete")
     return None
-
-
-def has_checkpoints(folder: Path) -> bool:
-    """Returns whether there is anything to resume from."""
-    return bool(_checkpoints(folder))
 
 
 def verify(checkpoint: Path) -> None:
@@ -220,14 +215,12 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_64()
     with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Returns every checkpoint that a save has finished, oldest first."""
     return sorted(path for path in folder.glob("step-*[0-9]") if path.is_dir())
 
 

@@ -125,8 +125,7 @@ class Publisher:
             for sender in self.senders:
                 await stack.enter_async_context(sender.lock)
             # Before the copy begins, so that a partly overwritten payload never counts as a version.
-            self._copy.relabel(weight_version)
-            self._leave_ahead()
+            self.relabel(weight_version)
             if not any(sender.has_base for sender in self.senders):
                 self._copy.base = None
             keeps_base = self._copy.base is not None or any(s.sends_deltas for s in self.senders)
@@ -145,7 +144,6 @@ class Publisher:
                 raise
 
     def relabel(self, weight_version: int) -> None:
-        """Give the current bytes a new version number."""
         self._copy.relabel(weight_version)
         self._leave_ahead()
 

@@ -27,11 +27,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import grpc
 
 from penstock.trainer.core.errors import (
+    ConfigInvalid,
     ServerFull,
     ServerLost,
     SessionRefused,
@@ -39,19 +41,18 @@ from penstock.trainer.core.errors import (
     WeightsRefused,
 )
 from penstock.trainer.exchange.stream import Exchange, SwitchReceipt
-from penstock.trainer.policy.adapter import check_taken
-from penstock.trainer.weights.base import Base, BaseState
+from penstock.trainer.weights.base import Base
 from penstock.trainer.weights.catching_up import newest_version
 from penstock.trainer.weights.copy import Parcel, WeightCopy, whole
 from penstock.trainer.weights.payload import Payload
 from penstock.trainer.weights.sent import Sent, Switched
-from penstock.trainer.weights.transports import Ahead, SharedMemory, Stream, Transport
+from penstock.trainer.weights.transports import SharedMemory, Stream, Transport
 from penstock.v1 import rollout_service_pb2, trainer_service_pb2, weights_pb2
 from penstock.wire import methods
 from penstock.wire.differences import NOT_THE_DIFFERENCE
 from penstock.wire.failure import NO_ANSWER, Failure, read_failure
 from penstock.wire.reasons import Reason
-from penstock.wire.upload import NotStaged
+from penstock.wire.upload import Filling, NotStaged
 
 log = logging.getLogger(__name__)
 
@@ -74,30 +75,25 @@ ATTEMPTS = 5
 FIRST_PAUSE_SECONDS = 0.2
 
 
+@dataclass(eq=False, repr=False)
 class Sender:
-    def __init__(
-        self,
-        channel: grpc.aio.Channel,
-        copy: WeightCopy,
-        exchange: Exchange,
-        *,
-        transports: Sequence[Transport] = (),
-        delta: Delta = "auto",
-        anchor_every: int = 50,
-        adapter: weights_pb2.LoraAdapter | None = None,
-    ) -> None:
-        """Starts with the first of `transports`; moves to the next if the server cannot read from it. The
-        default is shared memory, then the stream over `channel`. Nothing else may use `channel`. With
-        `adapter`, the adapter is uploaded instead of the model, always whole."""
-        self._channel = channel
-        self._copy = copy
-        self.exchange = exchange
-        self.transports = list(transports) or [SharedMemory(channel), Stream(channel)]
+    channel: grpc.aio.Channel
+    """Nothing else may use it."""
+    copy: WeightCopy
+    exchange: Exchange
+    transports: Sequence[Transport] = ()
+    """Starts with the first; moves to the next if the server cannot read from it. The default is shared
+    memory, then the stream over `channel`."""
+    delta: Delta = "auto"
+    anchor_every: int = 50
+    adapter: weights_pb2.LoraAdapter | None = None
+    """If given, it is uploaded instead of the model, always whole."""
+
+    def __post_init__(self) -> None:
+        self.transports = self.transports or (SharedMemory(self.channel), Stream(self.channel))
         self._place = 0
-        self._delta = delta
-        self._base = Base(anchor_every)
-        self._adapter = adapter
-        self._ahead: Ahead | None = None
+        self._base = Base(self.anchor_every)
+        self._ahead: Filling | None = None
         self.inherited = 0
         """The newest version that the server has from the previous trainer; zero once this trainer has
         reached it, or if there is none."""
@@ -107,21 +103,21 @@ class Sender:
     @property
     def has_base(self) -> bool:
         """Whether the server holds the base of the copy's differences."""
-        base = self._copy.base
-        return base is not None and self._base.is_at(base.weight_version)
+        base = self.copy.base
+        return base is not None and base.weight_version == self._base.version
 
     @property
     def sends_deltas(self) -> bool:
         """Whether the next version can be a difference, once the server has a base."""
-        filled = self._copy.filled
+        filled = self.copy.filled
         if (
-            self._adapter is not None
+            self.adapter is not None
             or not self._base.may_exist
-            or not self._copy.has_room_for_two
+            or not self.copy.has_room_for_two
             or (filled is not None and not filled.can_differ)
         ):
             return False
-        return self._delta == "on" or (self._delta == "auto" and self._transport.prefers_deltas)
+        return self.delta == "on" or (self.delta == "auto" and self._transport.prefers_deltas)
 
     @property
     def next_in_chunks(self) -> bool:
@@ -138,12 +134,22 @@ class Sender:
 
     def check_adapter(self, info: rollout_service_pb2.GetServerInfoResponse) -> None:
         """Raises ConfigInvalid if the server does not take this run's adapter."""
-        if self._adapter is not None:
-            check_taken(self._adapter, info.lora.max_rank if info.HasField("lora") else None)
+        if self.adapter is None:
+            return
+        if not info.HasField("lora"):
+            raise ConfigInvalid(
+                "model.lora: the server takes no adapters; start it, or a hub's engine servers, with "
+                f"--enable-lora --max-lora-rank {self.adapter.rank}"
+            )
+        if self.adapter.rank > info.lora.max_rank:
+            raise ConfigInvalid(
+                f"model.lora.rank: the server takes at most {info.lora.max_rank}, its --max-lora-rank, "
+                f"got {self.adapter.rank}"
+            )
 
     async def server_info(self) -> rollout_service_pb2.GetServerInfoResponse:
         """Raises ServerLost, or WeightsRefused."""
-        call = methods.unary(self._channel, rollout_service_pb2.GetServerInfoResponse)
+        call = methods.unary(self.channel, rollout_service_pb2.GetServerInfoResponse)
         request = rollout_service_pb2.GetServerInfoRequest()
         try:
             return await call(request, timeout=INFO_TIMEOUT_SECONDS)
@@ -152,10 +158,10 @@ class Sender:
 
     def begin_ahead(self, payload: Payload) -> None:
         """Begin the upload of what is about to be filled, if possible."""
-        if self.has_base or self._copy.probe_is_chosen:
+        if self.has_base or self.copy.probe_is_chosen:
             # The header needs the probe's score, and waiting for that costs more than is gained.
             return
-        self._ahead = self._transport.begin(self._header(self._copy.version, 0), payload)
+        self._ahead = self._transport.begin(self._header(self.copy.version, 0), payload)
 
     def leave_ahead(self) -> None:
         """The server forgets an upload that began ahead."""
@@ -171,7 +177,7 @@ class Sender:
         """Returns once the server has the version staged, and None if the payload holds a newer one by now.
         Raises ServerLost if the server is unreachable, WeightsRefused if it refuses."""
         async with self.lock:
-            if self._copy.version != weight_version:
+            if self.copy.version != weight_version:
                 return None
             try:
                 return await self._commit_ahead() or await self._upload()
@@ -224,7 +230,7 @@ class Sender:
 
         Raises ServerLost, and SessionRefused if the server samples what no trainer published."""
         exchange, held = self.exchange, self.exchange.held_version
-        active, filled = welcome.active_weight_version, self._copy.version
+        active, filled = welcome.active_weight_version, self.copy.version
         # With a transport that switches on upload, the server may sample a version whose answer was lost.
         if active > max(held, self.inherited, filled):
             raise SessionRefused(
@@ -237,7 +243,7 @@ class Sender:
             return True
         # The server has lost the base of delta uploads.
         self.forget_base()
-        if self._copy.version != held:
+        if self.copy.version != held:
             return False
         log.warning(
             "the server came back with version %d; publishing version %d again", active, held
@@ -255,16 +261,16 @@ class Sender:
 
     def switched(self, weight_version: int) -> None:
         """The server samples this version; the next one can be a difference from it."""
-        if self._copy.filled is not None and weight_version == self._copy.version:
-            self._base.forget()
+        if self.copy.filled is not None and weight_version == self.copy.version:
+            self.forget_base()
             if self.sends_deltas:
-                self._copy.become_base()
-                self._base.hold(weight_version)
+                self.copy.become_base()
+                self._base.version = weight_version
         self._transport.switched(weight_version)
 
     def forget_base(self) -> None:
         """Assume nothing about the server's base: the next version is sent whole."""
-        self._base.forget()
+        self._base.version = None
 
     def close(self) -> None:
         self.leave_ahead()
@@ -277,24 +283,26 @@ class Sender:
     async def _commit_ahead(self) -> Sent | None:
         """Commit an upload that began ahead; None if there was none or it failed."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None:
+        payload, version = self.copy.filled, self.copy.version
+        if ahead is None or payload is None:
             return None
-        before = self._bytes_sent
         try:
-            answer = await ahead.commit()
+            answer = await ahead.commit(payload.checksums)
         except (grpc.aio.AioRpcError, NotStaged) as error:
             log.info(
                 "version %d: the upload that began while it was filled failed; sending it again: %s",
-                self._copy.version,
+                version,
                 error.details() if isinstance(error, grpc.aio.AioRpcError) else error,
             )
             return None
+        finally:
+            ahead.cancel()
+        self._transport.count(payload.length_bytes)
         self._base.sent(delta=False)
-        sent = whole(ahead.payload, ahead.weight_version)
-        return Sent.of(sent, self._bytes_sent - before, answer)
+        return Sent.of(whole(payload, version), payload.length_bytes, answer)
 
     async def _upload(self) -> Sent:
-        parcel = await self._copy.pack(as_difference=self._may_differ())
+        parcel = await self.copy.pack(as_difference=self._may_differ())
         before = self._bytes_sent
         answer: weights_pb2.UpdateWeightsResponse | None = None
         for attempt in range(ATTEMPTS):
@@ -332,14 +340,14 @@ class Sender:
             activation=weights_pb2.ACTIVATION_STAGED,
             in_flight=self.exchange.in_flight,
             trainer_epoch=self.exchange.trainer_epoch,
-            probe=self._copy.measured,
-            adapter=self._adapter,
+            probe=self.copy.measured,
+            adapter=self.adapter,
         )
 
     def _instead(self, parcel: Parcel, failure: Failure) -> Parcel:
         log.warning("%s; sending version %d whole", failure.message, parcel.weight_version)
         self._base.refused()
-        if self._base.state is BaseState.REFUSED:
+        if self._base.is_refused:
             log.warning("the server keeps no base for differences; sending every version whole")
         return whole(parcel.payload, parcel.weight_version)
 
@@ -367,7 +375,7 @@ class Sender:
         """Whether the server already has this version, from an upload whose answer was lost."""
         info = await self.server_info()
         held = (info.active_weight_version, *info.staged_weight_versions)
-        return self._copy.version in held
+        return self.copy.version in held
 
 
 def _cannot_read(failure: Failure) -> bool:

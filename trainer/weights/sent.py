@@ -74,7 +74,6 @@ class Switched:
         receipts = [one.receipt for one in switched]
         again = [one.sent_again for one in switched if one.sent_again is not None]
         receipt = SwitchReceipt(
-            receipts[0].weight_version,
             max(one.pause_seconds for one in receipts),
             _largest(one.probe_difference for one in receipts),
             max(one.received_at for one in receipts),

@@ -8,8 +8,6 @@ before the payload is filled. The server then verifies the first tensors while t
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -50,7 +48,7 @@ class Transport:
         """
         raise NotImplementedError
 
-    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> Ahead | None:
+    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> Filling | None:
         """Begin to send a payload that is about to be filled; None if it must be filled first."""
         return None
 
@@ -60,31 +58,8 @@ class Transport:
     def close(self) -> None:
         """Free the transport's resources."""
 
-    def _count(self, length: int) -> None:
+    def count(self, length: int) -> None:
         self.bytes_sent += length
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """An upload that began before its payload was filled. Use it on the event loop."""
-
-    call: Filling
-    payload: Payload
-    weight_version: int
-    on_sent: Callable[[int], None]
-
-    async def commit(self) -> weights_pb2.UpdateWeightsResponse:
-        """Raises as `Transport.send`."""
-        try:
-            staged = await self.call.commit(self.payload.checksums)
-        finally:
-            self.call.cancel()
-        self.on_sent(self.payload.length_bytes)
-        return staged
-
-    def cancel(self) -> None:
-        """The server then forgets the upload."""
-        self.call.cancel()
 
 
 class Stream(Transport):
@@ -104,7 +79,7 @@ class Stream(Transport):
         header.inline.length_bytes = parcel.length_bytes
         checksums = () if parcel.is_delta else parcel.payload.chunk_checksums
         return await upload(
-            self._channel, header, parcel.pieces, on_sent=self._count, checksums=checksums
+            self._channel, header, parcel.pieces, on_sent=self.count, checksums=checksums
         )
 
 
@@ -123,14 +98,13 @@ class SharedMemory(Transport):
         header.shared_memory.name = str(file.path)
         header.shared_memory.host_namespace = file.host_namespace
         staged = await upload(self._channel, header)
-        self._count(parcel.length_bytes)
+        self.count(parcel.length_bytes)
         return staged
 
-    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> Ahead:
+    def begin(self, header: weights_pb2.WeightHeader, payload: Payload) -> Filling:
         payload.begin()
         header.MergeFromString(payload.announcement)
-        call = Filling(self._channel, header)
-        return Ahead(call, payload, header.weight_version, self._count)
+        return Filling(self._channel, header)
 
     def switched(self, weight_version: int) -> None:
         # The server no longer reads the last difference.
@@ -217,7 +191,7 @@ class CheckpointFolder(Transport):
             tensor.ClearField("length_bytes")
         header.checkpoint.path = str(folder)
         staged = await upload(self._channel, header)
-        self._count(parcel.payload.length_bytes)
+        self.count(parcel.payload.length_bytes)
         return staged
 
     def switched(self, weight_version: int) -> None:

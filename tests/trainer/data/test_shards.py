@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,12 +35,6 @@ def test_of_a_steps_worth_of_indices_each_server_has_exactly_its_part(
 def test_what_the_docstring_says() -> None:
     division = Division(8, 3)
     assert (division.parts, division.server_of(12)) == ((3, 3, 2), 1)
-
-
-@pytest.mark.parametrize("servers", [0, 3])
-def test_each_server_has_a_part(servers: int) -> None:
-    with pytest.raises(ValueError, match=f"2 groups cannot be divided over {servers} servers"):
-        Division(2, servers)
 
 
 actions = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6), st.integers(0, 3)), max_size=40)

@@ -159,7 +159,7 @@ async def test_a_run_that_is_to_stop_begins_no_step_of_what_is_in_hand(tmp_path:
         assert sorted(await take(gatherer, 1)) == ["g0", "g1"]
         gatherer.demand(2)
         await gatherer.came_back(0)
-        gatherer._stopping.set()
+        gatherer.stopping.set()
         assert await gatherer.gather(StepRecord(2)) is None
 
 
@@ -274,7 +274,7 @@ async def test_a_batch_is_gathered_while_others_are_refused(tmp_path: Path) -> N
     servers = Servers(Division(2, 1), server)
     with gathering(tmp_path, servers, trained=("r/0",)) as gatherer:
         gatherer.demand(1)
-        computing = asyncio.create_task(gatherer._compute.run(busy.wait, 20))
+        computing = asyncio.create_task(gatherer.compute.run(busy.wait, 20))
         coming_back = asyncio.create_task(gatherer.came_back(0))
         await asyncio.sleep(0)
         assert await gather(gatherer, 1) == ["g1", "g2"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.weights.base import Base, BaseState
+from penstock.trainer.weights.base import Base
 from penstock.trainer.weights.catching_up import Plan, agreed_dtype, make_plan
 from penstock.v1 import rollout_service_pb2
 
@@ -53,11 +53,10 @@ def test_servers_take_weights_in_one_dtype() -> None:
 def test_a_server_that_refuses_every_difference_is_sent_none_for_good() -> None:
     base = Base(anchor_every=50)
     for version in range(3):
-        base.hold(version)
-        assert base.is_at(version) and base.may_exist
+        base.version = version
+        assert base.may_exist
         base.refused()
-        assert not base.is_at(version)
-    assert base.state is BaseState.REFUSED and not base.may_exist
-    base.forget()
-    with pytest.raises(RuntimeError, match="cannot become held from refused"):
-        base.hold(4)
+        assert base.version is None
+    assert base.is_refused and not base.may_exist
+    base.sent(delta=False)
+    assert not base.may_exist

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.trainer.config.weights import WeightsConfig
+from penstock.trainer.config.weights import CollectiveConfig, WeightsConfig
 from penstock.trainer.core.aio import ComputeThread
 from penstock.trainer.exchange.stream import Exchange
-from penstock.trainer.weights.collective.transport import CollectiveSettings, CollectiveTransport
+from penstock.trainer.weights.collective.transport import CollectiveTransport
 from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.publisher import Publisher
 from penstock.trainer.weights.sender import Sender
@@ -109,7 +109,7 @@ async def training(
     compute = ComputeThread()
     copy, exchange = WeightCopy(compute), cast("Exchange", Connected(EPOCH))
     copy.dtype = "float32"
-    settings = CollectiveSettings("sparse_nccl", timeout_seconds=20)
+    settings = CollectiveConfig(backend="sparse_nccl", timeout_seconds=20)
     transport = CollectiveTransport(harness.address, settings)
     publisher = Publisher(copy, [Sender(harness.channel, copy, exchange, transports=[transport])])
     trainer = Trainer(harness, weights, publisher)

@@ -15,9 +15,9 @@ from typing import cast
 
 import xxhash
 
-from penstock.common.functions import FunctionInvalid, find_function
+from penstock.common.functions import find_function
 from penstock.trainer.config.data import PythonConfig
-from penstock.trainer.core.errors import ConfigInvalid
+from penstock.trainer.core.errors import ConfigInvalid, blaming
 from penstock.trainer.data.sources.problem import Problem, Source, setting
 from penstock.trainer.data.sources.rows import RowSource, as_json, read_problem
 
@@ -38,12 +38,8 @@ class _Rows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> object:
-        try:
+        with blaming(f"{self._function}, entry {index + 1}"):
             return self._rows[index]
-        except Exception as error:
-            # The author of the function has to see any exception.
-            where, kind = f"{self._function}, entry {index + 1}", type(error).__name__
-            raise ConfigInvalid(f"{where}: {kind}: {error}") from error
 
     def __iter__(self) -> Iterator[object]:
         return (self[index] for index in range(len(self)))
@@ -120,18 +116,12 @@ class IteratorSource:
 def open_own(config: PythonConfig, seed: int, section: str = "data.python") -> Source:
     """Opens the result of the function as a source. Raises ConfigInvalid."""
     where = f"{setting(section, 'function')} {config.function}"
-    try:
+    with blaming(where):
         function = find_function(config.function, (), config.options)
-    except FunctionInvalid as error:
-        raise ConfigInvalid(f"{where}: {error}") from error
 
     def call() -> object:
-        try:
+        with blaming(where):
             return function(**config.options)
-        except Exception as error:
-            # The author of the function has to see any exception.
-            kind = type(error).__name__
-            raise ConfigInvalid(f"{where}: {kind}: {error}") from error
 
     found = call()
     kind = type(found).__name__

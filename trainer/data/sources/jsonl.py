@@ -18,16 +18,15 @@ def open_jsonl(config: JsonlConfig, seed: int, section: str = "data.jsonl") -> R
 
     Raises ConfigInvalid, naming the line, if it is not an object that can become a task.
     """
+    where = setting(section, "path")
     try:
         content = config.path.read_bytes()
         # Not splitlines: a JSON string may contain characters that Unicode counts as line ends.
         lines = content.decode("utf-8-sig").split("\n")
     except OSError as error:
-        raise ConfigInvalid(
-            f"{setting(section, 'path')}: {unreadable(config.path, error)}"
-        ) from error
+        raise ConfigInvalid(f"{where}: {unreadable(config.path, error)}") from error
     except UnicodeDecodeError as error:
-        raise ConfigInvalid(f"{setting(section, 'path')}: {config.path}: {error}") from error
+        raise ConfigInvalid(f"{where}: {config.path}: {error}") from error
     rows: list[object] = []
     numbers: list[int] = []
     for number, line in enumerate(lines, 1):
@@ -43,7 +42,7 @@ def open_jsonl(config: JsonlConfig, seed: int, section: str = "data.jsonl") -> R
         rows.append(row)  # pyright: ignore[reportUnknownArgumentType]
         numbers.append(number)
     if not rows:
-        raise ConfigInvalid(f"{setting(section, 'path')}: {config.path} has no lines")
+        raise ConfigInvalid(f"{where}: {config.path} has no lines")
     return RowSource(
         rows,
         config,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import numpy as np
 import xxhash
@@ -22,10 +22,6 @@ HASH_ORDERED: Final = frozenset(
     ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
 )
 """Data sets that iterate over sets of strings, whose order depends on Python's hash seed."""
-
-
-class _Entries(Protocol):
-    def __getitem__(self, index: int) -> Mapping[str, object]: ...
 
 
 class ReasoningGymSource:
@@ -60,7 +56,7 @@ class ReasoningGymSource:
             self.identity += f", PYTHONHASHSEED={hashes}"
         try:
             self._dataset = cast(
-                "_Entries",
+                "Sequence[Mapping[str, object]]",
                 reasoning_gym.create_dataset(  # pyright: ignore[reportUnknownMemberType]
                     config.name, size=config.size, seed=own_seed, **config.config
                 ),

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import numpy as np
@@ -32,55 +33,50 @@ class Rows(Protocol):
     def __iter__(self) -> Iterator[object]: ...
 
 
+@dataclass(eq=False, repr=False)
 class RowSource:
     """Each row is read once at the start for checks, and then when needed."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        config: RowsConfig,
-        *,
-        kind: str,
-        name: str,
-        seed: int,
-        place: Callable[[int], str],
-        digest: str = "",
-    ) -> None:
-        """`place` describes, for error messages, where row n is. `digest` identifies the content;
-        if empty, it is computed from all rows.
+    rows: Rows
+    config: RowsConfig
+    kind: str
+    name: str
+    seed: int
+    place: Callable[[int], str]
+    """Describes, for error messages, where row n is."""
+    digest: str = ""
+    """Identifies the content; if empty, it is computed from all rows."""
 
-        Raises ConfigInvalid, naming the row, if a row cannot become a task, or if there are no rows.
-        """
-        self.name = name
-        self._rows, self._config, self._place = rows, config, place
+    def __post_init__(self) -> None:
+        """Raises ConfigInvalid, naming the row, if a row cannot become a task, or if there are no rows."""
         content = xxhash.xxh3_128()
-        for number, row in enumerate(rows):
-            read_problem(row, config, name, place(number))
-            if not digest:
-                content.update(as_json(row, place(number)).encode() + b"\n")
-        if not len(rows):
-            raise ConfigInvalid(f"{place(0)}: there are no rows")
-        order = f"order {seed}" if config.shuffle else "as written"
-        fields = f"{config.messages_field} or {config.prompt_field}"
-        self.identity = f"{kind} {digest or content.hexdigest()}, {fields}, {order}"
-        self._seed = seed
+        for number, row in enumerate(self.rows):
+            read_problem(row, self.config, self.name, self.place(number))
+            if not self.digest:
+                content.update(as_json(row, self.place(number)).encode() + b"\n")
+        if not len(self.rows):
+            raise ConfigInvalid(f"{self.place(0)}: there are no rows")
+        order = f"order {self.seed}" if self.config.shuffle else "as written"
+        fields = f"{self.config.messages_field} or {self.config.prompt_field}"
+        digest = self.digest or content.hexdigest()
+        self.identity = f"{self.kind} {digest}, {fields}, {order}"
         self._pass, self._order = -1, list[int]()
 
     @property
     def size(self) -> int:
         """Number of problems in one pass."""
-        return len(self._rows)
+        return len(self.rows)
 
     def problem(self, index: int) -> Problem:
         """Returns one problem. Each pass contains every row once."""
-        number, place = divmod(index, len(self._rows))
-        row = self._ordered(number)[place] if self._config.shuffle else place
-        return read_problem(self._rows[row], self._config, self.name, self._place(row))
+        number, place = divmod(index, len(self.rows))
+        row = self._ordered(number)[place] if self.config.shuffle else place
+        return read_problem(self.rows[row], self.config, self.name, self.place(row))
 
     def _ordered(self, number: int) -> list[int]:
         if number != self._pass:
-            self._pass, self._order = number, list(range(len(self._rows)))
-            random.Random(f"{self._seed}/{number}").shuffle(self._order)
+            self._pass, self._order = number, list(range(len(self.rows)))
+            random.Random(f"{self.seed}/{number}").shuffle(self._order)
         return self._order
 
 
@@ -105,7 +101,7 @@ def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Prob
             f"{place}: expected {config.messages_field!r}, or a string in {config.prompt_field!r}; "
             f"{_fields_to_name(cast('Mapping[str, object]', row))}"
         )
-    metadata = cast("dict[str, object]", _exact(json.loads(as_json(fields, place))))
+    metadata = cast("dict[str, object]", json.loads(as_json(fields, place), parse_int=_exact))
     for _, content in messages:
         _check_sendable(content, place)
     _check_sendable(metadata, place)
@@ -166,19 +162,13 @@ def _finite(value: object) -> object:
     return _finite(_plain(value))
 
 
-def _exact(value: object) -> object:
-    """Returns the JSON value with some integers replaced by strings. These are integers that a double, the
-    only number in a task, would round: a twenty-digit answer, or a 64-bit row number."""
-    if isinstance(value, dict):
-        return {key: _exact(each) for key, each in cast("dict[str, object]", value).items()}
-    if isinstance(value, list):
-        return [_exact(each) for each in cast("list[object]", value)]
-    if isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return value if int(float(value)) == value else str(value)
-        except OverflowError:
-            return str(value)
-    return value
+def _exact(digits: str) -> int | str:
+    """Reads an integer of JSON; returns it as a string if a double, the only number in a task, would round
+    it: a twenty-digit answer, or a 64-bit row number."""
+    try:
+        return int(digits) if int(float(digits)) == int(digits) else digits
+    except OverflowError:
+        return digits
 
 
 def _check_sendable(value: object, place: str, depth: int = 0) -> None:

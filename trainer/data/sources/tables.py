@@ -59,12 +59,10 @@ def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet"
     except ModuleNotFoundError as error:
         raise ConfigInvalid(f"{section}: pyarrow is not installed: pip install pyarrow") from error
     arrow, parquet = cast("Any", pyarrow), cast("Any", pyarrow.parquet)
-    folder = config.path.is_dir()
+    where, folder = setting(section, "path"), config.path.is_dir()
     paths = sorted(config.path.glob("*.parquet")) if folder else [config.path]
     if not paths:
-        raise ConfigInvalid(
-            f"{setting(section, 'path')}: {config.path} holds no file named *.parquet"
-        )
+        raise ConfigInvalid(f"{where}: {config.path} holds no file named *.parquet")
     digest = xxhash.xxh3_128()
     tables: list[Any] = []
     for path in paths:
@@ -76,14 +74,14 @@ def open_parquet(config: ParquetConfig, seed: int, section: str = "data.parquet"
             indices = [name for name in table.column_names if name.startswith("__index_level_")]
             tables.append(table.drop_columns(indices))
         except OSError as error:
-            raise ConfigInvalid(f"{setting(section, 'path')}: {unreadable(path, error)}") from error
+            raise ConfigInvalid(f"{where}: {unreadable(path, error)}") from error
         except arrow.ArrowException as error:
-            raise ConfigInvalid(f"{setting(section, 'path')}: {path}: {error}") from error
+            raise ConfigInvalid(f"{where}: {path}: {error}") from error
     try:
         # Shards may differ in column order, have empty columns, or use narrower numbers.
         table = arrow.concat_tables(tables, promote_options="permissive")
     except arrow.ArrowException as error:
-        raise ConfigInvalid(f"{setting(section, 'path')}: {config.path}: {error}") from error
+        raise ConfigInvalid(f"{where}: {config.path}: {error}") from error
     return RowSource(
         TableRows(table),
         config,

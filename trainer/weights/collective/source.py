@@ -15,31 +15,25 @@ from penstock.trainer.weights.payload import Payload
 
 
 class PayloadSource(HashedSource):
-    """Reads the current payload, which is set before each update."""
+    """Reads the current payload, which is replaced before each update."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, payload: Payload) -> None:
         """Tensors are moved to `device` one after another."""
         self._device = device
-        self.payload: Payload | None = None
+        self.payload = payload
 
     def metadata(self) -> list[ParamMeta]:
         return [
             ParamMeta(name, tensor.dtype, tuple(tensor.shape))
-            for name, tensor in self._filled.tensors().items()
+            for name, tensor in self.payload.tensors().items()
         ]
 
     def xxh3(self) -> Sequence[int]:
-        return self._filled.checksums
+        return self.payload.checksums
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._filled.tensors().items():
+        for name, tensor in self.payload.tensors().items():
             yield name, tensor.to(self._device)
-
-    @property
-    def _filled(self) -> Payload:
-        if self.payload is None:
-            raise RuntimeError("there is no payload to send")
-        return self.payload
 
 
 def patches_of(parcel: Parcel, device: torch.device) -> list[SparseWeightPatch]:

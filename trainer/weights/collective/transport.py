@@ -12,11 +12,11 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import grpc
 
+from penstock.trainer.config.weights import CollectiveConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.weights.collective.transfer import PenstockWeightSyncClient, WeightSyncFailed
 from penstock.trainer.weights.copy import Parcel
@@ -38,26 +38,9 @@ if TYPE_CHECKING:
 
     Engine = TrainerWeightTransferEngine[TrainerInitInfo]
 
-T = TypeVar("T")
-
 SPARSE = "sparse_nccl"
-GPU_BACKENDS = ("nccl", "ipc", SPARSE)
-BACKENDS = ("gloo", *GPU_BACKENDS)
 # How long a step may exceed its own deadline, for transport and threading.
 GRACE_SECONDS = 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveSettings:
-    """As in GlooTrainerInitInfo; `timeout_seconds` also limits each step of an upload."""
-
-    backend: str
-    """One of BACKENDS."""
-    master_address: str = "127.0.0.1"
-    master_port: int = 0
-    world_size: int = 2
-    bucket_bytes: int = 64 * 1024 * 1024
-    timeout_seconds: float = 300.0
 
 
 class CollectiveTransport(Transport):
@@ -67,14 +50,9 @@ class CollectiveTransport(Transport):
     passing = (Reason.SOURCE_UNAVAILABLE, Reason.WEIGHT_LOAD_FAILED, Reason.PROBE_MISMATCH)
 
     def __init__(
-        self, address: str, settings: CollectiveSettings, security: Security | None = None
+        self, address: str, settings: CollectiveConfig, security: Security | None = None
     ) -> None:
-        """`address` is the server's. Raises ConfigInvalid for an unsupported backend."""
-        if settings.backend not in BACKENDS:
-            raise ConfigInvalid(
-                f"weights.collective.backend must be one of {', '.join(BACKENDS)}, got "
-                f"{settings.backend!r}"
-            )
+        """`address` is the server's. `settings.timeout_seconds` also limits each step of an upload."""
         self._settings = settings
         self.prefers_deltas = settings.backend == SPARSE
         self._client = PenstockWeightSyncClient(
@@ -118,7 +96,7 @@ class CollectiveTransport(Transport):
             if isinstance(error, GroupBroken):
                 raise _aio_error(grpc.StatusCode.UNAVAILABLE, str(error)) from error
             raise
-        self._count(
+        self.count(
             parcel.payload.length_bytes
             if patches is None
             else sum(patch.indices.nbytes + patch.values.nbytes for patch in patches)
@@ -167,8 +145,7 @@ class CollectiveTransport(Transport):
         if self._engine is None or self._source is None:
             from penstock.trainer.weights.collective.source import PayloadSource
 
-            self._source = PayloadSource(self._device())
-            self._source.payload = parcel.payload
+            self._source = PayloadSource(self._device(), parcel.payload)
             self._engine = self._join(self._source)
         self._source.payload = parcel.payload
         self._engine.send_weights()
@@ -176,7 +153,7 @@ class CollectiveTransport(Transport):
     def _device(self) -> torch.device:
         import torch
 
-        return torch.device("cuda" if self._settings.backend in GPU_BACKENDS else "cpu")
+        return torch.device("cpu" if self._settings.backend == "gloo" else "cuda")
 
     def _join(self, source: PayloadSource | None) -> Engine:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
