@@ -41,7 +41,7 @@ _UPLOAD_EXTRAS = "server (or trainer)"
 _ALL_EXTRAS = "server,trainer,cpu"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(installed_version(), "-V", "--version", prog_name="penstock")
 def main() -> None:
     """Reinforcement learning for language models over one typed gRPC protocol.
@@ -74,7 +74,6 @@ def serve(options: tuple[str, ...]) -> None:
     "--ranks",
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="Number of processes to train with on this host. Use torchrun for several hosts.",
 )
 @_OVERRIDES
@@ -133,7 +132,6 @@ def train(
 @click.option(
     "--concurrency",
     default=8,
-    show_default=True,
     type=click.IntRange(min=1),
     metavar="N",
     help="Number of attempts in flight.",
@@ -167,7 +165,6 @@ def train(
 @click.option(
     "--drain-timeout",
     default=20.0,
-    show_default=True,
     type=click.FloatRange(min=0),
     metavar="SECONDS",
     help="How long attempts in flight can continue after SIGTERM or Ctrl-C.",
@@ -175,7 +172,6 @@ def train(
 @click.option(
     "--reconnect-timeout",
     default=60.0,
-    show_default=True,
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
     help="How long to wait for a lost server before abandoning an attempt in flight. Waiting for "
@@ -295,7 +291,6 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
     "--source",
     type=click.Choice(["auto", "checkpoint", "stream", "shared-memory"]),
     default="auto",
-    show_default=True,
     help="How the server gets the bytes. auto: the server reads FOLDER if it can and the dtypes "
     "match; otherwise shared memory on this host; otherwise the connection.",
 )
@@ -404,7 +399,6 @@ def token() -> None:
 @click.option(
     "--expires",
     default="30d",
-    show_default=True,
     metavar="TIME",
     help="How long the token is valid: a number followed by m, h, d or w.",
 )

@@ -77,7 +77,6 @@ def verify_journal(folder: Path, as_json: bool) -> None:
     "--state",
     type=click.Choice(["waiting", "used", "all"]),
     default="all",
-    show_default=True,
     help="Which groups to write. waiting: no step has used them. used: a step has, but no durable "
     "checkpoint contains it yet.",
 )

@@ -99,7 +99,6 @@ _OPTIONS = (
         "--time-limit",
         type=click.FloatRange(min=0, min_open=True),
         default=600.0,
-        show_default=True,
         metavar="SECONDS",
         help="With --command: end a process and all its descendants after this time.",
     ),
@@ -114,7 +113,6 @@ _OPTIONS = (
         "--sandbox",
         type=click.Choice([use.value for use in SandboxUse]),
         default=SandboxUse.AUTO.value,
-        show_default=True,
         help="With --command: run processes in a bubblewrap sandbox. auto: if it works here. require: exit "
         "if it does not. off: never.",
     ),
@@ -122,14 +120,12 @@ _OPTIONS = (
         "--network",
         type=click.Choice([network.value for network in Network]),
         default=Network.ATTEMPT.value,
-        show_default=True,
         help="What a process in a sandbox can reach: only its own attempt, or everything the host can.",
     ),
     click.option(
         "--api",
         type=click.Choice([api.value for api in Api]),
         default=Api.HTTP.value,
-        show_default=True,
         help="With --command: API through which a process takes turns: the OpenAI and Anthropic "
         "endpoints (http), the gRPC services, or both.",
     ),
@@ -164,7 +160,6 @@ _OPTIONS = (
         "--keep",
         type=click.Choice([keep.value for keep in Keep]),
         default=Keep.NONE.value,
-        show_default=True,
         help="With --command: which attempts' folders to keep, with the end of the output in them.",
     ),
     click.option(
