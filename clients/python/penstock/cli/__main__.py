@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,8 +22,6 @@ from penstock.client.external.options import command_options
 from penstock.common.distribution import installed_version
 
 if TYPE_CHECKING:
-    from penstock.client.environments.settings import EnvironmentSettings
-    from penstock.client.external.settings import CommandSettings
     from penstock.wire.security import Security
 
 _OVERRIDES = click.option(
@@ -188,14 +186,6 @@ def train(
 @security_options
 def rollout(
     security: Security,
-    external: CommandSettings | None,
-    environments: EnvironmentSettings | None,
-    servers: tuple[str, ...],
-    style: str,
-    arguments: Path | None,
-    rollout_function: str | None,
-    generate: str | None,
-    reward: str | None,
     group_reward: bool,
     concurrency: int,
     agent_id: str | None,
@@ -204,6 +194,7 @@ def rollout(
     attempt_timeout: float | None,
     drain_timeout: float,
     reconnect_timeout: float,
+    **others: Any,
 ) -> None:
     """Lease attempts at tasks, take their turns and score them.
 
@@ -237,14 +228,7 @@ def rollout(
         drain_seconds=drain_timeout,
     )
     patience = Patience(reconnect_seconds=reconnect_timeout)
-    options = RolloutOptions(
-        *(servers, generate, reward, settings, patience, security),
-        style=style,
-        arguments=arguments,
-        rollout_function=rollout_function,
-        external=external,
-        environments=environments,
-    )
+    options = RolloutOptions(settings=settings, patience=patience, security=security, **others)
     sys.exit(run(options))
 
 
@@ -278,10 +262,11 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
 
 @weights.command("push", epilog=_STATUS)
 @click.argument("address", metavar="HOST:PORT", type=Address())
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument(
+    "folder", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
+)
 @click.option(
     "--version",
-    "weight_version",
     type=click.IntRange(min=1),
     metavar="N",
     show_default="the newest version plus one",
@@ -304,15 +289,7 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
     "--stage-only", is_flag=True, help="Upload and verify, but do not switch to the new version."
 )
 @security_options
-def push_weights(
-    security: Security,
-    address: str,
-    folder: Path,
-    weight_version: int | None,
-    source: str,
-    in_flight: str | None,
-    stage_only: bool,
-) -> None:
+def push_weights(security: Security, **options: Any) -> None:
     """Upload FOLDER, a Hugging Face checkpoint of safetensors, to the server at HOST:PORT.
 
     Tensors are converted to the server's dtype. Prints how long sampling was paused and how many
@@ -321,10 +298,8 @@ def push_weights(
     """
     from penstock.cli.weights import PushOptions
 
-    options = PushOptions(
-        address, folder.resolve(), weight_version, source, in_flight, stage_only, security
-    )
-    exit_with("penstock.cli.weights", "push", _UPLOAD_EXTRAS, options)
+    given = PushOptions(security=security, **options)
+    exit_with("penstock.cli.weights", "push", _UPLOAD_EXTRAS, given)
 
 
 @main.command(cls=PassThrough, parser="penstock.demo.command:demo")

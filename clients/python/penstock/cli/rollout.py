@@ -36,6 +36,8 @@ logger = logging.getLogger("penstock.rollout")
 
 @dataclass(frozen=True)
 class RolloutOptions:
+    """The options of the command; those that it does not convert have the same names."""
+
     servers: tuple[str, ...]
     generate: str | None
     """`pkg.module:function`; None takes one turn on the task's prompt."""
@@ -44,17 +46,16 @@ class RolloutOptions:
     settings: WorkerSettings
     """For all servers together."""
     patience: Patience
-    security: Security | None = None
-    """None: plaintext, without a token."""
-    style: str = "penstock"
+    security: Security
+    style: str
     """Calling convention of the functions; see `penstock.client.plugins.styles`."""
-    arguments: Path | None = None
+    arguments: Path | None
     """TOML file of the `args` that functions of another style receive."""
-    rollout_function: str | None = None
+    rollout_function: str | None
     """`pkg.module:function` that makes whole rollouts in place of the worker."""
-    external: CommandSettings | None = None
+    external: CommandSettings | None
     """Runs a process per attempt, in place of `generate`."""
-    environments: EnvironmentSettings | None = None
+    environments: EnvironmentSettings | None
     """Plays episodes of an environment, in place of `generate`."""
 
 
@@ -65,7 +66,7 @@ def rollout(options: RolloutOptions) -> int:
     )
     try:
         for server in options.servers:
-            (options.security or Security()).check(server)
+            options.security.check(server)
         make_workers = [_load(share) for share in _divide(options)]
         telemetry.configure("penstock-rollout")
     except (BadFunction, CredentialsUnusable) as error:
@@ -171,7 +172,7 @@ def _load_command(
         # Not part of the base install.
         raise BadFunction(f"--command needs an extra: {pip_install('command')}") from error
 
-    return load_command(external, options.security or Security(), options.settings)
+    return load_command(external, options.security, options.settings)
 
 
 async def _work(
