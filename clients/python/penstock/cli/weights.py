@@ -212,7 +212,7 @@ def _specs(
 
     offset = 0
     for tensor, data in zip(tensors, _converted(tensors, dtype), strict=True):
-        length = tensor.length_as(dtype)
+        length = len(data)
         yield weights_pb2.TensorSpec(
             name=tensor.name,
             shape=tensor.shape,
