@@ -14,12 +14,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from penstock.client.calls import Calls, Patience
 from penstock.client.errors import PenstockError
 from penstock.client.scoring import BadFunction, load_function, single_turn
-from penstock.client.statistics import Statistics
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
 from penstock.common import telemetry
 from penstock.common.distribution import pip_install
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
 
     from penstock.client.environments.settings import EnvironmentSettings
     from penstock.client.external.settings import CommandSettings
+    from penstock.client.plugins.whole_rollout import WholeRollout
+
+    AnyWorker = Worker | WholeRollout
 
 logger = logging.getLogger("penstock.rollout")
 
@@ -83,15 +85,6 @@ def rollout(options: RolloutOptions) -> int:
         return asyncio.run(_work(options, make_workers))
     finally:
         telemetry.shutdown()
-
-
-class AnyWorker(Protocol):
-    @property
-    def stopping(self) -> bool: ...
-
-    def stop(self) -> None: ...
-
-    async def run(self) -> Statistics: ...
 
 
 def _divide(options: RolloutOptions) -> list[RolloutOptions]:
