@@ -58,7 +58,7 @@ class Scoring:
 
 @click.command(
     name="eval",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     epilog="Exit status: 0 if every set was measured; 1 if no sample of a set could be scored, or the "
     "server was lost; 2 if the command line is invalid; 130 if it was interrupted.",
 )
@@ -144,7 +144,6 @@ class Scoring:
 @click.option(
     "--attempts",
     default=3,
-    show_default=True,
     type=click.IntRange(min=1),
     help="How many times a sample is made before its failure counts.",
 )
@@ -183,7 +182,6 @@ class Scoring:
 @click.option(
     "--reconnect-timeout",
     default=60.0,
-    show_default=True,
     metavar="SECONDS",
     type=Finite(min=0),
     help="How long to wait for a lost server before giving up.",

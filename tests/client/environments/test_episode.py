@@ -16,10 +16,9 @@ import pytest
 
 from penstock.client import FinishReason, Message, Task, Trajectory, Turn, connect
 from penstock.client.environments import EnvironmentInvalid, EpisodeLimits, Step, TaskUnusable, play
-from penstock.client.environments.episode import StepTimeout
 from penstock.client.environments.naming import choose, load_agent
 from penstock.client.environments.settings import EnvironmentSettings
-from penstock.client.environments.threads import CallThreads
+from penstock.client.environments.threads import CallThreads, StepTimeout
 from penstock.client.scoring import BadFunction
 from penstock.client.turns import SegmentView
 from penstock.trainer.config.data import EnvironmentConfig, LevelConfig, SamplingConfig

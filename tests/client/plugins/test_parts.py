@@ -57,7 +57,7 @@ from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.gather.group_policies import load_filter, reason_to_drop
 from penstock.v1 import trajectory_pb2
 from penstock.wire.agent_marks import METADATA as METADATA_MARK
-from penstock.wire.agent_marks import metadata_is_whole, write_unwanted
+from penstock.wire.agent_marks import UNWANTED, metadata_is_whole
 from tests.support.tiny_model import make_byte_tokenizer
 from tests.support.trainer_walk import Outcome, delivery
 
@@ -548,7 +548,7 @@ def deliver(*rewards: float, unwanted: str = "") -> Any:
     for trajectory, reward in zip(sent.trajectories, rewards, strict=True):
         trajectory.outcome.CopyFrom(Outcome(reward=reward))
         if unwanted:
-            trajectory.outcome.metadata.update(write_unwanted(unwanted))
+            trajectory.outcome.metadata.update({UNWANTED: unwanted})
     return sent
 
 

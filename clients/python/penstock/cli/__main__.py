@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,8 +22,6 @@ from penstock.client.external.options import command_options
 from penstock.common.distribution import installed_version
 
 if TYPE_CHECKING:
-    from penstock.client.environments.settings import EnvironmentSettings
-    from penstock.client.external.settings import CommandSettings
     from penstock.wire.security import Security
 
 _OVERRIDES = click.option(
@@ -41,7 +39,7 @@ _UPLOAD_EXTRAS = "server (or trainer)"
 _ALL_EXTRAS = "server,trainer,cpu"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(installed_version(), "-V", "--version", prog_name="penstock")
 def main() -> None:
     """Reinforcement learning for language models over one typed gRPC protocol.
@@ -74,7 +72,6 @@ def serve(options: tuple[str, ...]) -> None:
     "--ranks",
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="Number of processes to train with on this host. Use torchrun for several hosts.",
 )
 @_OVERRIDES
@@ -133,7 +130,6 @@ def train(
 @click.option(
     "--concurrency",
     default=8,
-    show_default=True,
     type=click.IntRange(min=1),
     metavar="N",
     help="Number of attempts in flight.",
@@ -167,7 +163,6 @@ def train(
 @click.option(
     "--drain-timeout",
     default=20.0,
-    show_default=True,
     type=click.FloatRange(min=0),
     metavar="SECONDS",
     help="How long attempts in flight can continue after SIGTERM or Ctrl-C.",
@@ -175,7 +170,6 @@ def train(
 @click.option(
     "--reconnect-timeout",
     default=60.0,
-    show_default=True,
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
     help="How long to wait for a lost server before abandoning an attempt in flight. Waiting for "
@@ -192,14 +186,6 @@ def train(
 @security_options
 def rollout(
     security: Security,
-    external: CommandSettings | None,
-    environments: EnvironmentSettings | None,
-    servers: tuple[str, ...],
-    style: str,
-    arguments: Path | None,
-    rollout_function: str | None,
-    generate: str | None,
-    reward: str | None,
     group_reward: bool,
     concurrency: int,
     agent_id: str | None,
@@ -208,6 +194,7 @@ def rollout(
     attempt_timeout: float | None,
     drain_timeout: float,
     reconnect_timeout: float,
+    **others: Any,
 ) -> None:
     """Lease attempts at tasks, take their turns and score them.
 
@@ -241,14 +228,7 @@ def rollout(
         drain_seconds=drain_timeout,
     )
     patience = Patience(reconnect_seconds=reconnect_timeout)
-    options = RolloutOptions(
-        *(servers, generate, reward, settings, patience, security),
-        style=style,
-        arguments=arguments,
-        rollout_function=rollout_function,
-        external=external,
-        environments=environments,
-    )
+    options = RolloutOptions(settings=settings, patience=patience, security=security, **others)
     sys.exit(run(options))
 
 
@@ -282,10 +262,11 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
 
 @weights.command("push", epilog=_STATUS)
 @click.argument("address", metavar="HOST:PORT", type=Address())
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument(
+    "folder", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
+)
 @click.option(
     "--version",
-    "weight_version",
     type=click.IntRange(min=1),
     metavar="N",
     show_default="the newest version plus one",
@@ -295,7 +276,6 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
     "--source",
     type=click.Choice(["auto", "checkpoint", "stream", "shared-memory"]),
     default="auto",
-    show_default=True,
     help="How the server gets the bytes. auto: the server reads FOLDER if it can and the dtypes "
     "match; otherwise shared memory on this host; otherwise the connection.",
 )
@@ -309,15 +289,7 @@ def show_weights(security: Security, address: str, as_json: bool) -> None:
     "--stage-only", is_flag=True, help="Upload and verify, but do not switch to the new version."
 )
 @security_options
-def push_weights(
-    security: Security,
-    address: str,
-    folder: Path,
-    weight_version: int | None,
-    source: str,
-    in_flight: str | None,
-    stage_only: bool,
-) -> None:
+def push_weights(security: Security, **options: Any) -> None:
     """Upload FOLDER, a Hugging Face checkpoint of safetensors, to the server at HOST:PORT.
 
     Tensors are converted to the server's dtype. Prints how long sampling was paused and how many
@@ -326,10 +298,8 @@ def push_weights(
     """
     from penstock.cli.weights import PushOptions
 
-    options = PushOptions(
-        address, folder.resolve(), weight_version, source, in_flight, stage_only, security
-    )
-    exit_with("penstock.cli.weights", "push", _UPLOAD_EXTRAS, options)
+    given = PushOptions(security=security, **options)
+    exit_with("penstock.cli.weights", "push", _UPLOAD_EXTRAS, given)
 
 
 @main.command(cls=PassThrough, parser="penstock.demo.command:demo")
@@ -404,7 +374,6 @@ def token() -> None:
 @click.option(
     "--expires",
     default="30d",
-    show_default=True,
     metavar="TIME",
     help="How long the token is valid: a number followed by m, h, d or w.",
 )

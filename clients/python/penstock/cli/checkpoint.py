@@ -5,7 +5,6 @@ numpy has no bfloat16, so it is handled as the upper half of a float32.
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,12 +48,6 @@ class MappedTensor:
             with np.errstate(over="ignore"):
                 return _bytes(values.astype("<f2"))
         raise CheckpointUnreadable(f"{self.name}: cannot convert {self.dtype} to {dtype!r}")
-
-    def length_as(self, dtype: str) -> int:
-        """Returns the number of bytes that `bytes_as` returns."""
-        if dtype not in _ITEMSIZE:
-            raise CheckpointUnreadable(f"{self.name}: cannot convert {self.dtype} to {dtype!r}")
-        return math.prod(self.shape) * _ITEMSIZE[dtype]
 
     def _float32(self) -> NDArray[np.float32]:
         if self.dtype == "bfloat16":

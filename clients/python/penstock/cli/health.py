@@ -32,7 +32,6 @@ SERVING = b"\x08\x01"
 @click.option(
     "--timeout",
     default=5.0,
-    show_default=True,
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
     help="Time limit for the answer.",

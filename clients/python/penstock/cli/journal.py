@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,12 +13,7 @@ from penstock.cli.loading import exit_with
 class _JournalFolder(click.Path):
     """A folder. Explains why the address of a NATS server is not accepted."""
 
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> str | bytes | os.PathLike[str]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if str(value).startswith(("nats:", "tls:")):
             self.fail(
                 "only its server can read a journal in a NATS stream: see docs/operations/many-hubs.md",
@@ -77,7 +72,6 @@ def verify_journal(folder: Path, as_json: bool) -> None:
     "--state",
     type=click.Choice(["waiting", "used", "all"]),
     default="all",
-    show_default=True,
     help="Which groups to write. waiting: no step has used them. used: a step has, but no durable "
     "checkpoint contains it yet.",
 )

@@ -90,6 +90,7 @@ _SECURITY = (
         "--server-name",
         "security_server_name",
         default="",
+        show_default=False,
         metavar="NAME",
         help="Host name in the server's certificate, if it differs from the address.",
     ),
@@ -108,7 +109,6 @@ _STYLE = (
         "--style",
         type=click.Choice(["penstock", "slime", "verl", "trl"]),
         default="penstock",
-        show_default=True,
         help="Calling convention of the functions: Penstock's, or that of the system they were written "
         "for. See docs/guides/migrate.md.",
     ),

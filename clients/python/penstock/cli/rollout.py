@@ -14,12 +14,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from penstock.client.calls import Calls, Patience
 from penstock.client.errors import PenstockError
 from penstock.client.scoring import BadFunction, load_function, single_turn
-from penstock.client.statistics import Statistics
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
 from penstock.common import telemetry
 from penstock.common.distribution import pip_install
@@ -30,12 +29,17 @@ if TYPE_CHECKING:
 
     from penstock.client.environments.settings import EnvironmentSettings
     from penstock.client.external.settings import CommandSettings
+    from penstock.client.plugins.whole_rollout import WholeRollout
+
+    AnyWorker = Worker | WholeRollout
 
 logger = logging.getLogger("penstock.rollout")
 
 
 @dataclass(frozen=True)
 class RolloutOptions:
+    """The options of the command; those that it does not convert have the same names."""
+
     servers: tuple[str, ...]
     generate: str | None
     """`pkg.module:function`; None takes one turn on the task's prompt."""
@@ -44,17 +48,16 @@ class RolloutOptions:
     settings: WorkerSettings
     """For all servers together."""
     patience: Patience
-    security: Security | None = None
-    """None: plaintext, without a token."""
-    style: str = "penstock"
+    security: Security
+    style: str
     """Calling convention of the functions; see `penstock.client.plugins.styles`."""
-    arguments: Path | None = None
+    arguments: Path | None
     """TOML file of the `args` that functions of another style receive."""
-    rollout_function: str | None = None
+    rollout_function: str | None
     """`pkg.module:function` that makes whole rollouts in place of the worker."""
-    external: CommandSettings | None = None
+    external: CommandSettings | None
     """Runs a process per attempt, in place of `generate`."""
-    environments: EnvironmentSettings | None = None
+    environments: EnvironmentSettings | None
     """Plays episodes of an environment, in place of `generate`."""
 
 
@@ -65,7 +68,7 @@ def rollout(options: RolloutOptions) -> int:
     )
     try:
         for server in options.servers:
-            (options.security or Security()).check(server)
+            options.security.check(server)
         make_workers = [_load(share) for share in _divide(options)]
         telemetry.configure("penstock-rollout")
     except (BadFunction, CredentialsUnusable) as error:
@@ -82,15 +85,6 @@ def rollout(options: RolloutOptions) -> int:
         return asyncio.run(_work(options, make_workers))
     finally:
         telemetry.shutdown()
-
-
-class AnyWorker(Protocol):
-    @property
-    def stopping(self) -> bool: ...
-
-    def stop(self) -> None: ...
-
-    async def run(self) -> Statistics: ...
 
 
 def _divide(options: RolloutOptions) -> list[RolloutOptions]:
@@ -171,7 +165,7 @@ def _load_command(
         # Not part of the base install.
         raise BadFunction(f"--command needs an extra: {pip_install('command')}") from error
 
-    return load_command(external, options.security or Security(), options.settings)
+    return load_command(external, options.security, options.settings)
 
 
 async def _work(

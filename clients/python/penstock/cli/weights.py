@@ -42,6 +42,8 @@ class PushRefused(Exception):
 
 @dataclass(frozen=True)
 class PushOptions:
+    """The arguments and options of the command, by their names."""
+
     address: str
     folder: Path
     """Absolute path."""
@@ -52,11 +54,10 @@ class PushOptions:
     in_flight: str | None
     """None uses the server's setting."""
     stage_only: bool
-    security: Security | None = None
-    """None: plaintext, without a token."""
+    security: Security
 
 
-def show(address: str, as_json: bool, security: Security | None = None) -> int:
+def show(address: str, as_json: bool, security: Security) -> int:
     """Prints a server's weight versions. Returns the exit status."""
 
     async def work() -> None:
@@ -211,7 +212,7 @@ def _specs(
 
     offset = 0
     for tensor, data in zip(tensors, _converted(tensors, dtype), strict=True):
-        length = tensor.length_as(dtype)
+        length = len(data)
         yield weights_pb2.TensorSpec(
             name=tensor.name,
             shape=tensor.shape,

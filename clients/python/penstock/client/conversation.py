@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client.values import Json, from_struct, to_struct
-from penstock.v1 import conversation_pb2, trajectory_pb2
+from penstock.v1 import conversation_pb2
 from penstock.wire import codec, messages
 from penstock.wire.words import ROLES
 
@@ -67,34 +67,14 @@ Observation: TypeAlias = (
 
 
 class PromptKind(Enum):
-    """The form in which a trajectory was opened. Its turns are returned in the same form."""
+    """The form in which a trajectory was opened. Its turns are returned in the same form.
+
+    A value is the name of the form in the wire's oneof.
+    """
 
     TEXT = "text"
-    MESSAGES = "messages"
+    MESSAGES = "conversation"
     TOKENS = "tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class WirePrompt:
-    """A prompt or an observation as the wire's oneof: at most one of the three is set."""
-
-    tokens: trajectory_pb2.TokenSequence | None = None
-    text: str | None = None
-    conversation: conversation_pb2.Conversation | None = None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The one to set, for a message's constructor."""
-        values = {"tokens": self.tokens, "text": self.text, "conversation": self.conversation}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def kind(self) -> PromptKind | None:
-        if self.tokens is not None:
-            return PromptKind.TOKENS
-        if self.conversation is not None:
-            return PromptKind.MESSAGES
-        return None if self.text is None else PromptKind.TEXT
 
 
 def prompt_kind(shown: Observation | None) -> PromptKind | None:
@@ -112,15 +92,16 @@ def prompt_kind(shown: Observation | None) -> PromptKind | None:
 
 def write_prompt(
     shown: Observation | None, tools: Sequence[Tool] = (), *, chat: bool = False
-) -> WirePrompt:
-    """Converts a prompt or observation to its wire form.
+) -> dict[str, Any]:
+    """Converts a prompt or observation to its wire form: the field to set, by its name. Empty if there
+    is none.
 
     With `chat`, a plain str becomes a user's message, because raw text would break the chat
     template of a conversation. Raises TypeError for anything but text, messages or tokens.
     """
     if isinstance(shown, str):
         if not chat and not tools:
-            return WirePrompt(text=shown)
+            return {"text": shown}
         shown = Message("user", shown)
     if isinstance(shown, Message | Mapping):
         shown = [shown]
@@ -132,9 +113,9 @@ def write_prompt(
             raise TypeError(
                 f"tokens must be a one-dimensional array of integers, not {ids.dtype} {ids.shape}"
             )
-        return WirePrompt(tokens=messages.TokenSequence(token_ids=codec.array_bytes(ids)))
+        return {"tokens": messages.TokenSequence(token_ids=codec.array_bytes(ids))}
     if shown is None and not tools:
-        return WirePrompt()
+        return {}
     chat_messages = [_as_message(message) for message in cast("Sequence[object]", shown or ())]
     conversation = messages.Conversation(
         messages=[_write_message(message) for message in chat_messages],
@@ -145,7 +126,7 @@ def write_prompt(
             for t in tools
         ],
     )
-    return WirePrompt(conversation=conversation)
+    return {"conversation": conversation}
 
 
 def read_message(message: conversation_pb2.ChatMessage) -> Message:
@@ -176,12 +157,7 @@ def _as_message(message: object) -> Message:
             raise TypeError(
                 f"a message mapping cannot have {', '.join(sorted(unknown))}: use Message"
             )
-        return Message(
-            cast("Role", role),
-            given.get("content", ""),
-            tool_call_id=given.get("tool_call_id", ""),
-            reasoning=given.get("reasoning", ""),
-        )
+        return Message(**cast("Any", {"role": role, **given}))
     raise TypeError(f"expected text, messages or tokens, got {type(message).__name__}")
 
 

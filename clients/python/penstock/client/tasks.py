@@ -76,13 +76,12 @@ def write_purpose(purpose: Purpose | None) -> trajectory_pb2.Purpose.ValueType:
 
 
 def write_task(task: Task) -> task_service_pb2.Task:
-    prompt = write_prompt(task.prompt, task.tools)
     return messages.Task(
         task_id=task.task_id,
         purpose=write_purpose(task.purpose),
         group_size=task.group_size,
         finish_count=task.finish_count,
-        **prompt.fields,
+        **write_prompt(task.prompt, task.tools),
         metadata=to_struct(task.metadata),
         data_source=task.data_source,
         index=task.index,

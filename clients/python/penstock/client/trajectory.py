@@ -333,18 +333,18 @@ class Trajectory:
         chat = self._kind is PromptKind.MESSAGES and not first
         prompt = write_prompt(observation, tools, chat=chat)
         if first:
-            self._kind = prompt.kind or self._kind
+            self._kind = next(map(PromptKind, prompt), self._kind)
         self._sampling = self._sampling.with_options(sampling)
         if not first:
             return ContinueRequest(
                 trajectory_id=self.trajectory_id,
-                **prompt.fields,
+                **prompt,
                 sampling_params=self._sampling.to_wire() if sampling else None,
                 stream_options=options,
             )
         request = GenerateRequest(
             trajectory_id=self.trajectory_id,
-            **prompt.fields,
+            **prompt,
             sampling_params=self._sampling.to_wire(),
             stream_options=options,
             priority=self._priority,

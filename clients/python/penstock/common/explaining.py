@@ -346,11 +346,7 @@ def _settings(section: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator
 
 def _one_of(word: str, names: list[str]) -> str:
     meant = did_you_mean(word, names)
-    return (
-        f"{meant} It is one of {', '.join(names)}"
-        if meant
-        else f"; it is one of {', '.join(names)}"
-    )
+    return f"{f'{meant} It' if meant else '; it'} is one of {', '.join(names)}"
 
 
 def _got(value: object) -> str:

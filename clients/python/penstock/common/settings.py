@@ -41,7 +41,7 @@ class Origins:
             if place[: len(key)] == key:
                 return option
         below = [o for key, o in self.options.items() if key[: len(place)] == place]
-        line = self._line(place)
+        line = line_of(self.text, place) if place else None
         if self.path is None or (place and line is None and below):
             return below[-1] if below and place else ""
         named = [o for o in below if o.rpartition(".")[2].rpartition(" ")[2] in said]
@@ -64,24 +64,16 @@ class Origins:
             name = ""
         return ": ".join(part for part in (where, name) if part)
 
-    def _line(self, place: Place) -> int | None:
-        return line_of(self.text, place) if place else None
-
 
 def read_table(path: Path) -> Table:
     """Reads a TOML file. Raises SettingInvalid."""
     return _read(path)[0]
 
 
-def read_settings(path: Path | None, settings: Iterable[str]) -> Table:
-    """A TOML file with settings applied over it, the last one winning. Raises SettingInvalid."""
-    return read_with_origins(path, settings)[0]
-
-
 def read_with_origins(
     path: Path | None, settings: Iterable[str], options: Mapping[str, tuple[str, str]] | None = None
 ) -> tuple[Table, Origins]:
-    """As `read_settings`, and where each value comes from.
+    """A TOML file with settings applied over it, the last one winning, and where each value comes from.
 
     `options` apply last: for a dotted key, the command-line option that sets it and its text. Raises
     SettingInvalid.

@@ -28,7 +28,7 @@ STEPS = (
 
 @click.command(
     name="demo",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     epilog="Exit status: 0 if the run is done; 1 if a process failed; 2 if the command line is invalid; "
     "130 if it was interrupted.",
 )
@@ -49,8 +49,10 @@ STEPS = (
     show_default="runs/demo-TIME",
     help="Folder for the results.",
 )
-@click.option("--port", default=0, help="Port of the server; 0 picks a free one.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the data and the trainer.")
+@click.option(
+    "--port", default=0, show_default=False, help="Port of the server; 0 picks a free one."
+)
+@click.option("--seed", default=0, help="Seed of the data and the trainer.")
 @click.option(
     "--tiny", is_flag=True, help="Use a tiny model of random weights, generated on the spot."
 )
@@ -61,35 +63,30 @@ STEPS = (
     "--ranks",
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="Processes that the trainer runs, each holding a shard of the model.",
 )
 @click.option(
     "--backend",
     type=click.Choice(["fsdp", "megatron"]),
     default="fsdp",
-    show_default=True,
     help="Training backend.",
 )
 @click.option(
     "--tensor-parallel",
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="With megatron: ranks over which each tensor is split.",
 )
 @click.option(
     "--pipeline-parallel",
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="With megatron: ranks over which the layers are divided.",
 )
 @click.option(
     "--durability",
     type=click.Choice(["fsync", "process", "none"]),
     default="fsync",
-    show_default=True,
     help="What the server's journal survives: a crash of the machine, of the process, or nothing.",
 )
 def demo(

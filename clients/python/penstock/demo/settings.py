@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import tomli_w
@@ -80,17 +80,7 @@ SMALL_MODEL = Scale(
 )
 """SmolLM2-135M-Instruct on sums, or a model of that size given with --model."""
 
-SMALL_MODEL_LONG_TASK = Scale(
-    steps=40,
-    groups_per_step=8,
-    group_size=8,
-    max_tokens=128,
-    max_model_len=1024,
-    learning_rate=2e-5,
-    lora_learning_rate=4e-4,
-    warmup_steps=2,
-    max_lag=4,
-)
+SMALL_MODEL_LONG_TASK = replace(SMALL_MODEL, steps=40, max_tokens=128, max_model_len=1024)
 """The same on a data set of reasoning-gym, whose prompts and answers are longer."""
 
 TINY_MODEL = Scale(

@@ -189,7 +189,9 @@ def load(path: Path, overrides: Sequence[str]) -> UpConfig:
     if engines is not None:
         serve["engine"] = _merge(_table(serve, "engine"), _table(engines, "engine"))
     if train is not None:
-        train = _merge(_trainer_defaults(file.up), train)
+        run: Table = {"id": file.up.out.name or "run", "out": str(file.up.out)}
+        patience: Table = {"give_up_after_seconds": file.up.patience_seconds}
+        train = _merge({"run": run, "server": patience}, train)
         _share_model(serve, train)
     options: Table = {WORKER_PATIENCE: file.up.patience_seconds}
     options |= {k.replace("_", "-"): v for k, v in file.rollout.items() if k != "count"}
@@ -230,13 +232,6 @@ def command_line(options: Mapping[str, object]) -> list[str]:
         elif value is not False:
             arguments += [f"--{name}", str(value)]
     return arguments
-
-
-def _trainer_defaults(up: UpSection) -> Table:
-    return {
-        "run": {"id": up.out.name or "run", "out": str(up.out)},
-        "server": {"give_up_after_seconds": up.patience_seconds},
-    }
 
 
 def _share_model(serve: Table, train: Table) -> None:

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from penstock.up.processes import Command, Process, write_files
@@ -131,8 +130,3 @@ def _start_watcher() -> int:
     finally:
         os.close(watched)
     return told
-
-
-def for_nodes(command: Command) -> Command:
-    """The command as sent to a node: its log stays on this machine, and a node has no terminal."""
-    return replace(command, log=Path(), inherits_terminal=False)

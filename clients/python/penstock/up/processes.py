@@ -206,12 +206,7 @@ class Process:
             self._process.send_signal(number)
 
     async def stop(self, patience: float) -> None:
-        self.signal(signal.SIGTERM)
-        try:
-            await asyncio.wait((self._ended,), timeout=patience)
-        finally:
-            self.kill()
-        await self.wait()
+        await halt(self, self._ended, patience)
 
     def kill(self) -> None:
         # Its group was killed when it ended, and its id may have been reused since.
@@ -387,14 +382,19 @@ def ending(status: int) -> str:
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited {status}"
 
 
+async def halt(running: Running, ended: asyncio.Future[int], patience: float) -> None:
+    """Has a process end, which sets `ended`; kills it after `patience` seconds."""
+    running.signal(signal.SIGTERM)
+    try:
+        await asyncio.wait((ended,), timeout=patience)
+    finally:
+        running.kill()
+    await running.wait()
+
+
 async def end(processes: Sequence[Running]) -> None:
     """Stops the processes one by one, the last started first; an interruption kills the rest."""
-    try:
-        for process in reversed(processes):
-            await process.stop(SECONDS_TO_END)
-    finally:
-        for process in processes:
-            process.kill()
+    await end_in_turn([[process] for process in reversed(processes)], SECONDS_TO_END)
 
 
 async def end_in_turn(stages: Sequence[Sequence[Running]], patience: float) -> None:
@@ -409,8 +409,4 @@ async def end_in_turn(stages: Sequence[Sequence[Running]], patience: float) -> N
 
 async def break_off(processes: Sequence[Running]) -> None:
     """Stops all processes at once, with little patience; an interruption kills the rest."""
-    try:
-        await asyncio.gather(*(process.stop(SECONDS_TO_BREAK_OFF) for process in processes))
-    finally:
-        for process in processes:
-            process.kill()
+    await end_in_turn([processes], SECONDS_TO_BREAK_OFF)

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.up.processes import THIS_HOST, Command, Running
+from penstock.up.processes import THIS_HOST, Command, Running, halt
 
 PARTING_SECONDS = 40.0
 """How long the other ranks have to end on their own after the first one ended."""
@@ -74,12 +74,7 @@ class RankedProcess:
 
     async def stop(self, patience: float) -> None:
         """Sends SIGTERM to rank 0, and kills all ranks after `patience` seconds."""
-        self.signal(signal.SIGTERM)
-        try:
-            await asyncio.wait((self._ending,), timeout=patience)
-        finally:
-            self.kill()
-        await self.wait()
+        await halt(self, self._ending, patience)
 
     def kill(self) -> None:
         for rank in self._ranks:

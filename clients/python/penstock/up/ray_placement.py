@@ -36,9 +36,9 @@ from typing import Any, TypeVar
 
 from penstock.common.parent_death import PR_SET_CHILD_SUBREAPER, die_with, prctl
 from penstock.up.cluster_config import Cluster, Share
-from penstock.up.keeper import Keeper, for_nodes
+from penstock.up.keeper import Keeper
 from penstock.up.placement import PlacementFailed
-from penstock.up.processes import THIS_HOST, Command, Running, ending, going_on, log_writer
+from penstock.up.processes import THIS_HOST, Command, Running, ending, going_on, halt, log_writer
 from penstock.up.ranked_process import RankedProcess, rank_environments, rank_name
 
 STORE_BYTES = 80 << 20
@@ -213,7 +213,8 @@ class RayPlacement:
     async def start(self, command: Command, on_line: OnLine | None) -> Running:
         if command.ranks > 1:
             return await self._start_ranks(command, on_line)
-        return await self._begun(command, self._actor(command.name), on_line)
+        process = self._begin(command, self._actor(command.name), on_line)
+        return await self._begun(process, [process])
 
     async def close(self) -> None:
         left = list(self._live)
@@ -247,14 +248,13 @@ class RayPlacement:
         process.living.add_done_callback(lambda _: self._live.discard(process))
         return process
 
-    async def _begun(self, command: Command, actor: Any, on_line: OnLine | None) -> RayProcess:
-        process = self._begin(command, actor, on_line)
+    async def _begun(self, whole: Running, processes: Sequence[RayProcess]) -> Running:
         try:
-            await process.begun.wait()
+            await asyncio.gather(*(process.begun.wait() for process in processes))
         except asyncio.CancelledError:
-            process.kill()
+            whole.kill()
             raise
-        return process
+        return whole
 
     async def _start_ranks(self, command: Command, on_line: OnLine | None) -> Running:
         names = [rank_name(command.name, rank) for rank in range(command.ranks)]
@@ -268,7 +268,8 @@ class RayPlacement:
             # new actors for all ranks.
             for actor in actors:
                 ray.kill(actor)
-            return await self._begun(command, actors[0], on_line)
+            process = self._begin(command, actors[0], on_line)
+            return await self._begun(process, [process])
         except asyncio.CancelledError:
             for actor in actors:
                 ray.kill(actor)
@@ -279,13 +280,7 @@ class RayPlacement:
             self._begin(_rank_command(command, name, place), actor, None if rank else on_line)
             for rank, (name, place, actor) in enumerate(zip(names, places, actors, strict=True))
         ]
-        whole = RankedProcess(command, ranks)
-        try:
-            await asyncio.gather(*(rank.begun.wait() for rank in ranks))
-        except asyncio.CancelledError:
-            whole.kill()
-            raise
-        return whole
+        return await self._begun(RankedProcess(command, ranks), ranks)
 
 
 def _rank_command(command: Command, name: str, place: Mapping[str, str]) -> Command:
@@ -318,7 +313,9 @@ class RayProcess:
 
     def signal(self, number: signal.Signals) -> None:
         if not self.living.done():
-            self._ask(self.actor.signal.remote(int(number)))
+            asking = asyncio.create_task(self._unless_lost(self.actor.signal.remote(int(number))))
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
 
     async def write(self, files: Mapping[Path, str]) -> None:
         """Raises OSError, for example if the node's disk is full."""
@@ -333,12 +330,7 @@ class RayProcess:
             pass  # `_follow` reports the loss of the actor.
 
     async def stop(self, patience: float) -> None:
-        self.signal(signal.SIGTERM)
-        try:
-            await asyncio.wait((self.living,), timeout=patience)
-        finally:
-            self.kill()
-        await self.wait()
+        await halt(self, self.living, patience)
 
     def kill(self) -> None:
         """Kills the actor, and with it the process."""
@@ -378,7 +370,9 @@ class RayProcess:
         actor = self.actor
         if not self._one_node:
             self.host = await actor.address.remote()
-        self.pid = await actor.start.remote(for_nodes(self.command))
+        # The log stays on this machine, and a node has no terminal.
+        command = replace(self.command, log=Path(), inherits_terminal=False)
+        self.pid = await actor.start.remote(command)
         self.begun.set()
         while True:
             lines: list[bytes] = await actor.read.remote()
@@ -388,11 +382,6 @@ class RayProcess:
             if on_line is not None:
                 for line in lines:
                     on_line(line.decode(errors="replace").rstrip("\n"))
-
-    def _ask(self, answer: Awaitable[None]) -> None:
-        asking = asyncio.create_task(self._unless_lost(answer))
-        self._asking.add(asking)
-        asking.add_done_callback(self._asking.discard)
 
     async def _unless_lost(self, answer: Awaitable[None]) -> None:
         # `_follow` reports the loss of the actor.

@@ -123,6 +123,7 @@ def read_state(out: Path) -> dict[str, Any] | None:
 
 def show_state(out: Path) -> Table | None:
     """The stored state as a table; None if nothing ever ran in the folder. Raises FolderUnusable."""
+    from rich.markup import escape
     from rich.table import Table
 
     told = read_state(out)
@@ -139,14 +140,8 @@ def show_state(out: Path) -> Table | None:
         where = role.address or role.host
         pid = str(role.pid or "")
         cells = (role.name, role.state, since, str(role.restarts), where, pid)
-        table.add_row(*cells, _escaped(last_words(Path(role.log))) if role.log else "")
+        table.add_row(*cells, escape(last_words(Path(role.log))) if role.log else "")
     return table
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def last_words(log: Path) -> str:

@@ -17,7 +17,6 @@ whose marks cannot be read: it might train on tokens that the agent excluded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,7 @@ UNTRAINED = OWN_PREFIX + "untrained"
 UNWANTED = OWN_PREFIX + "unwanted"
 STATUS = OWN_PREFIX + "status"
 METADATA = OWN_PREFIX + "metadata"
-_WHOLE = "whole"
+WHOLE = "whole"
 
 
 class MarkInvalid(ValueError):
@@ -81,17 +80,9 @@ def read_untrained(metadata: struct_pb2.Struct, count: int) -> NDArray[np.bool_]
     return untrained
 
 
-def write_unwanted(reason: str) -> Mapping[str, str]:
-    return {UNWANTED: reason}
-
-
 def read_unwanted(metadata: struct_pb2.Struct) -> str:
     """Why a trajectory's group is of no use; empty without such a mark."""
     return metadata.fields[UNWANTED].string_value if UNWANTED in metadata.fields else ""
-
-
-def write_status(status: str) -> Mapping[str, str]:
-    return {STATUS: status}
 
 
 def read_status(metadata: struct_pb2.Struct) -> str:
@@ -99,9 +90,5 @@ def read_status(metadata: struct_pb2.Struct) -> str:
     return metadata.fields[STATUS].string_value if STATUS in metadata.fields else ""
 
 
-def write_metadata_whole() -> Mapping[str, str]:
-    return {METADATA: _WHOLE}
-
-
 def metadata_is_whole(metadata: struct_pb2.Struct) -> bool:
-    return METADATA in metadata.fields and metadata.fields[METADATA].string_value == _WHOLE
+    return METADATA in metadata.fields and metadata.fields[METADATA].string_value == WHOLE

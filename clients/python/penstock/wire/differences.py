@@ -76,15 +76,13 @@ def same(spec: weights_pb2.TensorSpec) -> weights_pb2.TensorSpec:
 def _encoded(
     spec: weights_pb2.TensorSpec, encoded: sparse.Encoded, offset: int
 ) -> weights_pb2.TensorSpec:
-    if encoded.encoding == weights_pb2.TENSOR_ENCODING_SAME:
-        return same(spec)
-    return weights_pb2.TensorSpec(
-        name=spec.name,
-        shape=spec.shape,
-        dtype=spec.dtype,
-        offset_bytes=offset,
-        length_bytes=encoded.length_bytes,
-        encoding=encoded.encoding,
-        xxh3=spec.xxh3,
-        sparse=encoded.coding,
-    )
+    described = same(spec)
+    if encoded.encoding != weights_pb2.TENSOR_ENCODING_SAME:
+        sent = weights_pb2.TensorSpec(
+            offset_bytes=offset,
+            length_bytes=encoded.length_bytes,
+            encoding=encoded.encoding,
+            sparse=encoded.coding,
+        )
+        described.MergeFrom(sent)
+    return described

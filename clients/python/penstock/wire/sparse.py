@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Buffer = bytes | bytearray | memoryview
 
 LEVEL = 1
-"""Default level of Zstandard. Positions and values hold entropy, with little repetition. Higher levels take
+"""Level of Zstandard. Positions and values hold entropy, with little repetition. Higher levels take
 longer, and code dense gaps into more bytes."""
 
 WIDTHS = (2, 4)
@@ -74,17 +74,15 @@ class Encoded:
         return sum(len(part) for part in self.parts)
 
 
-def encode_all(
-    pairs: Sequence[tuple[Elements, Elements]], *, threads: int = 2, level: int = LEVEL
-) -> list[Encoded]:
+def encode_all(pairs: Sequence[tuple[Elements, Elements]], *, threads: int = 2) -> list[Encoded]:
     """Encodes many (base, new) pairs in parallel, largest first. Results are in the order of `pairs`."""
     order = sorted(range(len(pairs)), key=lambda index: -pairs[index][1].nbytes)
     with ThreadPoolExecutor(threads, "sparse") as pool:
-        futures = {index: pool.submit(encode, *pairs[index], level=level) for index in order}
+        futures = {index: pool.submit(encode, *pairs[index]) for index in order}
         return [futures[index].result() for index in range(len(pairs))]
 
 
-def encode(base: Elements, new: Elements, *, level: int = LEVEL) -> Encoded:
+def encode(base: Elements, new: Elements) -> Encoded:
     """Chooses the smallest encoding of `new`, given that the receiver holds `base`.
 
     Both are one-dimensional and contiguous, with the same dtype (uint16 or uint32) and length. Takes up to
@@ -96,7 +94,7 @@ def encode(base: Elements, new: Elements, *, level: int = LEVEL) -> Encoded:
     count = sum(len(change.positions) for change in changes)
     if not count:
         return Encoded(weights_pb2.TENSOR_ENCODING_SAME, None, 0, ())
-    coding, parts = _smallest(changes, count, len(new), level)
+    coding, parts = _smallest(changes, count, len(new))
     if sum(map(len, parts)) < new.nbytes:
         return Encoded(weights_pb2.TENSOR_ENCODING_SPARSE, coding, count, parts)
     return Encoded(weights_pb2.TENSOR_ENCODING_RAW, None, count, (new.data.cast("B"),))
@@ -154,14 +152,14 @@ def _zigzag(differences: Elements) -> Elements:
 
 
 def _smallest(
-    changes: Sequence[_Change], count: int, length: int, level: int
+    changes: Sequence[_Change], count: int, length: int
 ) -> tuple[weights_pb2.SparseCoding, tuple[bytes, ...]]:
     indexes: list[tuple[weights_pb2.IndexCoding.ValueType, bytes]] = []
     if count <= BITMAP_ONLY_ABOVE * length:
         indexes.append((weights_pb2.INDEX_CODING_GAPS, _gaps(changes)))
     if count >= GAPS_ONLY_BELOW * length:
         indexes.append((weights_pb2.INDEX_CODING_BITMAP, _bitmap(changes, length)))
-    compressor = zstandard.ZstdCompressor(level)
+    compressor = zstandard.ZstdCompressor(LEVEL)
     values = _planes(changes)
     packed_values = compressor.compress(values)
     candidates = [

@@ -31,17 +31,13 @@ from penstock.client.environments.environment import (
     TaskUnusable,
     read_episode,
 )
-from penstock.client.environments.threads import CallThreads, CallTimeout, within
+from penstock.client.environments.threads import CallThreads, within
 from penstock.client.outcome import Outcome
 from penstock.client.turns import FinishReason
 
 if TYPE_CHECKING:
     from penstock.client.tasks import Task
     from penstock.client.trajectory import Trajectory
-
-
-class StepTimeout(Exception):
-    """A call of the environment exceeded its time limit."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +107,9 @@ class _Calls:
 
     async def call(self, name: str, *arguments: object, **named: object) -> Any:
         method = cast("Callable[..., Any]", getattr(self._environment, name))
-        try:
-            if is_async(method):
-                return await within(method(*arguments, **named), self._seconds)
-            return await self._threads.run(lambda: method(*arguments, **named), self._seconds)
-        except CallTimeout as error:
-            raise StepTimeout(f"{name} took more than {self._seconds:g} s") from error
+        if is_async(method):
+            return await within(method(*arguments, **named), name, self._seconds)
+        return await self._threads.run(lambda: method(*arguments, **named), name, self._seconds)
 
     async def step(self, action: str) -> Step:
         step = await self.call("step", action)

@@ -13,8 +13,8 @@ from penstock.client.blocking import run_in_thread
 T = TypeVar("T")
 
 
-class CallTimeout(Exception):
-    """A call exceeded its time limit."""
+class StepTimeout(Exception):
+    """A call of the environment exceeded its time limit."""
 
 
 class CallThreads:
@@ -28,8 +28,10 @@ class CallThreads:
         """A `count` of zero means four per core, because calls may wait for other processes."""
         self._free = asyncio.Semaphore(count or 4 * (os.cpu_count() or 1))
 
-    async def run(self, function: Callable[[], T], seconds: float | None = None) -> T:
-        """Returns or raises what the function does. Raises CallTimeout `seconds` after the call
+    async def run(
+        self, function: Callable[[], T], name: str = "", seconds: float | None = None
+    ) -> T:
+        """Returns or raises what the function does. Raises StepTimeout `seconds` after the call
         started; time spent waiting for a thread does not count."""
         await self._free.acquire()
         loop = asyncio.get_running_loop()
@@ -42,11 +44,11 @@ class CallThreads:
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(self._free.release)
 
-        return await within(run_in_thread(work), seconds)
+        return await within(run_in_thread(work), name, seconds)
 
 
-async def within(call: Awaitable[T], seconds: float | None) -> T:
-    """Awaits the call, without a limit if `seconds` is None. Raises CallTimeout."""
+async def within(call: Awaitable[T], name: str, seconds: float | None) -> T:
+    """Awaits the call, without a limit if `seconds` is None. Raises StepTimeout."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -55,4 +57,4 @@ async def within(call: Awaitable[T], seconds: float | None) -> T:
         if not limit.expired():
             # The call itself raised it.
             raise
-        raise CallTimeout(f"it took more than {seconds:g} s") from error
+        raise StepTimeout(f"{name} took more than {seconds:g} s") from error

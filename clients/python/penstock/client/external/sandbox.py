@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 PROBE_SECONDS = 20.0
@@ -37,12 +37,12 @@ class SandboxMissing(Exception):
 @dataclass(frozen=True)
 class Sandbox:
     program: str
-    share_network: bool = False
-    read: Sequence[Path] = ()
+    share_network: bool
+    read: Sequence[Path]
     """Folders and files to show in addition to the system's."""
-    hidden: Sequence[Path] = field(default_factory=tuple[Path, ...])
+    hidden: Sequence[Path]
     """Files that are unreadable in the sandbox although their folder is visible."""
-    root: Path | None = None
+    root: Path
     """Folder of all attempts. It is empty inside the sandbox."""
 
     def command(self, folder: Path) -> list[str]:
@@ -66,22 +66,9 @@ class Sandbox:
     def _emptied(self, path: Path) -> list[str]:
         """Hides the attempts below a visible path. Paths below them that must be visible are
         mounted later."""
-        if self.root is None or not self.root.resolve().is_relative_to(path.resolve()):
+        if not self.root.resolve().is_relative_to(path.resolve()):
             return []
         return ["--tmpfs", str(path / self.root.resolve().relative_to(path.resolve()))]
-
-    def check(self, folder: Path) -> None:
-        """Runs a probe in the sandbox. Raises SandboxMissing."""
-        probe = [*self.command(folder), sys.executable, "-I", "-S", "-c", "pass"]
-        try:
-            done = subprocess.run(
-                probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise SandboxMissing(f"{self.program} does not run here: {error}") from error
-        if done.returncode != 0:
-            said = done.stderr.strip() or f"exit status {done.returncode}"
-            raise SandboxMissing(f"{self.program} does not run here: {said}")
 
 
 def find_sandbox(
@@ -92,7 +79,16 @@ def find_sandbox(
     if program is None:
         raise SandboxMissing("bwrap is not installed (Debian: bubblewrap)")
     sandbox = Sandbox(program, share_network, read, hidden, root)
-    sandbox.check(root)
+    probe = [*sandbox.command(root), sys.executable, "-I", "-S", "-c", "pass"]
+    try:
+        done = subprocess.run(
+            probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxMissing(f"{program} does not run here: {error}") from error
+    if done.returncode != 0:
+        said = done.stderr.strip() or f"exit status {done.returncode}"
+        raise SandboxMissing(f"{program} does not run here: {said}")
     return sandbox
 
 

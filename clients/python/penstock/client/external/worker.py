@@ -26,7 +26,9 @@ def load_worker(
     )
 
 
-class CommandWorker:
+class CommandWorker(Worker):
+    """Its running processes can finish within the drain bound, then they are ended."""
+
     def __init__(
         self,
         calls: Calls,
@@ -35,26 +37,16 @@ class CommandWorker:
         settings: WorkerSettings,
     ) -> None:
         settings = replace(settings, group_reward=settings.group_reward or is_group_reward(reward))
-        self._processes = processes
         score = None if reward is None else processes.reward
-        self._worker = Worker(calls, processes.generate, score, settings)
-        self._stopped = asyncio.Event()
-
-    @property
-    def stopping(self) -> bool:
-        return self._stopped.is_set()
-
-    def stop(self) -> None:
-        """Running processes can finish within the drain bound, then they are ended."""
-        self._stopped.set()
-        self._worker.stop()
+        super().__init__(calls, processes.generate, score, settings)
+        self._processes = processes
 
     async def run(self) -> Statistics:
         """Works like `Worker.run`. Also raises WorkerMisconfigured if no process can be run."""
         try:
             if not await self._open():
                 return Statistics()
-            return await self._worker.run()
+            return await super().run()
         except CommandUnusable as error:
             raise WorkerMisconfigured(str(error)) from error
         finally:

@@ -15,7 +15,7 @@ from penstock.client.plugins.rewards import score_of
 from penstock.client.plugins.router import meta_info_of
 from penstock.client.plugins.samples import FINISHED, Sample
 from penstock.client.plugins.told_metadata import told_metadata
-from penstock.wire.agent_marks import write_status, write_untrained, write_unwanted
+from penstock.wire.agent_marks import STATUS, UNWANTED, write_untrained
 
 if TYPE_CHECKING:
     from penstock.client.plugins.router import AttemptRouter
@@ -92,13 +92,13 @@ class Episode:
             await branch.close(_marked(outcomes, part, Outcome(own.reward)))
         if not self.unwanted:
             return own
-        return Outcome(own.reward, own.metrics, {**own.metadata, **write_unwanted(self.unwanted)})
+        return Outcome(own.reward, own.metrics, {**own.metadata, UNWANTED: self.unwanted})
 
     def _outcome_of(self, sample: Sample) -> Outcome:
         scored = score_of(sample.reward, self.reward_key)
         metadata = told_metadata(self._given, sample.metadata)
         if sample.status in FINISHED:
-            metadata = {**metadata, **write_status(sample.status.value)}
+            metadata = {**metadata, STATUS: sample.status.value}
         return replace(scored, metadata=metadata)
 
     async def fill(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.client.values import from_struct, to_struct
-from penstock.wire.agent_marks import OWN_PREFIX, write_metadata_whole
+from penstock.wire.agent_marks import METADATA, OWN_PREFIX, WHOLE
 
 MOST_BYTES = 64 << 10
 """The journal and the memory hold it until its group is trained. An outcome can have 1 MiB."""
@@ -47,7 +47,7 @@ def told_metadata(before: Mapping[str, Any], after: Any) -> dict[str, Any]:
             continue
         room -= len(key) + len(text)
         told[key] = sent[key]
-    return {**told, **write_metadata_whole()} if whole else told
+    return {**told, METADATA: WHOLE} if whole else told
 
 
 def _text(value: Any) -> str | None:

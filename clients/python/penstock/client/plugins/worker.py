@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.client.plugins.arguments import read_arguments
 from penstock.client.plugins.styles import Style, load_functions, load_slime
@@ -25,25 +25,14 @@ def load_worker(
 ) -> Callable[[Calls], Worker | WholeRollout]:
     style = Style(style_name)
     args = read_arguments(arguments)
-    if rollout_function is not None:
-        return _whole(style, generate, reward, rollout_function, args, settings)
-    functions = load_functions(style, generate, reward, args, whole_group=settings.group_reward)
+    if rollout_function is None:
+        functions = load_functions(style, generate, reward, args, whole_group=settings.group_reward)
 
-    def work(calls: Calls) -> Worker:
-        functions.connect(calls)
-        return Worker(calls, functions.generate, functions.reward, settings)
+        def work(calls: Calls) -> Worker:
+            functions.connect(calls)
+            return Worker(calls, functions.generate, functions.reward, settings)
 
-    return work
-
-
-def _whole(
-    style: Style,
-    generate: str | None,
-    reward: str | None,
-    name: str,
-    args: dict[str, Any],
-    settings: WorkerSettings,
-) -> Callable[[Calls], WholeRollout]:
+        return work
     if style is not Style.SLIME:
         raise BadFunction("--rollout-function requires --style slime")
     if settings.purpose is Purpose.EVAL:
@@ -56,10 +45,10 @@ def _whole(
         )
     agent = load_slime(generate, reward, args, whole_group=settings.group_reward)
     positional = ("args", "rollout_id", "data_source")
-    function = find(name, "--rollout-function", positional, {"evaluation": False})
+    function = find(rollout_function, "--rollout-function", positional, {"evaluation": False})
 
-    def work(calls: Calls) -> WholeRollout:
+    def whole(calls: Calls) -> WholeRollout:
         agent.connect(calls)
         return WholeRollout(calls, function, agent, settings)
 
-    return work
+    return whole
