@@ -62,9 +62,10 @@ def command_options(command: Callable[..., None]) -> Callable[..., None]:
             )
         command(external=external, **given)
 
-    for option in reversed((_COMMAND, *_OPTIONS.values())):
-        run = option(run)
-    return run
+    taking: Callable[..., None] = run
+    for option in reversed(_OPTIONS.values()):
+        taking = option(taking)
+    return _COMMAND(taking)
 
 
 def _refuse_alone(context: click.Context) -> None:
@@ -82,7 +83,7 @@ _COMMAND = click.option(
     help="Run this command with /bin/sh for each attempt, instead of --generate. --reward is then a "
     "function, exit-status or result-file (the default). See docs/guides/programs.md.",
 )
-_OPTIONS = {
+_OPTIONS: dict[str, Callable[[Callable[..., None]], Callable[..., None]]] = {
     "time_limit": click.option(
         "--time-limit",
         type=click.FloatRange(min=0, min_open=True),
