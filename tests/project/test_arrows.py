@@ -70,6 +70,7 @@ ROOMS = [
     "trainer",
     "trainer.commands",
     "up",
+    "preflight",
     "demo",
 ]
 APART = {

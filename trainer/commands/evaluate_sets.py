@@ -6,7 +6,7 @@ same order, with the same sampling. Options on the command line override the fil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -84,7 +84,7 @@ def open_set(data: str | None, task: str | None, given: Given, attempts: int) ->
     if data is None:
         source = open_source(_task(task or ""), SEED, "--task")
     else:
-        source = open_source(_data(data, given.fields), SEED, "--data")
+        source = open_source(data_of(data, given.fields), SEED, "--data")
     samples = _first(given.samples, SAMPLES)
     extent = Extent(
         name=task or source.name,
@@ -161,7 +161,7 @@ def _task(task: str) -> MixableConfig:
         raise ConfigInvalid(f"--task {task}: {in_short(error)}") from error
 
 
-def _data(data: str, fields: dict[str, str]) -> MixableConfig:
+def data_of(data: str, fields: Mapping[str, object]) -> MixableConfig:
     """Returns the source of a `--data` value. Raises ConfigInvalid if it has no known form."""
     path = Path(data)
     if path.is_dir() or path.suffix == ".parquet":
