@@ -51,6 +51,7 @@ from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.exchange.servers import Servers
 from penstock.trainer.gather.batch import TAKE_THEIR_TASK, Batch, Gatherer
+from penstock.trainer.gather.sample import Samples
 from penstock.trainer.learner import Learner
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.step_record import StepRecord
@@ -75,6 +76,8 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self._unconcluded: StepRecord | None = None
+        every = self.config.metrics.sample_every_steps
+        self._samples = Samples(self.config.model.path, every, self.learner.compute)
         self.step = self.learner.saved_step
         """The last step that the policy contains."""
 
@@ -174,6 +177,7 @@ class TrainingLoop:
         record.time_gather_end = time.time()
         record.seconds_wait = record.time_gather_end - record.time_gather_start
         record.batch = self.gatherer.describe(batch)
+        record.sample = await self._samples.of(record.step, batch.deliveries)
         record.traceparents = [
             trajectory.traceparent
             for delivery in batch.deliveries

@@ -28,6 +28,7 @@ ROOMS = [
     "client.external",
     "client.environments",
     "client.plugins",
+    "rewards",
     "cli",
     "server.core",
     "server.config",
@@ -69,9 +70,13 @@ ROOMS = [
     "trainer",
     "trainer.commands",
     "up",
+    "preflight",
     "demo",
 ]
-APART = {"server": {"client", "cli", "trainer", "up", "demo"}, "trainer": {"server", "up", "demo"}}
+APART = {
+    "server": {"client", "rewards", "cli", "trainer", "up", "demo"},
+    "trainer": {"server", "up", "demo"},
+}
 """What the rooms of a side never import, although it is listed below them."""
 UP_AND_DEMO_IMPORT_OF_THE_SERVER = {"server.config"}
 HEAVY = {

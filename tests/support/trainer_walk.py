@@ -145,6 +145,7 @@ async def running(
         {
             "run": {"steps": steps, "out": str(folder)},
             "model": {"path": "none"},
+            "metrics": {"sample_every_steps": 0},
             "data": {"group_size": 2, "reasoning_gym": {"name": "chain_sum"}, **(data or {})},
             "groups": groups or {},
             "train": {"groups_per_step": 1},

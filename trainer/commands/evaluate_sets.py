@@ -6,7 +6,7 @@ same order, with the same sampling. Options on the command line override the fil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -83,7 +83,7 @@ def open_set(data: str | None, task: str | None, given: Given, attempts: int) ->
     if data is None:
         source = open_source(_task(task or ""), SEED, "--task")
     else:
-        source = open_source(_data(data, given.fields), SEED, "--data")
+        source = open_source(data_of(data, given.fields), SEED, "--data")
     temperature = 0.0 if _first(given.samples, 1) == 1 else 1.0
     sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
     defaults = EvaluationConfig.model_construct(name=task or source.name)
@@ -156,7 +156,7 @@ def _task(task: str) -> MixableConfig:
         raise ConfigInvalid(f"--task {task}: {in_short(error)}") from error
 
 
-def _data(data: str, fields: dict[str, str]) -> MixableConfig:
+def data_of(data: str, fields: Mapping[str, object]) -> MixableConfig:
     """Returns the source of a `--data` value. Raises ConfigInvalid if it has no known form."""
     path = Path(data)
     if path.is_dir() or path.suffix == ".parquet":

@@ -61,9 +61,13 @@ class Display:
             text = _line(step, self._steps, point)
             remaining = self._pace.remaining() if step < self._steps else None
             left = "" if remaining is None else f"  {remaining}"
-            self._console.print(text + left, soft_wrap=True, highlight=False, markup=False)
+            self.print(text + left)
             return
         self._rows = [*self._rows, (step, point)][-ROWS_SHOWN:]
+
+    def print(self, text: str) -> None:
+        """Prints lines, above the live table if there is one."""
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
     def close(self) -> None:
         """Stops drawing and leaves the last state on screen."""

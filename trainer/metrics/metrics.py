@@ -91,6 +91,8 @@ class MetricsWriter:
         self._trace(record, span)
         self._instruments.record(record)
         self._add(record.step, line)
+        if record.sample:
+            self.display.print(record.sample)
 
     def restore(self, step: int, line: Mapping[str, object]) -> None:
         """Write the figures of the last finished step, which the checkpoint holds.

@@ -146,6 +146,9 @@ class StepRecord:
     traceparents: list[str] = field(default_factory=list[str])
     """Trace context of each trajectory in the batch; used for traces, not written to a line."""
 
+    sample: str = ""
+    """A sample of the batch, for the terminal; empty if none is due."""
+
     def finish(self, seconds: float) -> None:
         """Set the figures that depend on the step's whole length in seconds."""
         self.seconds = self.seconds_total = seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -85,6 +85,11 @@ def load_tokenizer(path: str) -> SavedTokenizer:
     except Exception as error:
         # The underlying library has no narrower type for an unreadable file.
         raise cannot_load(path, error) from error
+
+
+def load_decoder(path: str) -> Callable[[Sequence[int]], str]:
+    """Load what turns tokens into text, special ones included. Raises ConfigInvalid."""
+    return cast("Any", load_tokenizer(path)).decode
 
 
 def save_tokenizer(tokenizer: SavedTokenizer, folder: Path) -> None:

@@ -15,7 +15,9 @@ import click
 from penstock.cli.health import health
 from penstock.cli.journal import journal
 from penstock.cli.loading import exit_with
-from penstock.cli.options import Address, security_options, style_options
+from penstock.cli.looking import check, logs, runs
+from penstock.cli.options import Address, overrides_option, security_options, style_options
+from penstock.cli.reward import reward
 from penstock.cli.shell import PassThrough, completion, help_command
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
@@ -23,14 +25,6 @@ from penstock.common.distribution import installed_version
 
 if TYPE_CHECKING:
     from penstock.wire.security import Security
-
-_OVERRIDES = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Override a value of CONFIG. Can be repeated.",
-)
 
 _STATUS = "Exit status: 0 if it succeeded; 1 if it failed; 2 if the command line is invalid."
 
@@ -74,7 +68,7 @@ def serve(options: tuple[str, ...]) -> None:
     default=1,
     help="Number of processes to train with on this host. Use torchrun for several hosts.",
 )
-@_OVERRIDES
+@overrides_option
 def train(
     config: Path, resume: bool, dry_run: bool, ranks: int, overrides: tuple[str, ...]
 ) -> None:
@@ -319,10 +313,18 @@ def demo(options: tuple[str, ...]) -> None:
 @click.option(
     "--status",
     is_flag=True,
-    help="Show the processes of the run in that folder and exit. CONFIG may be the folder itself.",
+    help="Show how far the run in that folder is, and its processes. CONFIG may be the folder itself.",
 )
-@_OVERRIDES
-def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple[str, ...]) -> None:
+@click.option("--json", "as_json", is_flag=True, help="With --status: print one JSON object.")
+@overrides_option
+def up(
+    config: Path,
+    resume: bool,
+    dry_run: bool,
+    status: bool,
+    as_json: bool,
+    overrides: tuple[str, ...],
+) -> None:
     """Run server, workers and trainer as configured in CONFIG, a TOML file, and keep them running.
 
     With [engines] in the file, it runs several engine servers behind a hub. With [cluster], it runs
@@ -330,7 +332,9 @@ def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple
     the weights of the run before it serves. Exits when the trainer is done.
     """
     if status:
-        exit_with("penstock.up.up", "status", _ALL_EXTRAS, config, list(overrides))
+        exit_with("penstock.up.looking", "status", _ALL_EXTRAS, config, list(overrides), as_json)
+    if as_json:
+        raise click.UsageError("--json requires --status")
     if config.is_dir():
         raise click.UsageError(
             f"{config} is a folder, and CONFIG a TOML file; --status shows the run in a folder"
@@ -338,6 +342,10 @@ def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple
     exit_with("penstock.up.up", "up", _ALL_EXTRAS, config, list(overrides), resume, dry_run)
 
 
+main.add_command(check)
+main.add_command(runs)
+main.add_command(logs)
+main.add_command(reward)
 main.add_command(health)
 main.add_command(journal)
 main.add_command(help_command)

@@ -120,3 +120,11 @@ _STYLE = (
         help="With --style: TOML file of the args that such functions receive.",
     ),
 )
+
+overrides_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a value of CONFIG. Can be repeated.",
+)

@@ -36,6 +36,8 @@ class Programs:
     rollout: tuple[str, ...] = penstock("rollout")
     train: tuple[str, ...] = penstock("train")
     hub: tuple[str, ...] = penstock("serve")
+    check: tuple[str, ...] = penstock("check", "--json")
+    """Looks for what would stop the run before it is started; empty: nothing does."""
 
 
 ENVIRONMENT = {
