@@ -22,9 +22,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from penstock.common.explaining import complain
+from penstock.common.answers import Exit, complain, show_toml
 from penstock.common.settings import read_with_origins
-from penstock.trainer.config.paths import check_paths
+from penstock.trainer.config.paths import check_hub, check_paths
 from penstock.trainer.config.trainer import TrainerConfig, as_shown, load_config, render_config
 from penstock.trainer.core.errors import ConfigInvalid, TrainerError
 
@@ -42,7 +42,12 @@ if TYPE_CHECKING:
 # Not __name__, which is "__main__" when this module is run.
 log = logging.getLogger("penstock.trainer")
 
-EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_ASKED = 0, 1, 2, 3
+EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_ASKED = (
+    Exit.DONE,
+    Exit.FAILED,
+    Exit.MISUSED,
+    Exit.STOPPED,
+)
 
 
 def train(
@@ -56,10 +61,12 @@ def train(
     """
     try:
         config = load_config(config_path, overrides)
-        check_paths(config, read_with_origins(config_path, overrides)[1])
+        origins = read_with_origins(config_path, overrides)[1]
+        check_paths(config, origins)
         if dry_run:
-            sys.stdout.write(render_config(config))
+            show_toml(render_config(config))
             return EXIT_OK
+        check_hub(config, origins)
         # Set before torch is loaded, which reads it. Threads that spin while waiting starve a sampler on
         # the same cores. If one of them is not scheduled, the spinning also delays all the others.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -74,10 +81,8 @@ def train(
         if not all(isinstance(error, TrainerError) for error in errors):
             raise
         if isinstance(errors[0], ConfigInvalid):
-            complain("penstock train", errors[0])
-            return EXIT_CONFIG
-        sys.stderr.write(f"penstock train: stopped: {errors[0]}\n")
-        return EXIT_STOPPED
+            return complain("penstock train", errors[0], EXIT_CONFIG)
+        return complain("penstock train", f"stopped: {errors[0]}", EXIT_STOPPED)
     return EXIT_OK if done else EXIT_ASKED
 
 

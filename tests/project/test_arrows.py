@@ -23,6 +23,7 @@ FOLDERS = {
 ROOMS = [
     "v1",
     "common",
+    "machine",
     "wire",
     "client",
     "client.external",

@@ -79,6 +79,7 @@ class CriticConfig(Section):
 class Gae(Section):
     """Generalized advantage estimation, per token."""
 
+    also_called = ("ppo",)
     kind: Literal["gae"]
     """Uses a critic."""
     discount: float = Field(default=1.0, gt=0, le=1)
@@ -123,6 +124,7 @@ class _Clipped(Section):
 class PpoClip(_Clipped):
     """The clipped surrogate objective, per token."""
 
+    also_called = ("ppo",)
     kind: Literal["ppo_clip"] = "ppo_clip"
     """Proximal policy optimization."""
     clip_low: float = Field(default=0.2, ge=0, le=1)

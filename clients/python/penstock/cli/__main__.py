@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.doctor import doctor
 from penstock.cli.health import health
 from penstock.cli.journal import journal
 from penstock.cli.loading import exit_with
 from penstock.cli.looking import check, logs, runs
 from penstock.cli.options import Address, overrides_option, security_options, style_options
 from penstock.cli.reward import reward
-from penstock.cli.shell import PassThrough, completion, help_command
+from penstock.cli.shell import Commands, PassThrough, completion, help_command
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
+from penstock.common.answers import show
 from penstock.common.distribution import installed_version
 
 if TYPE_CHECKING:
@@ -33,7 +35,9 @@ _UPLOAD_EXTRAS = "server (or trainer)"
 _ALL_EXTRAS = "server,trainer,cpu"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.group(
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+)
 @click.version_option(installed_version(), "-V", "--version", prog_name="penstock")
 def main() -> None:
     """Reinforcement learning for language models over one typed gRPC protocol.
@@ -247,11 +251,10 @@ def weights() -> None:
 
 @weights.command("show", epilog=_STATUS)
 @click.argument("address", metavar="HOST:PORT", type=Address())
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @security_options
-def show_weights(security: Security, address: str, as_json: bool) -> None:
+def show_weights(security: Security, address: str) -> None:
     """Show the weight versions of the server at HOST:PORT and the uploads it accepts."""
-    exit_with("penstock.cli.weights", "show", _UPLOAD_EXTRAS, address, as_json, security)
+    exit_with("penstock.cli.weights", "show", _UPLOAD_EXTRAS, address, security)
 
 
 @weights.command("push", epilog=_STATUS)
@@ -348,6 +351,7 @@ main.add_command(logs)
 main.add_command(reward)
 main.add_command(health)
 main.add_command(journal)
+main.add_command(doctor)
 main.add_command(help_command)
 main.add_command(completion)
 
@@ -408,7 +412,7 @@ def revoke_token(path: Path, name: str) -> None:
 @main.command("version", epilog="Exit status: 0.")
 def show_version() -> None:
     """Print the version of the penstock package."""
-    click.echo(installed_version())
+    show(installed_version(), {"version": installed_version()})
 
 
 if __name__ == "__main__":

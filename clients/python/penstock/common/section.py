@@ -26,6 +26,8 @@ class Section(BaseModel):
     )
     hint: ClassVar[str] = ""
     """What to write, for a message that the section is missing."""
+    also_called: ClassVar[tuple[str, ...]] = ()
+    """Other names for its `kind`, which are refused with this one as the suggestion."""
 
     @model_validator(mode="before")
     @classmethod

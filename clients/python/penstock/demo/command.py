@@ -12,6 +12,7 @@ from typing import cast
 import click
 from rich.console import Console
 
+from penstock.common.answers import Exit, complain, json_option
 from penstock.common.suggestions import did_you_mean
 from penstock.demo.model import HUB_NAME, ModelUnavailable, prepare_model
 from penstock.demo.run import run_plan
@@ -19,7 +20,7 @@ from penstock.demo.settings import PRINTABLE, SUMS, Plan, choose_scale
 from penstock.demo.summary import read_run, summarize
 from penstock.up.processes import ProcessFailed
 
-INTERRUPTED = 130
+INTERRUPTED = Exit.INTERRUPTED
 STEPS = (
     f"{choose_scale(SUMS, tiny=False).steps}; {choose_scale('', tiny=False).steps} with a data set "
     f"of reasoning-gym, {choose_scale(PRINTABLE, tiny=True).steps} with --tiny"
@@ -89,6 +90,7 @@ STEPS = (
     default="fsync",
     help="What the server's journal survives: a crash of the machine, of the process, or nothing.",
 )
+@json_option
 def demo(
     model: str | None,
     task: str | None,
@@ -194,8 +196,7 @@ def main(arguments: list[str]) -> int:
     try:
         demo.main(arguments, prog_name="penstock demo", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        return complain("penstock demo", error, error.exit_code)
     except (click.Abort, KeyboardInterrupt, asyncio.CancelledError):
         # CancelledError if a second interruption arrives while the first one is handled.
         click.echo("interrupted; all processes were stopped", err=True)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import tomli_w
 
-from penstock.common.explaining import complain
+from penstock.common.answers import Exit, complain, show_toml
 from penstock.up.cast import Programs, local_placement, make_cast, shares
 from penstock.up.checks import check, check_everything, check_folder, resolve
 from penstock.up.config import UpConfig, UpConfigInvalid, load
@@ -36,6 +36,8 @@ from penstock.up.telling import Tell, cancel_on_signals, log_events, say, show
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+PROGRAM = "penstock up"
 
 
 def up(
@@ -53,8 +55,8 @@ def up(
         config = load(path, overrides)
         if dry_run:
             check(config)
-            sys.stdout.write(tomli_w.dumps(resolve(config, programs)))
-            return 0
+            show_toml(tomli_w.dumps(resolve(config, programs)))
+            return Exit.DONE
         check_folder(config.up.out, resume)
         command = programs.check if config.up.check else ()
         for remark in check_everything(command, path, overrides):
@@ -62,15 +64,12 @@ def up(
         with locked(config.up.out):
             asyncio.run(_run(config, programs, resume, Console(highlight=False)))
     except (UpConfigInvalid, FolderUnusable) as error:
-        complain("penstock up", error)
-        return BAD_CONFIGURATION
+        return complain(PROGRAM, error, BAD_CONFIGURATION)
     except (ProcessFailed, PlacementFailed) as error:
-        sys.stderr.write(f"penstock up: {error}\n")
-        return 1
+        return complain(PROGRAM, error, Exit.FAILED)
     except asyncio.CancelledError:
-        sys.stderr.write("penstock up: killed the processes that were still running\n")
-        return 1
-    return 0
+        return complain(PROGRAM, "killed the processes that were still running", Exit.FAILED)
+    return Exit.DONE
 
 
 async def _run(config: UpConfig, programs: Programs, resume: bool, console: Console) -> None:
