@@ -137,14 +137,17 @@ class TrainingLoop:
             group.create_task(self.gatherer.give_up(server, notice))
 
     async def _steps(self, group: asyncio.TaskGroup) -> None:
-        steps = self.config.run.steps
         conclusion = None
         self._measure(self.exchanges.held_version)
-        if self.step < steps:
+        if not self.learner.is_last(self.step):
             self.gatherer.demand(self.step + 1)
-        while self.step < steps:
+        while not self.learner.is_last(self.step):
             record = StepRecord(self.step + 1, time_gather_start=time.time())
-            span = self.metrics.begin_step(record.step, self.evaluator.seconds_after(steps))
+            span = self.metrics.begin_step(
+                record.step,
+                self.evaluator.seconds_after(self.config.run.steps),
+                may_end_early=self.config.run.target is not None,
+            )
             batch = await self._gather(record)
             if batch is None:
                 # The run ends here. Stop requests and lost servers later in a step let it finish.
@@ -166,8 +169,19 @@ class TrainingLoop:
             conclusion = group.create_task(self._conclude(switches, record, span))
         if conclusion is not None:
             await conclusion
+        if self.step < self.config.run.steps:
+            self._report_target()
         self.metrics.display.doing("evaluating")
         await self.evaluator.finish(self.step, self.exchanges.held_version)
+
+    def _report_target(self) -> None:
+        target, mean = self.config.run.target, self.learner.ending.mean
+        assert target is not None
+        assert mean is not None
+        log.info(
+            "reward %.3f reached run.target.reward = %g; ending after step %d of at most %d",
+            *(mean, target.reward, self.step, self.config.run.steps),
+        )
 
     async def _gather(self, record: StepRecord) -> Batch | None:
         """Return the next batch, without groups whose attempts all failed; None to stop the run."""
@@ -191,6 +205,7 @@ class TrainingLoop:
         record.result = await self.learner.train(batch.groups)
         record.time_train_end = time.time()
         record.seconds_train = record.time_train_end - record.time_train_start
+        record.reward_target_mean = self.learner.score(record.rewards)
 
     async def _note(self, batch: Batch, record: StepRecord) -> StepEntry:
         """Fill the payload, and record the step in the ledger with the payload's checksum.
@@ -256,7 +271,9 @@ class TrainingLoop:
         self.gatherer.settle(batch, self.step)
         if not self.config.checkpoint.every_steps:
             self.exchanges.checkpoint(self.step)
-        if self.step < self.config.run.steps:
+        if self.learner.is_last(self.step):
+            self.metrics.end_with(self.step)
+        else:
             self.gatherer.demand(self.step + 1)
         self._unconcluded = record
         return switches

@@ -219,7 +219,7 @@ async def running(
             compute=compute,
             ledger=ledger,
             probe=chosen,
-            collect=lambda step, version, _: lambda: saved.append((step, version, policy.steps)),
+            collect=lambda step, version, *_: lambda: saved.append((step, version, policy.steps)),
             stopping=stopping,
             saved_step=step,
             share_prefixes=False,

@@ -49,6 +49,10 @@ class Display:
         if self._live is not None:
             self._live.refresh()
 
+    def end_with(self, step: int) -> None:
+        """Takes this step for the last one: the run has reached its target."""
+        self._steps = step
+
     def doing(self, what: str) -> None:
         """Shows what the run is doing, now that every step is done."""
         self._doing = what
