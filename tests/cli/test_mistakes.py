@@ -317,15 +317,16 @@ FUNCTIONS = {
 DATA = {
     "no prompt": (
         "eval --server 127.0.0.1:9 --data train.jsonl --reward score:reward",
-        {"train.jsonl": '{"question": "1+1", "answer": "2"}\n'},
-        "penstock eval: train.jsonl:1: expected 'messages', or a string in 'prompt'; the row has question, "
-        'answer: set prompt_field = "question"',
+        {"train.jsonl": '{"instruction": "1+1", "answer": "2"}\n'},
+        "penstock eval: train.jsonl:1: no prompt in messages, prompt, question, problem; the row has "
+        'instruction, answer; name it with columns = { prompt = "instruction" }, or --columns '
+        "prompt=instruction",
     ),
-    "messages in the prompt": (
-        "eval --server 127.0.0.1:9 --data train.jsonl --reward score:reward",
-        {"train.jsonl": '{"id": 7, "prompt": [{"role": "user", "content": "1+1"}]}\n'},
-        "penstock eval: train.jsonl:1: expected 'messages', or a string in 'prompt'; the row has id, "
-        'prompt: set messages_field = "prompt"',
+    "a misspelt column": (
+        "eval --server 127.0.0.1:9 --data train.jsonl --columns prompt=qestion --reward score:reward",
+        {"train.jsonl": '{"question": "1+1"}\n'},
+        "penstock eval: train.jsonl:1: no prompt in 'qestion'; the row has question; "
+        "did you mean question?",
     ),
     "no such file": (
         "eval --server 127.0.0.1:9 --data trian.jsonl --reward score:reward",

@@ -85,16 +85,10 @@ class Scoring:
     help="A *.jsonl or *.parquet file, a folder of *.parquet files, or PKG.MODULE:FUNCTION.",
 )
 @click.option(
-    "--prompt-field",
-    metavar="NAME",
-    show_default="prompt",
-    help="With --data: field of each row with the text of the prompt.",
-)
-@click.option(
-    "--messages-field",
-    metavar="NAME",
-    show_default="messages",
-    help="With --data: field of each row with a list of messages.",
+    "--columns",
+    metavar="prompt=NAME,answer=NAME",
+    show_default="the usual names",
+    help="With --data: columns of its rows with the prompt and the right answer.",
 )
 @click.option(
     "--task", metavar="NAME", help="Instead of --data: a reasoning-gym data set, or 'sums'."
@@ -226,8 +220,8 @@ def evaluate(
     if only and config_file is None:
         raise click.UsageError("--only requires --config")
     given = Given(**said)
-    if given.fields and data is None:
-        raise click.UsageError("--prompt-field and --messages-field require --data")
+    if given.columns is not None and data is None:
+        raise click.UsageError("--columns requires --data")
     if config_file is None:
         sets = [open_set(data, task, given, attempts)]
     else:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, assert_never, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.common.section import Section
+from penstock.common.section import FunctionName, Section
 from penstock.trainer.config.data import Scalar
 
 Level = Literal["token", "sequence"]
@@ -23,7 +23,7 @@ class CustomFunction(Section):
 
     kind: Literal["custom"]
     """A function you provide."""
-    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    function: FunctionName
     """Where to find the function, as pkg.module:function; the working directory is searched too."""
     options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
     """Keyword arguments of each call."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from penstock.common.section import Section
+from penstock.common.section import FunctionName, Section
 from penstock.trainer.config.data import Scalar
 
 
@@ -43,7 +43,7 @@ class CustomTrackerConfig(Section):
 
     kind: Literal["custom"]
     """A tracker supplied by you, as a class or function."""
-    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    function: FunctionName
     """Class or function that creates the tracker, as pkg.module:function; see `tracker.Tracker`."""
     options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
     """Keyword arguments of that call."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, cast, get_args
+from typing import Annotated, ClassVar, TypeAlias, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FunctionName: TypeAlias = Annotated[str, Field(pattern=r"^[^:]+:[\w.]+$")]
+"""A function as `common.functions` finds it: pkg.module:function, or folder/file.py:function."""
 
 
 class NotBoolean:
