@@ -20,6 +20,7 @@ from penstock.cli.looking import check, logs, runs
 from penstock.cli.options import Address, overrides_option, security_options, style_options
 from penstock.cli.reward import reward
 from penstock.cli.shell import Commands, PassThrough, completion, help_command
+from penstock.cli.training import init, train
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
 from penstock.common.answers import show
@@ -57,41 +58,6 @@ def serve(options: tuple[str, ...]) -> None:
     [--config FILE] [--listen HOST:PORT] [--dry-run] [any option of the engine, such as --model]
     """
     exit_with("penstock.server.__main__", "main", _SERVE_EXTRAS, list(options))
-
-
-@main.command(
-    epilog="Exit status: 0 if training is done; 1 if an error stopped it; 2 if CONFIG is invalid; "
-    "3 if it was stopped on request."
-)
-@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--resume", is_flag=True, help="Resume from the run's last checkpoint.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
-@click.option(
-    "--ranks",
-    type=click.IntRange(min=1),
-    default=1,
-    help="Number of processes to train with on this host. Use torchrun for several hosts.",
-)
-@overrides_option
-def train(
-    config: Path, resume: bool, dry_run: bool, ranks: int, overrides: tuple[str, ...]
-) -> None:
-    """Train a policy as configured in CONFIG, a TOML file.
-
-    The file names one or several rollout servers, the model and the source of the tasks. Settings
-    it omits have defaults, which --dry-run prints. Reward, lag and times are printed for every step
-    and written to the run's folder.
-    """
-    exit_with(
-        "penstock.trainer.__main__",
-        "train",
-        "trainer",
-        config,
-        list(overrides),
-        resume,
-        dry_run,
-        ranks,
-    )
 
 
 @main.command(
@@ -349,6 +315,8 @@ main.add_command(check)
 main.add_command(runs)
 main.add_command(logs)
 main.add_command(reward)
+main.add_command(train)
+main.add_command(init)
 main.add_command(health)
 main.add_command(journal)
 main.add_command(doctor)
