@@ -41,6 +41,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -62,6 +64,15 @@ from penstock.v1 import trainer_service_pb2
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step between its batch and its training."""
+
+    batch: Batch
+    record: StepRecord
+    span: Span
+
+
 @dataclass(eq=False, repr=False)
 class TrainingLoop:
     """One run, from the policy's current step to the last."""
@@ -76,6 +87,9 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self._unconcluded: StepRecord | None = None
+        self._conclusion: asyncio.Task[None] | None = None
+        self._group: asyncio.TaskGroup
+        self._ended = False
         every = self.config.metrics.sample_every_steps
         self._samples = Samples(self.config.model.path, every, self.learner.compute)
         self.step = self.learner.saved_step
@@ -115,12 +129,27 @@ class TrainingLoop:
 
         Ends after the last step, or earlier if asked to stop. The module docstring describes how.
         """
+        async with self.running():
+            while (step := await self.next_step()) is not None:
+                await self.train(step)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """What happens beside the steps. A caller that makes steps itself may leave before the last: the
+        run then ends as on a request to stop."""
         async with asyncio.TaskGroup() as group:
+            self._group = group
             self.evaluator.open(group)
             fillers = [group.create_task(filler) for filler in self.gatherer.fillers()]
             try:
                 with self.exchanges.notices_to(partial(self._heed, group)):
-                    await self._steps(group)
+                    self._measure(self.exchanges.held_version)
+                    if not self.learner.is_last(self.step):
+                        self.gatherer.demand(self.step + 1)
+                    yield
+                    if not self._ended:
+                        self.learner.stopping.set()
+                        await self.next_step()
             finally:
                 for filler in fillers:
                     filler.cancel()
@@ -136,39 +165,50 @@ class TrainingLoop:
         if self.gatherer.awaits(notice):
             group.create_task(self.gatherer.give_up(server, notice))
 
-    async def _steps(self, group: asyncio.TaskGroup) -> None:
-        conclusion = None
-        self._measure(self.exchanges.held_version)
-        if not self.learner.is_last(self.step):
-            self.gatherer.demand(self.step + 1)
-        while not self.learner.is_last(self.step):
-            record = StepRecord(self.step + 1, time_gather_start=time.time())
-            span = self.metrics.begin_step(
-                record.step,
-                self.evaluator.seconds_after(self.config.run.steps),
-                may_end_early=self.config.run.target is not None,
-            )
-            batch = await self._gather(record)
-            if batch is None:
-                # The run ends here. Stop requests and lost servers later in a step let it finish.
-                await self._save_if_due()
-                return
-            hit("train.gathered")
-            await self._train(batch, record)
-            hit("train.computed")
-            if conclusion is not None:
-                # The server reads the payload until it has answered the previous switch.
-                await conclusion
-            entry = await self._note(batch, record)
-            await self._publish(entry, record)
-            hit("train.published")
-            switches = await self._switch(batch, record)
-            record.finish(time.time() - record.time_gather_start)
-            record.seconds_checkpoint = await self._save_if_due()
-            record.finish(time.time() - record.time_gather_start)
-            conclusion = group.create_task(self._conclude(switches, record, span))
-        if conclusion is not None:
-            await conclusion
+    async def next_step(self) -> Step | None:
+        """Gather a batch, which `train` takes; None once the run has ended."""
+        if self.learner.is_last(self.step):
+            await self._finish()
+            return None
+        record = StepRecord(self.step + 1, time_gather_start=time.time())
+        span = self.metrics.begin_step(
+            record.step,
+            self.evaluator.seconds_after(self.config.run.steps),
+            may_end_early=self.config.run.target is not None,
+        )
+        batch = await self._gather(record)
+        if batch is None:
+            # The run ends here. Stop requests and lost servers later in a step let it finish.
+            self._ended = True
+            await self._save_if_due()
+            return None
+        hit("train.gathered")
+        return Step(batch, record, span)
+
+    async def train(self, step: Step, batch: Batch | None = None) -> None:
+        """Make an optimizer step, and publish its weights.
+
+        `batch` is what to train instead, made from the step's own: all groups of that count as trained.
+        """
+        record = step.record
+        await self._train(batch or step.batch, record)
+        hit("train.computed")
+        if self._conclusion is not None:
+            # The server reads the payload until it has answered the previous switch.
+            await self._conclusion
+        entry = await self._note(step.batch, record)
+        await self._publish(entry, record)
+        hit("train.published")
+        switches = await self._switch(step.batch, record)
+        record.finish(time.time() - record.time_gather_start)
+        record.seconds_checkpoint = await self._save_if_due()
+        record.finish(time.time() - record.time_gather_start)
+        self._conclusion = self._group.create_task(self._conclude(switches, record, step.span))
+
+    async def _finish(self) -> None:
+        self._ended = True
+        if self._conclusion is not None:
+            await self._conclusion
         if self.step < self.config.run.steps:
             self._report_target()
         self.metrics.display.doing("evaluating")
@@ -190,7 +230,6 @@ class TrainingLoop:
             return None
         record.time_gather_end = time.time()
         record.seconds_wait = record.time_gather_end - record.time_gather_start
-        record.batch = self.gatherer.describe(batch)
         record.sample = await self._samples.of(record.step, batch.deliveries)
         record.traceparents = [
             trajectory.traceparent
@@ -201,6 +240,7 @@ class TrainingLoop:
         return batch if await self.gatherer.refill() else None
 
     async def _train(self, batch: Batch, record: StepRecord) -> None:
+        record.batch = self.gatherer.describe(batch)
         record.time_train_start = time.time()
         record.result = await self.learner.train(batch.groups)
         record.time_train_end = time.time()

@@ -7,7 +7,14 @@ import contextlib
 import io
 import json
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +24,6 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from penstock.trainer.__main__ import _walk
 from penstock.trainer.assembly import Link, make_publisher
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.aio import ComputeThread
@@ -36,6 +42,7 @@ from penstock.trainer.learner import Learner
 from penstock.trainer.loop import TrainingLoop
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.policy.protocol import StepResult
+from penstock.trainer.session import connected
 from penstock.trainer.state.ledger import Ledger
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher
@@ -140,6 +147,7 @@ async def running(
     evaluation: Sequence[dict[str, object]] = (),
     max_lag: int = 4,
     data: dict[str, object] | None = None,
+    drive: Callable[[TrainingLoop], Awaitable[None]] | None = None,
 ) -> AsyncGenerator[Run]:
     config = TrainerConfig.model_validate(
         {
@@ -233,7 +241,13 @@ async def running(
             metrics=metrics,
             evaluator=evaluator,
         )
-        walk = asyncio.create_task(_walk(loop, stopping))
+
+        async def walking() -> None:
+            async with connected(loop, stopping) as ready:
+                if ready is not None:
+                    await (drive(ready) if drive else ready.run())
+
+        walk = asyncio.create_task(walking())
         try:
             yield Run(
                 policy,

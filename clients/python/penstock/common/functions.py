@@ -70,10 +70,10 @@ def find_function(
         raise FunctionInvalid(f"a {type(found).__name__} is not callable")
     if call is not None or (positional and _makes_functions(found)):
         found = _made(found, call)
-    return found if positional is None else _accepting(found, positional, options or {}, name)
+    return found if positional is None else accepting(found, positional, options or {}, name)
 
 
-def _accepting(
+def accepting(
     found: Callable[..., object],
     positional: tuple[str, ...],
     options: Mapping[str, object],

@@ -49,8 +49,8 @@ class Launch:
     """A folder, or a name on the hub."""
     data: str
     """A file, a folder of tables, or a function."""
-    reward: str
-    """As pkg.module:function, or file.py:function."""
+    reward: str | None
+    """As pkg.module:function, or file.py:function. None if this process scores the answers itself."""
     columns: str | None = None
     out: Path | None = None
     steps: int | None = None
@@ -104,7 +104,7 @@ def choose(
         ),
         "serve.engine.max-num-seqs": (groups * size, "the answers of a step"),
         **_devices(layout, machine),
-        "rollout.reward": (whole(given.reward), "scores each answer"),
+        **_rollout(given.reward),
         **({"rollout.style": (given.style, "as given")} if given.style else {}),
         "rollout.concurrency": (groups * size, "answers in flight: those of a step"),
         "train.run.steps": (steps, f"{steps * groups} prompts{passes}"),
@@ -126,6 +126,12 @@ def whole(function: str) -> str:
     """The name of a function, with the whole path of its file, so that it is found from any folder."""
     file, _, name = function.partition(":")
     return f"{Path(file).resolve()}:{name}" if file.endswith(".py") else function
+
+
+def _rollout(reward: str | None) -> dict[str, tuple[object, str]]:
+    if reward is None:
+        return {"rollout.count": (0, "the reward is a function of the script that trains")}
+    return {"rollout.reward": (whole(reward), "scores each answer")}
 
 
 def _devices(layout: Layout, machine: Machine) -> dict[str, tuple[object, str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.client.scoring import BadFunction, load_function
-from penstock.common.explaining import complain
+from penstock.common.answers import complain
 from penstock.common.settings import SettingInvalid, Table, apply_setting
 from penstock.demo.model import ModelUnavailable
 from penstock.launch import machine
@@ -40,19 +40,19 @@ FILE = "run.toml"
 PROMPTS_READ = 4096
 """Of data without an end, to find the longest."""
 WIDEST_PROMPT = 60
+REFUSED = (LaunchInvalid, ConfigInvalid, BadFunction, ModelUnavailable, UpConfigInvalid)
+"""Errors of what is given."""
 
 
 def launch(options: Mapping[str, Any], dry_run: bool, programs: Programs | None = None) -> int:
     """Runs what the options of the command line describe; returns the exit status."""
     given = Launch(**options)
-    stem = Path(given.data.partition(":")[0]).name.partition(".")[0]
-    name = time.strftime(f"{stem or 'train'}-%Y%m%d-%H%M%S")
-    out = given.out or Path("runs") / name
+    out = given.out or new_folder(given.data)
     try:
         text = make_file(given, out.resolve())
         if dry_run:
             return _dry_run(text, programs or Programs())
-    except (LaunchInvalid, ConfigInvalid, BadFunction, ModelUnavailable, UpConfigInvalid) as error:
+    except REFUSED as error:
         complain("penstock train", error)
         return BAD_CONFIGURATION
     path = out / FILE
@@ -74,9 +74,16 @@ def launch(options: Mapping[str, Any], dry_run: bool, programs: Programs | None 
     return status
 
 
+def new_folder(data: str) -> Path:
+    """Where a run of this data goes, unless the person says."""
+    stem = Path(data.partition(":")[0]).name.partition(".")[0]
+    return Path("runs") / time.strftime(f"{stem or 'train'}-%Y%m%d-%H%M%S")
+
+
 def make_file(given: Launch, out: Path) -> str:
-    """The text of the run's file, with every choice made. Raises the errors that `launch` words."""
-    _check_reward(given)
+    """The text of the run's file, with every choice made. Raises what is in `REFUSED`."""
+    if given.reward is not None:
+        _check_reward(given.reward, given.style)
     asked = _settings(given.overrides)
     columns = parse_columns(given.columns) if given.columns is not None else {}
     config = source_of(given.data, columns)
@@ -88,22 +95,21 @@ def make_file(given: Launch, out: Path) -> str:
     data = _measure(config, source, model, asked)
     choices = choose(given, out, found, model, layout, data)
     command = ("penstock", "train", "--model", given.model, "--data", given.data)
-    above = [
-        f"{shlex.join((*command, '--reward', given.reward))}",
-        f"Chosen for {found.described}.",
-        f"To train again with changes: set another `out`, then `penstock up {FILE}`.",
-    ]
+    above = ["penstock.train", f"Chosen for {found.described}."]
+    if given.reward is not None:
+        above[0] = shlex.join((*command, "--reward", given.reward))
+        above.append(f"To train again with changes: set another `out`, then `penstock up {FILE}`.")
     return render(choices, above)
 
 
-def _check_reward(given: Launch) -> None:
+def _check_reward(reward: str, style: str | None) -> None:
     """Imports the reward, as a worker will. Raises BadFunction."""
-    if given.style in (None, "penstock"):
-        load_function(given.reward, "--reward")
+    if style in (None, "penstock"):
+        load_function(reward, "--reward")
         return
     from penstock.client.plugins.styles import Style, load_functions
 
-    load_functions(Style(given.style), None, given.reward, {}, whole_group=False)
+    load_functions(Style(style), None, reward, {}, whole_group=False)
 
 
 def _settings(overrides: tuple[str, ...]) -> Table:

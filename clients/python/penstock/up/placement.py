@@ -40,10 +40,10 @@ class LocalPlacement:
 
     def __init__(self, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """`environments` holds variables to add, by the command's name."""
-        self._environments = environments or {}
+        self.environments = environments or {}
 
     async def start(self, command: Command, on_line: Callable[[str], None] | None) -> Running:
-        added = self._environments.get(command.name, {})
+        added = self.environments.get(command.name, {})
         environment = {**command.environment, **added}
         try:
             return Process.start(replace(command, environment=environment), on_line)
