@@ -138,7 +138,7 @@ class TrainedTrajectory:
 
     trajectory_id: str
     prompt: str
-    """What came before the policy's first token, with special tokens, as the policy saw it."""
+    """The context before the policy's first token, with special tokens, as the policy saw it."""
     text: str
     """What the policy wrote from its first token on, with special tokens. Between turns, also their
     context."""

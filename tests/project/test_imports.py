@@ -49,6 +49,7 @@ def loaded_by(*command: str) -> set[str]:
     "command",
     [
         ("-c", "import penstock.client"),
+        ("-c", "import penstock; penstock.connect, penstock.__version__"),
         ("-m", "penstock.cli", "--help"),
         ("-m", "penstock.cli", "version"),
         *(

@@ -15,6 +15,7 @@ FILES = """
     cli/test_weights.py common/test_allocator.py
     machine/test_doctor.py machine/test_hub.py
     launch/test_command.py launch/test_init.py launch/test_one_command.py
+    launch/test_notebook.py launch/test_python_runs.py
     client/environments/test_games.py client/external/test_ends.py client/external/test_external.py
     client/external/test_http.py client/plugins/test_whole_rollouts.py client/test_client_restart.py
     client/plugins/test_plugins.py client/test_client_wire.py client/test_worker_load.py
@@ -40,7 +41,8 @@ FILES = """
     trainer/exchange/test_many_hubs.py trainer/metrics/test_mlflow.py trainer/metrics/test_wandb.py
     trainer/policy/test_lora.py trainer/policy/test_megatron_end_to_end.py
     trainer/policy/test_megatron_policy.py trainer/policy/test_ranks.py
-    trainer/test_end_to_end.py trainer/test_resume.py trainer/test_stopping.py
+    trainer/test_end_to_end.py trainer/test_resume.py trainer/test_session.py
+    trainer/test_stopping.py
     trainer/weights/test_sparse_collective.py
 """.split()  # noqa: SIM905 - one line per name would be longer than what it lists.
 """Files of tests/ that are left out as a whole."""

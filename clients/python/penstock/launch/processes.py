@@ -108,7 +108,8 @@ def run_in_thread(work: Callable[[Say], Coroutine[object, object, None]]) -> Non
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
-        begun.set_result(partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel))
+        loop = asyncio.get_running_loop()
+        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
         await work(said.put)
 
     def run() -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's results."""
+    """A run that has ended, or that the caller makes step by step."""
 
     folder: Path
     """Logs, figures, checkpoints and the trained model."""
