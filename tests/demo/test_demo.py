@@ -24,7 +24,7 @@ from rich.console import Console
 
 from penstock.client import Message, connect
 from penstock.client.tasks import Task
-from penstock.demo import answers, model, rewards, run, settings, tasks
+from penstock.demo import answers, machine, model, rewards, run, settings, tasks
 from penstock.demo.answers import Answers, ask
 from penstock.demo.command import (
     check_gpus,
@@ -295,11 +295,27 @@ def test_the_machine_is_described_by_what_torch_finds() -> None:
 
     from penstock.common.arithmetic import computes_bfloat16
 
-    machine = find_machine()
-    assert len(machine.gpus) == torch.cuda.device_count()
-    fast = computes_bfloat16("cuda" if machine.gpus else "cpu")
-    assert machine.dtype == ("bfloat16" if fast else "float32")
-    assert f", {len(os.sched_getaffinity(0))} cores, " in machine.cpu
+    found = find_machine()
+    assert len(found.gpus) == torch.cuda.device_count()
+    fast = computes_bfloat16("cuda" if found.gpus else "cpu")
+    assert found.dtype == ("bfloat16" if fast else "float32")
+    assert f", {len(os.sched_getaffinity(0))} cores, " in found.cpu
+
+
+def test_a_torch_that_is_missing_or_broken_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda _: None)
+    with pytest.raises(ModuleNotFoundError) as missing:
+        find_machine()
+    assert missing.value.name == "torch"
+    monkeypatch.undo()
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main(["--out", str(tmp_path / "out")]) == 1
+    said = capfd.readouterr().err
+    assert "libcudart.so.13: no such file" in said
+    assert "torch does not work here: exited 1, see above" in said
 
 
 def test_every_command_that_is_proposed_next_can_be_typed(
@@ -367,9 +383,9 @@ def test_the_last_line_is_for_programs(
     assert summary.target_reached == reached
     assert astuple(summary.answers[0]) == ("What is 3 + 14?", "17 is", "17")
     assert summarize(found, plan, run.Ended(9.0, None, after)).answers == ()
-    machine = Machine("a CPU", (), "float32")
+    cpu = Machine("a CPU", (), "float32")
     known = {"setup": 61.26, "model": 0.0}
-    line = json.loads(last_line(found, summary, 990.0, known, machine, plan.scale))
+    line = json.loads(last_line(found, summary, 990.0, known, cpu, plan.scale))
     assert line.pop("end_seconds") > 0
     assert line == {
         "setup_seconds": 61.3,

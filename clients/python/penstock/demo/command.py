@@ -154,11 +154,11 @@ def demo(
     check_task(task)
     reward = read_target(target, task)
     folder = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
-    machine = find_machine()
-    check_gpus(machine, ranks)
-    scale = choose_scale(task, tiny=tiny)
-    scale = replace(scale, dtype=scale.dtype or machine.dtype)
     try:
+        machine = find_machine()
+        check_gpus(machine, ranks)
+        scale = choose_scale(task, tiny=tiny)
+        scale = replace(scale, dtype=scale.dtype or machine.dtype)
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "summary.json").exists():
             raise click.UsageError(f"{folder} holds the results of another run")

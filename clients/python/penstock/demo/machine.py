@@ -10,6 +10,9 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+
+from penstock.up.processes import ProcessFailed, ending
 
 CORES = len(os.sched_getaffinity(0))
 FEATURES = ("amx_bf16", "avx512_bf16", "bf16", "avx512_f", "avx2")
@@ -29,9 +32,14 @@ class Machine:
 
 
 def find_machine() -> Machine:
-    """Asks torch, in another process. Raises subprocess.CalledProcessError."""
+    """Asks torch, in another process. Raises ModuleNotFoundError, or ProcessFailed if torch fails."""
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("torch is not installed", name="torch")
     command = (sys.executable, "-W", "ignore", "-m", "penstock.demo.machine")
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    result = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    if result.returncode != 0:
+        raise ProcessFailed(f"torch does not work here: {ending(result.returncode)}, see above")
+    found = json.loads(result.stdout)
     return Machine(found["cpu"], tuple(found["gpus"]), found["dtype"])
 
 
