@@ -36,9 +36,9 @@ class Model:
     scale: Scale
 
 
-SMOLLM2 = Model("", replace(settings.SMALL_MODEL, learning_rate=2e-5))
-"""An empty folder means the demo's own model. The published figures are of this learning rate; the demo's
-own suits a run that ends at its target."""
+SMOLLM2 = Model("", replace(settings.SMALL_MODEL, steps=90, learning_rate=2e-5))
+"""An empty folder means the demo's own model. The published figures are of these steps and learning rate.
+The demo's own suit a run that ends at its target."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from penstock.client.worker import WorkerMisconfigured
 from penstock.common.functions import FunctionInvalid, accepting
 from penstock.common.suggestions import did_you_mean
 from penstock.launch.choices import Launch
-from penstock.launch.command import FILE, REFUSED, make_file, new_folder
+from penstock.launch.command import FILE, REFUSED, check_file, make_file, new_folder
 from penstock.launch.errors import RunFailed, RunInvalid
 from penstock.launch.processes import Functions, Say, run_in_thread, started
 from penstock.launch.run import Run, SteppedRun
@@ -35,7 +35,6 @@ from penstock.preflight.rewards import call_once
 from penstock.trainer.config.trainer import load_config
 from penstock.trainer.core.errors import TrainerError, leaves
 from penstock.up.cast import Programs
-from penstock.up.checks import check_everything
 from penstock.up.config import UpConfig, load
 from penstock.up.placement import PlacementFailed
 from penstock.up.processes import ProcessFailed, write_files
@@ -198,10 +197,10 @@ def _prepare(
             for key, value in options.get("settings", {}).items()
         ),
     )
-    write_files({out / FILE: make_file(launch, out)})
+    text = make_file(launch, out)
+    check_file(text, launch.overrides, PROGRAMS)
+    write_files({out / FILE: text})
     config = load(out / FILE, [])
-    for remark in check_everything(PROGRAMS.check, out / FILE, ()):
-        _print(f"note: {remark}")
     _call_reward(config, functions.reward)
     return config
 
@@ -255,4 +254,5 @@ def _worded() -> Generator[None]:
 
 def _as_arguments(said: str) -> str:
     """Names options of the command line as arguments: --max-tokens is max_tokens."""
+    said = said.replace("--set ", "settings: ")
     return re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), said)
