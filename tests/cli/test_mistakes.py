@@ -308,6 +308,13 @@ FUNCTIONS = {
         "penstock rollout: --args sets rm_type = 'deepscaler', and Penstock has none of slime's own "
         "rewards; give a function with --reward, or custom_rm_path in --args",
     ),
+    "a reward that raises": (
+        "check up.toml",
+        {"train.jsonl": '{"prompt": "1+1", "answer": "2"}\n'},
+        "penstock check: up.toml:8: --reward score:reward: it raises KeyError for an empty answer to the "
+        "first prompt: 'anwser'; the task's metadata has answer, data_source; did you mean answer?; try it "
+        "with `penstock reward try`",
+    ),
     "no reward": (
         "rollout --server 127.0.0.1:9",
         {},
