@@ -9,6 +9,7 @@ Exit status: that of `penstock up`.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import tempfile
@@ -50,6 +51,9 @@ def launch(options: Mapping[str, Any], dry_run: bool, programs: Programs | None 
     stem = Path(given.data.partition(":")[0]).name.partition(".")[0]
     name = time.strftime(f"{stem or 'train'}-%Y%m%d-%H%M%S")
     out = given.out or Path("runs") / name
+    path = out / FILE
+    if path.exists():
+        return complain(PROGRAM, f"--out {out}: it holds a run already; {_continue(path)}")
     try:
         text = make_file(given, out.resolve())
         _check(text, given.overrides, programs)
@@ -58,9 +62,6 @@ def launch(options: Mapping[str, Any], dry_run: bool, programs: Programs | None 
     if dry_run:
         show_toml(text)
         return Exit.DONE
-    path = out / FILE
-    if path.exists():
-        return complain(PROGRAM, f"--out {out}: it holds a run already; {_continue(path)}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -144,9 +145,15 @@ def _check(text: str, overrides: Sequence[str], programs: Programs) -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-train-") as folder:
         path = Path(folder) / FILE
         path.write_text(text)
-        # The settings are in the file already; this way, a problem names them.
-        for remark in check_everything(programs.check, path, overrides):
-            _say(f"note: {remark.removeprefix(f'{folder}/')}")
+        # A person knows the options, and not this file.
+        own = re.compile(rf"^{re.escape(str(path))}(:\d+)?: ", re.MULTILINE)
+        try:
+            # The settings are in the file already; this way, a problem names them.
+            remarks = check_everything(programs.check, path, overrides)
+        except UpConfigInvalid as error:
+            raise UpConfigInvalid(own.sub("", str(error))) from error
+    for remark in remarks:
+        _say(f"note: {own.sub('', remark)}")
 
 
 def _continue(path: Path) -> str:
