@@ -117,6 +117,12 @@ def test_a_setting_replaces_a_choice(train: Train) -> None:
     }
 
 
+def test_the_check_can_be_turned_off(train: Train) -> None:
+    done = train("--dry-run", "--set", "up.check=false", reward="my.py:typo")
+    assert done.exit_code == 0, done.output
+    assert tomllib.loads(done.stdout)["up"]["check"] is False
+
+
 def test_a_function_may_give_the_data(train: Train, here: Path) -> None:
     (here / "rows.py").write_text(
         "def make():\n    while True:\n        yield {'prompt': 'x?', 'answer': 'x'}\n"

@@ -14,6 +14,7 @@ import shlex
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -141,7 +142,10 @@ def _measure(config: MixableConfig, source: Source, model: Model, asked: Table) 
 
 
 def _check(text: str, overrides: Sequence[str], programs: Programs) -> None:
-    """Has `penstock check` look at the file before it is in the run's folder. Raises UpConfigInvalid."""
+    """Has `penstock check` look at the file before it is in the run's folder, unless `up.check` is false.
+    Raises UpConfigInvalid."""
+    if not tomllib.loads(text)["up"].get("check", True):
+        return
     with tempfile.TemporaryDirectory(prefix="penstock-train-") as folder:
         path = Path(folder) / FILE
         path.write_text(text)
