@@ -31,6 +31,9 @@ ROWS = [{"prompt": "6 times 7?", "answer": "42"}, {"prompt": "a" * 300, "answer"
 REWARD = """def score(task, trajectory):
     return float(task.metadata["answer"] in trajectory.text)
 
+def typo(task, trajectory):
+    return float(task.metadata["anwser"])
+
 def graded(completions, **columns):
     return [0.0 for _ in completions]
 """
@@ -114,9 +117,15 @@ def test_a_setting_replaces_a_choice(train: Train) -> None:
     }
 
 
+def test_the_check_can_be_turned_off(train: Train) -> None:
+    done = train("--dry-run", "--set", "up.check=false", reward="my.py:typo")
+    assert done.exit_code == 0, done.output
+    assert tomllib.loads(done.stdout)["up"]["check"] is False
+
+
 def test_a_function_may_give_the_data(train: Train, here: Path) -> None:
     (here / "rows.py").write_text(
-        "def make():\n    n = 0\n    while True:\n        n += 1\n        yield f'{n}?'\n"
+        "def make():\n    while True:\n        yield {'prompt': 'x?', 'answer': 'x'}\n"
     )
     done = train("--dry-run", data="rows.py:make")
     assert done.exit_code == 0, done.output
@@ -144,6 +153,7 @@ def test_a_function_may_give_the_data(train: Train, here: Path) -> None:
         ([], {"reward": "me.py:score"}, "--reward me.py:score: me.py: No such file or directory"),
         ([], {"reward": "json.py:score"}, "json.py: its name is that of another module,"),
         ([], {"reward": "my.score"}, "write it as pkg.module:function; did you mean my:score?"),
+        ([], {"reward": "my.py:typo"}, "train: --reward {here}/my.py:typo: it raises KeyError for an"),
         ([], {"reward": "my.py:graded"}, "for functions of trl give --style trl"),
         (["--max-tokens", "4000"], {}, "the longest prompt has 372 tokens, and the model's context 2048"),
         (["--set", "train.run.steps"], {}, "--set train.run.steps: a setting is written section.key=value"),

@@ -9,10 +9,12 @@ Exit status: that of `penstock up`.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +52,9 @@ def launch(options: Mapping[str, Any], dry_run: bool, programs: Programs | None 
     """Runs what the options of the command line describe; returns the exit status."""
     given, programs = Launch(**options), programs or Programs()
     out = given.out or new_folder(given.data)
+    path = out / FILE
+    if path.exists():
+        return complain(PROGRAM, f"--out {out}: it holds a run already; {_continue(path)}")
     try:
         text = make_file(given, out.resolve())
         check_file(text, given.overrides, programs)
@@ -58,9 +63,6 @@ def launch(options: Mapping[str, Any], dry_run: bool, programs: Programs | None 
     if dry_run:
         show_toml(text)
         return Exit.DONE
-    path = out / FILE
-    if path.exists():
-        return complain(PROGRAM, f"--out {out}: it holds a run already; {_continue(path)}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -146,13 +148,22 @@ def _measure(config: MixableConfig, source: Source, model: Model, asked: Table) 
 
 
 def check_file(text: str, overrides: Sequence[str], programs: Programs) -> None:
-    """Has `penstock check` look at the file before it is in the run's folder. Raises UpConfigInvalid."""
+    """Has `penstock check` look at the file before it is in the run's folder, unless `up.check` is false.
+    Raises UpConfigInvalid."""
+    if not tomllib.loads(text)["up"].get("check", True):
+        return
     with tempfile.TemporaryDirectory(prefix="penstock-train-") as folder:
         path = Path(folder) / FILE
         path.write_text(text)
-        # The settings are in the file already; this way, a problem names them.
-        for remark in check_everything(programs.check, path, overrides):
-            _say(f"note: {remark.removeprefix(f'{folder}/')}")
+        # A person knows the options, and not this file.
+        own = re.compile(rf"^{re.escape(str(path))}(:\d+)?: ", re.MULTILINE)
+        try:
+            # The settings are in the file already; this way, a problem names them.
+            remarks = check_everything(programs.check, path, overrides)
+        except UpConfigInvalid as error:
+            raise UpConfigInvalid(own.sub("", str(error))) from error
+    for remark in remarks:
+        _say(f"note: {own.sub('', remark)}")
 
 
 def _continue(path: Path) -> str:
