@@ -14,7 +14,6 @@ from click.testing import CliRunner
 
 from penstock.cli.__main__ import main
 from penstock.launch.init import recipes
-from penstock.launch.layout import FROZEN_BYTES, FULL_BYTES
 from tests.support.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +28,8 @@ PARAMETERS = {
 }
 WORDS = 152_000
 """Of their vocabularies."""
+TRAINED_BYTES, FROZEN_BYTES = 16, 4
+"""Of each parameter: docs/guides/several-gpus.md."""
 ON_GPUS = [name for name, text in RECIPES.items() if "gpu-memory-utilization" in text]
 
 
@@ -112,7 +113,7 @@ def test_it_fits_the_gpus_that_it_names(recipe: str) -> None:
     count, room = {"one": 1, "eight": 8}[named[1]], int(named[2]) * 1e9
     parameters = PARAMETERS[engine["model"]]
     serving = engine["gpu-memory-utilization"] * room
-    each = FROZEN_BYTES if "lora" in train["model"] else FULL_BYTES
+    each = FROZEN_BYTES if "lora" in train["model"] else TRAINED_BYTES
     ranks = file["up"].get("trainer_ranks", 1)
     # Logits in float32, their gradient, and what is computed from them.
     training = each * parameters / ranks + 3 * 4 * WORDS * train["train"]["micro_batch_tokens"]
