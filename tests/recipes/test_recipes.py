@@ -30,7 +30,7 @@ WORDS = 152_000
 """Of their vocabularies."""
 TRAINED_BYTES, FROZEN_BYTES = 16, 4
 """Of each parameter: docs/guides/several-gpus.md."""
-ON_GPUS = [name for name, text in RECIPES.items() if "gpu-memory-utilization" in text]
+ON_GPUS = [name for name, text in RECIPES.items() if "\ngpu-memory-utilization =" in text]
 
 
 @pytest.fixture(scope="module")
