@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.common.models import without_weights
 from penstock.common.suggestions import did_you_mean
 from penstock.machine.gpus import gpu_count
-from penstock.machine.models import unobtainable
+from penstock.machine.models import ModelUnusable, look_up
 from penstock.machine.processor import cores
 from penstock.server.config.settings import AddressInUse, ConfigError, ServeConfig
 from penstock.wire.channel import split_address
@@ -74,8 +74,10 @@ def check_engine(config: ServeConfig, options: Sequence[str], origin: Callable[[
 def check_model(config: ServeConfig) -> None:
     """Raises ConfigError if the model is a name that cannot be loaded from the cache or the hub."""
     model = "" if config.pool.engines else str(config.engine.get("model", ""))
-    if problem := unobtainable(model):
-        raise ConfigError(f"model: {problem}")
+    try:
+        look_up(model)
+    except ModelUnusable as error:
+        raise ConfigError(f"model: {error}") from error
 
 
 def _check_processes(

@@ -14,8 +14,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from penstock.common.arithmetic import computes_bfloat16
-from penstock.common.host import memory_bytes
+from penstock.machine.processor import computes_bfloat16
+from penstock.machine.resources import memory_bytes
 
 WORKER_EXTENSION = "penstock.server.vllm.worker.weight_engine.WorkerExtension"
 KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"

@@ -20,8 +20,9 @@ from penstock.launch import command
 from penstock.launch.choices import Data, Launch, choose, render
 from penstock.launch.errors import LaunchInvalid
 from penstock.launch.layout import Layout, lay_out
-from penstock.launch.machine import Machine
 from penstock.launch.model import Model, longest_prompt, read_model
+from penstock.machine.devices import Machine
+from penstock.machine.gpus import Gpu
 from penstock.up.config import load
 from tests.support.tiny_model import make_tiny_model
 
@@ -195,7 +196,7 @@ def test_a_system_prompt_counts(train: Train) -> None:
             lambda folder: (folder / "config.json").write_text('{"quantization_config": {}}'),
             "is quantized; use the model that it was quantized from",
         ),
-        (lambda folder: os.truncate(folder / "model.safetensors", 2000), "safetensors: .*fetch it again"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 2000), "safetensors: .*copy it again"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights, such as model"),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
@@ -232,7 +233,8 @@ GIVEN = Launch("Qwen/Qwen3-0.6B", "train.jsonl", "my:score")
 def test_the_file_for_gpus_is_one_that_up_takes(
     tmp_path: Path, count: int, parameters: float
 ) -> None:
-    machine = Machine(16, 200 * GB, (80 * GB,) * count, bfloat16=True)
+    gpu = Gpu("GPU", 80 * GB, 80 * GB, 9.0, "580")
+    machine = Machine("16 cores", 200 * GB, (gpu,) * count, bfloat16=True)
     layout = lay_out(machine, int(parameters), lora=False, ranks=None)
     model = Model(Path("/m"), int(parameters), 40_960)
     path = tmp_path / "run.toml"
@@ -251,7 +253,7 @@ def test_the_file_for_gpus_is_one_that_up_takes(
 
 
 def test_the_answer_has_what_the_prompt_leaves() -> None:
-    machine, model = Machine(2, 16 * GB), Model(Path("/m"), 10**8, 400)
+    machine, model = Machine("2 cores", 16 * GB), Model(Path("/m"), 10**8, 400)
     layout = Layout(1, 1, lora=False)
     choices = choose(GIVEN, Path("/o"), machine, model, layout, DATA)
     assert choices["train.data.sampling.max_tokens"].value == 200

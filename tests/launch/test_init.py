@@ -10,7 +10,6 @@ from click.testing import CliRunner
 
 from penstock.cli.__main__ import main
 from penstock.launch.init import fill, recipes
-from penstock.up.cast import Programs
 from penstock.up.checks import check
 from penstock.up.config import load
 from tests.support.tiny_model import make_tiny_model
@@ -31,7 +30,7 @@ def test_a_recipe_is_described_and_is_what_up_takes(recipe: str, tmp_path: Path)
     )
     reward = "my.py:score" if "reward" in file["rollout"] else None
     path.write_text(fill(recipe, str(model), data, reward))
-    check(load(path, []), Programs())
+    check(load(path, []))
 
 
 def test_the_file_has_what_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

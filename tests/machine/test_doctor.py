@@ -134,7 +134,7 @@ def test_extras_are_those_of_the_distribution() -> None:
 
 
 NVIDIA = """#!/bin/sh
-echo 'NVIDIA H200, 143771 MiB, 143000 MiB, 580.95.05'
+echo 'NVIDIA H200, 143771, 143000, 9.0, 580.95.05'
 """
 
 
@@ -156,12 +156,13 @@ def test_gpus_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert gpus.gpu_count(tmp_path) == 2
     assert state_of(gpus.check_gpus(2)) == (
         State.OK,
-        "NVIDIA H200, 143000 MiB of 143771 MiB free; driver 580.95.05",
+        "NVIDIA H200, 139.6 GiB of 140.4 GiB free; driver 580.95.05",
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert gpus.gpu_count(tmp_path) == 1
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus.gpu_count(tmp_path) == 0
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert gpus.gpu_count(tmp_path) == 0
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_gpus_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("", "nvidia-smi is not installed"),
         ("#!/bin/sh\necho 'driver/library mismatch'; exit 18\n", "driver/library mismatch"),
-        ("#!/bin/sh\nexit 9\n", "nvidia-smi ended with 9"),
+        ("#!/bin/sh\nexit 9\n", "nvidia-smi failed: 9"),
         ("#!/bin/sh\nwhile :; do :; done\n", "nvidia-smi did not answer within 0.5 s"),
     ],
 )
@@ -219,7 +220,7 @@ class cuda:
     (tmp_path / "torch.py").write_text(sources[module])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     if module == "hangs":
-        monkeypatch.setattr(gpus, "ASK_SECONDS", 1.0)
+        monkeypatch.setattr(gpus, "IMPORT_SECONDS", 1.0)
     found = gpus.check_torch(count)
     assert found.state is state and said in found.found
     assert bool(found.hint) == (state is not State.OK)
@@ -274,8 +275,8 @@ def not_begun(folder: Path) -> None:
 
 BREAKS = {
     truncated: "model.safetensors: w: bytes 0 to 8 of 7",
-    without_blob: "model.safetensors: no such file",
-    without_shard: "model-2.safetensors: no such file",
+    without_blob: "lacks model.safetensors",
+    without_shard: "lacks model-2.safetensors",
     with_broken_index: "model.safetensors.index.json: KeyError",
     without_configuration: "has no config.json",
     without_weights: "has no weights",

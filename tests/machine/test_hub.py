@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from penstock.machine.models import unobtainable
+from penstock.machine.models import ModelUnusable, Weights, find_model, look_up
+from tests.machine.test_doctor import write_model
 
 asked: list[str] = []
 
@@ -26,7 +29,8 @@ class Hub(BaseHTTPRequestHandler):
         else:
             self.send_response(404)
             self.send_header("X-Error-Code", "RepoNotFound")
-        body = b'{"id": "org/there", "siblings": []}'
+        sizes = b'{"parameters": {"F32": 135}, "total": 135}'
+        body = b'{"id": "org/there", "siblings": [], "safetensors": %s}' % sizes
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -44,7 +48,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.delenv("VLLM_USE_MODELSCOPE", raising=False)
-    (tmp_path / "models--org--cached" / "snapshots" / "1").mkdir(parents=True)
+    write_model(tmp_path, "models--org--cached")
     yield
     server.shutdown()
     thread.join()
@@ -71,12 +75,33 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_a_name_is_looked_up(name: str, problem: str, requests: int) -> None:
-    said = unobtainable(name)
-    assert problem in said and bool(said) == bool(problem)
+    if problem:
+        with pytest.raises(ModelUnusable, match=re.escape(problem)):
+            look_up(name)
+    else:
+        look_up(name)
     assert len(asked) == requests
+
+
+def test_its_size_is_that_in_the_cache_or_on_the_hub(tmp_path: Path) -> None:
+    assert find_model("org/cached") == Weights(2, 8)
+    assert find_model("org/there") == Weights(135)
+    # A download would bring what lacks, but not what is cut off.
+    folder = write_model(tmp_path, "models--org--part")
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelUnusable, match="the hub has no model org/part"):
+        look_up("org/part")
+    (folder / "config.json").write_text("{}")
+    os.truncate((folder / "model.safetensors").resolve(), 40)
+    with pytest.raises(ModelUnusable, match="cut off or broken"):
+        look_up("org/part")
 
 
 def test_a_folder_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "model").mkdir(parents=True)
-    assert unobtainable("org/model") == "" and not asked
+    assert look_up("org/model") == Weights() and not asked
+    with pytest.raises(ModelUnusable, match="is not a model: it has no config"):
+        find_model("org/model")
+    with pytest.raises(ModelUnusable, match="there is no folder"):
+        find_model("./nowhere")

@@ -11,16 +11,16 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
 
 import pytest
 from click.testing import CliRunner
-from huggingface_hub import constants
 
 from penstock.cli.__main__ import main
 from penstock.demo.tiny import write_model
-from penstock.preflight import data, devices, models, rewards
-from penstock.preflight.models import ModelUnusable, check_model
+from penstock.machine.devices import Machine
+from penstock.machine.gpus import Gpu
+from penstock.machine.models import ModelUnusable, find_model
+from penstock.preflight import command, data, rewards
 from penstock.up.cast import Programs
 from penstock.up.checks import check_everything
 from penstock.up.config import UpConfigInvalid
@@ -82,7 +82,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         patch.syspath_prepend(str(made))
-        patch.setattr(devices, "DRIVER", made / "none")
+        patch.setattr(command, "look", lambda: Machine("a CPU", 16 << 30))
+        patch.setattr(command, "gpu_count", lambda: 0)
         yield made
 
 
@@ -90,7 +91,7 @@ def found(file: str = "up.toml", *settings: str) -> dict[str, list[str]]:
     """What the check says, with its exit status checked."""
     options = [part for setting in settings for part in ("--set", setting)]
     done = CliRunner().invoke(main, ["check", file, "--json", *options])
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = json.loads(done.stdout)
     assert done.exit_code == (2 if told["problems"] else 0), done.output
     return told
 
@@ -165,9 +166,8 @@ def test_the_machine_and_the_functions_are_checked_together(folder: Path) -> Non
             "directory (in {here}); did you mean train.jsonl?",
         ),
         (
-            "train.data.jsonl.prompt_field=question",
-            "train.jsonl:1: expected 'messages', or a string in 'question'; the row has prompt, "
-            'answer: set prompt_field = "prompt"',
+            "train.data.jsonl.columns.prompt=promt",
+            "train.jsonl:1: no prompt in 'promt'; the row has prompt, answer; did you mean prompt?",
         ),
         (
             "train.model.path=./nowhere",
@@ -244,9 +244,11 @@ def test_the_files_of_other_commands_are_checked_too(folder: Path) -> None:
 
 
 def test_gpus_may_be_shared_unless_they_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "gpu_count", lambda: 2)
-    monkeypatch.setattr(devices, "memory", lambda: (None, ""))
-    assert "GPUs: 1 of 2" in found()["checked"]
+    gpu = Gpu("GPU", 80 << 30, 80 << 30, 9.0, "580")
+    monkeypatch.setattr(command, "look", lambda: Machine("a CPU", 16 << 30, (gpu, gpu)))
+    checked = found()["checked"]
+    assert "GPUs: 1 of 2" in checked
+    assert checked[-1] == "memory: the server 0.4 MB, the trainer 1.6 MB, of 171.8 GB"
     told = found("up.toml", "serve.engine.tensor-parallel-size=4")
     assert told["problems"] == ["[serve]: 4 GPUs are needed, and this machine shows 2"]
     divided = ("cluster.engine.gpus=2", "cluster.trainer.gpus=1")
@@ -256,36 +258,15 @@ def test_gpus_may_be_shared_unless_they_are_divided(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_that_cannot_hold_the_weights_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "host_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(command, "look", lambda: Machine("a CPU", 1_000_000))
     (problem,) = found()["problems"]
     assert problem == (
         "memory: the weights alone need 2.0 MB (the server 0.4 MB, the trainer 1.6 MB), and this "
         "machine has 1.0 MB: take a smaller model, or [model.lora]"
     )
-
-
-def test_the_memory_of_gpus_is_asked_of_the_driver(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(devices, "gpu_count", lambda: 2)
-    monkeypatch.setattr(devices, "QUERY", ("printf", "100\\n81559\\n"))
-    assert devices.memory() == (2 * 81559 << 20, "2 GPUs have")
-    for broken in (("printf", "[N/A]"), ("false",), (str(tmp_path / "none"),)):
-        monkeypatch.setattr(devices, "QUERY", broken)
-        assert devices.memory() == (None, "")
-
-
-def test_visible_gpus_are_those_of_the_driver_that_are_not_hidden(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(devices, "DRIVER", tmp_path)
-    for name in ("0000:01", "0000:02"):
-        (tmp_path / name).mkdir()
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert devices.gpu_count() == 2
-    for visible, count in (("0", 1), ("", 0), ("-1", 0), ("0,1,2", 2)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert devices.gpu_count() == count
+    # The GPUs whose driver does not answer may have more.
+    monkeypatch.setattr(command, "gpu_count", lambda: 1)
+    assert not any("memory" in line for line in [*found()["problems"], *found()["checked"]])
 
 
 def test_a_model_in_shards_is_whole_or_it_is_said_what_lacks(folder: Path) -> None:
@@ -294,42 +275,11 @@ def test_a_model_in_shards_is_whole_or_it_is_said_what_lacks(folder: Path) -> No
     (parts / "model.safetensors").rename(parts / "a.safetensors")
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (parts / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelUnusable, match=r"parts lacks b\.safetensors, which its index names"):
-        check_model(str(parts))
+    with pytest.raises(ModelUnusable, match=r"parts lacks b\.safetensors"):
+        find_model(str(parts))
     (parts / "b.safetensors").write_bytes(b"")
     with pytest.raises(ModelUnusable, match="cut off or broken"):
-        check_model(str(parts))
-
-
-def test_a_model_on_the_hub_is_in_the_cache_or_there_or_unknown(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    answers: list[Any] = [
-        {"safetensors": {"total": 135}},
-        HTTPError("", 404, "", {}, None),  # pyright: ignore[reportArgumentType]
-        HTTPError("", 500, "", {}, None),  # pyright: ignore[reportArgumentType]
-        URLError("no network"),
-    ]
-
-    def answer(request: object) -> dict[str, Any]:
-        if isinstance(said := answers.pop(0), Exception):
-            raise said
-        return said
-
-    monkeypatch.setattr(models, "_ask", answer)
-    assert check_model("org/model").elements == 135
-    with pytest.raises(ModelUnusable, match="the hub has no such model, or needs HF_TOKEN"):
-        check_model("org/model")
-    assert check_model("org/model").elements == 0
-    with pytest.raises(ModelUnusable, match="does not answer; give the folder of a copy"):
-        check_model("org/model")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelUnusable, match="HF_HUB_OFFLINE=1 forbids"):
-        check_model("org/model")
-    with pytest.raises(ModelUnusable, match="neither a folder nor a name on the hub"):
-        check_model("a b/model")
+        find_model(str(parts))
 
 
 def penstock(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -346,6 +296,7 @@ def test_up_starts_nothing_if_the_reward_cannot_be_called(folder: Path) -> None:
     done = penstock("up", "up.toml", "--set", "rollout.reward=check_scores:nothing")
     assert (done.returncode, done.stderr) == (
         2,
+        "a reward may print\n"
         "penstock up: --set rollout.reward: --reward check_scores:nothing: a reward must be a number, not "
         "NoneType\n",
     )

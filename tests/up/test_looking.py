@@ -73,6 +73,16 @@ def test_a_run_is_done_stopped_starting_or_running(tmp_path: Path) -> None:
     assert (running.state, running.seconds_left) == ("running", 58.0)
 
 
+def test_a_run_that_reached_its_target_is_done(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", 2)
+    (run / "trainer.toml").write_text("[run.target]\nreward = 0.8\npatience = 2\n")
+    means = [(None, "stopped"), (0.9, "stopped"), (0.8, "done"), (0.7, "stopped")]
+    for step, (mean, state) in enumerate(means, 3):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(line(step, reward_target_mean=mean))
+        assert runs.read_run(run, NOW).state == state
+
+
 def test_lines_of_other_kinds_and_half_lines_are_no_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", 3, None)
     with (run / "metrics.jsonl").open("a") as file:
@@ -96,7 +106,7 @@ def test_runs_lists_what_is_in_a_folder(tmp_path: Path) -> None:
     ]
     assert rows[1].endswith(str(tmp_path / "runs/more/b"))
     shown = invoke("runs", str(tmp_path / "runs"), "--json")
-    assert [json.loads(each)["step"] for each in shown.output.splitlines()] == [10, 4]
+    assert [run["step"] for run in json.loads(shown.output)["runs"]] == [10, 4]
     # A run's own folder is a list of one.
     assert len(invoke("runs", str(tmp_path / "runs/a")).output.splitlines()) == 2
 

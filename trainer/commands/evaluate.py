@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import Address, security_options, style_options
+from penstock.cli.options import Address, data_options, security_options, style_options
 from penstock.client.environments.settings import environment_options
 from penstock.common.answers import Exit, as_json, complain, json_option
 
@@ -79,17 +79,7 @@ class Scoring:
 @click.option(
     "--max-model-len", metavar="N", type=click.IntRange(min=1), help="With --model: context length."
 )
-@click.option(
-    "--data",
-    metavar="DATA",
-    help="A *.jsonl or *.parquet file, a folder of *.parquet files, or PKG.MODULE:FUNCTION.",
-)
-@click.option(
-    "--columns",
-    metavar="prompt=NAME,answer=NAME",
-    show_default="the usual names",
-    help="With --data: columns of its rows with the prompt and the right answer.",
-)
+@data_options(required=False)
 @click.option(
     "--task", metavar="NAME", help="Instead of --data: a reasoning-gym data set, or 'sums'."
 )

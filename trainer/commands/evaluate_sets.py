@@ -75,8 +75,8 @@ def open_set(data: str | None, task: str | None, given: Given, attempts: int) ->
     if data is None:
         source = open_source(_task(task or ""), SEED, "--task")
     else:
-        columns = parse_columns(given.columns) if given.columns is not None else {}
-        source = open_source(source_of(data, columns), SEED, "--data")
+        config = source_of(data, parse_columns(given.columns))
+        source = open_source(config, SEED, "--data")
     temperature = 0.0 if _first(given.samples, 1) == 1 else 1.0
     sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
     defaults = EvaluationConfig.model_construct(name=task or source.name)

@@ -6,7 +6,7 @@ Exit status: 0 if it returned a reward; 1 if it raised, or the attempt would fai
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import logging
 import sys
 import time
@@ -15,18 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.client.outcome import Failed
-from penstock.client.scoring import (
-    BadFunction,
-    as_failed,
-    load_function,
-    to_log,
-)
+from penstock.client.scoring import BadFunction, as_failed, load_function, to_log
 from penstock.client.tasks import Task, read_task
 from penstock.client.trial import described, try_reward
-from penstock.common.explaining import complain
+from penstock.common.answers import Exit, complain, show
 from penstock.common.suggestions import listed
-from penstock.trainer.commands.evaluate_sets import data_of
 from penstock.trainer.config.data import SamplingConfig
+from penstock.trainer.config.data_options import parse_columns, source_of
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.problem import Finite, Problem
@@ -39,38 +34,36 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.reward")
 
-OK, FAILED, MISUSED = 0, 1, 2
-ANSWERS = ("answer", "solution", "label", "ground_truth", "target", "completion", "response")
-"""Fields that hold a right answer, in the order in which they are looked for."""
 SHOWN = 400
 
 
 def try_on_row(
     name: str,
     data: str,
+    columns: str | None,
     row: int,
     answer: str | None,
-    fields: Mapping[str, str],
     style: str,
     arguments: Path | None,
-    as_json: bool,
 ) -> int:
-    """Returns the exit status. `row` counts from one, in the order of the data; `fields` are settings of
-    the data, such as `prompt_field`. Without an answer it takes the row's own."""
+    """Returns the exit status. `row` counts from one, in the order of the data. Without an answer it
+    takes the row's own."""
     logging.basicConfig(level=logging.INFO, format="penstock reward: %(message)s")
     try:
-        reward = _load(name, style, arguments)
-        problem = _problem(data, row, fields)
+        with contextlib.redirect_stdout(sys.stderr):
+            reward = _load(name, style, arguments)
+        problem = _problem(data, columns, row)
         given = _own_answer(problem, row) if answer is None else answer
     except (BadFunction, ConfigInvalid) as error:
-        complain("penstock reward", error)
-        return MISUSED
+        return complain("penstock reward", error)
     message = describe_problem(problem, "", SamplingConfig())
     message.task_id = f"try/{row - 1}"
     task = read_task(codec.twin(task_service_pb2.Task).FromString(message.SerializeToString()))
     begun = time.perf_counter()
     try:
-        outcome = asyncio.run(try_reward(reward, task, given))
+        # What it prints is not the result.
+        with contextlib.redirect_stdout(sys.stderr):
+            outcome = asyncio.run(try_reward(reward, task, given))
     except Exception as error:
         # It may raise anything; a worker would fail the attempt and continue.
         outcome = as_failed(error, task)
@@ -86,8 +79,8 @@ def try_on_row(
         **described(outcome),
         "seconds": seconds,
     }
-    sys.stdout.write(json.dumps(told) + "\n" if as_json else _for_people(told))
-    return FAILED if isinstance(outcome, Failed) else OK
+    show(_for_people(told), told)
+    return Exit.FAILED if isinstance(outcome, Failed) else Exit.DONE
 
 
 def _load(name: str, style: str, arguments: Path | None) -> Agent:
@@ -104,9 +97,9 @@ def _load(name: str, style: str, arguments: Path | None) -> Agent:
     return found
 
 
-def _problem(data: str, row: int, fields: Mapping[str, str]) -> Problem:
+def _problem(data: str, columns: str | None, row: int) -> Problem:
     """Raises ConfigInvalid."""
-    source = open_source(data_of(data, {**fields, "shuffle": False}), 0, "--data")
+    source = open_source(source_of(data, parse_columns(columns), shuffle=False), 0, "--data")
     if isinstance(source, Finite) and row > source.size:
         raise ConfigInvalid(f"--row {row}: {data} has {source.size} rows")
     return source.problem(row - 1)
@@ -114,9 +107,8 @@ def _problem(data: str, row: int, fields: Mapping[str, str]) -> Problem:
 
 def _own_answer(problem: Problem, row: int) -> str:
     """Raises ConfigInvalid."""
-    for field in ANSWERS:
-        if isinstance(found := problem.metadata.get(field), str | int | float):
-            return str(found)
+    if isinstance(found := problem.metadata.get("answer"), str | int | float):
+        return str(found)
     raise ConfigInvalid(
         f"row {row} holds no answer, only {listed(problem.metadata) or 'a prompt'}: give --answer TEXT"
     )
@@ -133,8 +125,8 @@ def _for_people(told: Mapping[str, Any]) -> str:
     shown["metadata"] = ", ".join(f"{key} = {value!r}" for key, value in sorted(metadata.items()))
     shown["parts"] = ", ".join(f"{name} {value:g}" for name, value in sorted(parts.items()))
     shown["time"] = f"{1000 * seconds:.1f} ms"
-    return "".join(
-        f"{name:<10}{_cut(str(value))}".replace("\n", f"\n{'':<10}") + "\n"
+    return "\n".join(
+        f"{name:<10}{_cut(str(value))}".replace("\n", f"\n{'':<10}")
         for name, value in shown.items()
         if value != ""
     )

@@ -19,8 +19,10 @@ from penstock.trainer.config.data import (
 from penstock.trainer.core.errors import ConfigInvalid
 
 
-def parse_columns(text: str) -> dict[str, str]:
+def parse_columns(text: str | None) -> dict[str, str]:
     """Reads `prompt=question,answer=solution`, as `--columns` takes it. Raises ConfigInvalid."""
+    if text is None:
+        return {}
     pairs = [part.strip().partition("=") for part in text.split(",")]
     if not all(name and column for name, _, column in pairs):
         raise ConfigInvalid(
@@ -34,11 +36,11 @@ def parse_columns(text: str) -> dict[str, str]:
     return columns.model_dump(exclude_defaults=True)
 
 
-def source_of(data: str, columns: dict[str, str]) -> MixableConfig:
+def source_of(data: str, columns: dict[str, str], *, shuffle: bool = True) -> MixableConfig:
     """The source that `--data` names: a file, a folder or a function. Raises ConfigInvalid."""
     path = Path(data)
     endings = [suffix for suffix in path.suffixes if suffix not in COMPRESSED_ENDINGS]
-    rows = {"columns": columns}
+    rows = {"columns": columns, "shuffle": shuffle}
     if path.is_dir() or path.suffix == ".parquet":
         return MixableConfig(parquet=ParquetConfig.model_validate({"path": path, **rows}))
     if endings[-1:] in ([".jsonl"], [".json"]):

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.common.models import missing_folder
 from penstock.common.settings import Origins, Place
 from penstock.common.suggestions import unreadable
-from penstock.machine.models import unobtainable
+from penstock.machine.models import ModelUnusable, look_up
 from penstock.trainer.config.data import MixableConfig
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid
@@ -31,8 +31,10 @@ def check_paths(config: TrainerConfig, origins: Origins) -> None:
 
 def check_hub(config: TrainerConfig, origins: Origins) -> None:
     """Raises ConfigInvalid if the model is a name that cannot be loaded from the cache or the hub."""
-    if problem := unobtainable(config.model.path):
-        raise ConfigInvalid(f"{origins.named(('model', 'path'))}: {problem}")
+    try:
+        look_up(config.model.path)
+    except ModelUnusable as error:
+        raise ConfigInvalid(f"{origins.named(('model', 'path'))}: {error}") from error
 
 
 def _data(config: TrainerConfig) -> Iterator[tuple[Place, Path]]:

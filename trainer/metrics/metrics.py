@@ -134,8 +134,8 @@ class MetricsWriter:
     def end_with(self, step: int) -> None:
         """Take this step for the last one. Its record may still follow."""
         self.display.end_with(step)
-        if self._trackers is not None:
-            self._trackers.steps = step
+        if self.trackers is not None:
+            self.trackers.steps = step
 
     def close(self) -> None:
         """Send the remaining steps, flush, and end the display whatever else fails."""

@@ -19,8 +19,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from penstock.common.arithmetic import computes_bfloat16
 from penstock.common.models import missing_folder
+from penstock.machine.processor import computes_bfloat16
 from penstock.trainer.config.trainer import ModelConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.policy.token_model import CausalModel, TokenModel

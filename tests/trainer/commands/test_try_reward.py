@@ -18,6 +18,7 @@ from penstock.client import Failed, Outcome, group_reward
 
 def reward(task, trajectory):
     right = float(task.metadata["answer"] in trajectory.text)
+    print("a function may print")
     return Outcome(right + 0.5, {"right": right, "words": len(trajectory.text.split())})
 
 def typo(task, trajectory):
@@ -42,7 +43,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 ROWS: list[dict[str, Any]] = [
     {"prompt": "What is 2 + 3?", "answer": "5"},
     {"prompt": "Name a fruit.", "note": "any"},
-    {"question": "1 + 1?", "answer": 2},
+    {"quiz": "1 + 1?", "right": "2"},
 ]
 
 
@@ -65,7 +66,7 @@ def attempt(reward: str, *options: str, data: str = "train.jsonl") -> Any:
 def test_it_shows_what_the_reward_was_given_and_returned() -> None:
     done = attempt("reward", "--answer", "It is 5.\nYes.")
     assert done.exit_code == 0
-    *lines, time = done.output.splitlines()
+    *lines, time = done.stdout.splitlines()
     assert lines == [
         "row       1",
         "prompt    user: What is 2 + 3?",
@@ -80,7 +81,7 @@ def test_it_shows_what_the_reward_was_given_and_returned() -> None:
 
 
 def test_programs_get_json() -> None:
-    told = json.loads(attempt("reward", "--json").output)
+    told = json.loads(attempt("reward", "--json").stdout)
     assert told.pop("seconds") >= 0.0
     assert told == {
         "row": 1,
@@ -109,16 +110,16 @@ def test_a_row_without_an_answer_needs_one() -> None:
     )
 
 
-def test_other_fields_and_styles_are_as_in_eval() -> None:
+def test_other_columns_and_styles_are_as_in_eval() -> None:
     done = attempt(
         "compute_score",
-        *("--prompt-field", "question", "--style", "verl", "--answer", "2"),
+        *("--columns", "prompt=quiz,answer=right", "--style", "verl"),
         data="questions.jsonl",
     )
-    assert "the row has" not in done.output
+    assert "reward    1.0\n" in done.output
     done = attempt("reward", data="questions.jsonl")
     assert done.exit_code == 2
-    assert 'set prompt_field = "question"' in done.output
+    assert "or --columns prompt=quiz" in done.output
 
 
 @pytest.mark.parametrize(

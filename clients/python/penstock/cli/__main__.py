@@ -284,16 +284,8 @@ def demo(options: tuple[str, ...]) -> None:
     is_flag=True,
     help="Show how far the run in that folder is, and its processes. CONFIG may be the folder itself.",
 )
-@click.option("--json", "as_json", is_flag=True, help="With --status: print one JSON object.")
 @overrides_option
-def up(
-    config: Path,
-    resume: bool,
-    dry_run: bool,
-    status: bool,
-    as_json: bool,
-    overrides: tuple[str, ...],
-) -> None:
+def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple[str, ...]) -> None:
     """Run server, workers and trainer as configured in CONFIG, a TOML file, and keep them running.
 
     With [engines] in the file, it runs several engine servers behind a hub. With [cluster], it runs
@@ -301,9 +293,7 @@ def up(
     the weights of the run before it serves. Exits when the trainer is done.
     """
     if status:
-        exit_with("penstock.up.looking", "status", _ALL_EXTRAS, config, list(overrides), as_json)
-    if as_json:
-        raise click.UsageError("--json requires --status")
+        exit_with("penstock.up.looking", "status", _ALL_EXTRAS, config, list(overrides))
     if config.is_dir():
         raise click.UsageError(
             f"{config} is a folder, and CONFIG a TOML file; --status shows the run in a folder"

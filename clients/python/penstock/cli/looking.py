@@ -14,14 +14,13 @@ _EXTRAS = "server,trainer,cpu"
 
 @click.command(epilog="Exit status: 0; 1 if there is no run; 2 if FOLDER cannot be read.")
 @click.argument("folder", default="runs", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run.")
-def runs(folder: Path, as_json: bool) -> None:
+def runs(folder: Path) -> None:
     """List the runs in FOLDER, by default `runs`, the newest last.
 
     Shows the state, the last step of all steps, the mean reward of the last five steps, the time
     that is left, and when the run was started.
     """
-    exit_with("penstock.up.looking", "runs", _EXTRAS, folder, as_json)
+    exit_with("penstock.up.looking", "runs", _EXTRAS, folder)
 
 
 @click.command(
@@ -38,24 +37,22 @@ def runs(folder: Path, as_json: bool) -> None:
     type=click.IntRange(min=0),
     help="How many of the last lines of each log to print first.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-def logs(run: Path, roles: tuple[str, ...], follow: bool, lines: int, as_json: bool) -> None:
+def logs(run: Path, roles: tuple[str, ...], follow: bool, lines: int) -> None:
     """Print the logs in the folder RUN: of each ROLE, such as trainer, or of all.
 
-    `events` is the log of `penstock up` itself.
+    `events` is the log of `penstock up` itself. With --json, each line is an object.
     """
-    exit_with("penstock.up.looking", "logs", _EXTRAS, run, roles, lines, follow, as_json)
+    exit_with("penstock.up.looking", "logs", _EXTRAS, run, roles, lines, follow)
 
 
 @click.command(epilog="Exit status: 0 if nothing stands in the way; 2 if something does.")
 @click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @overrides_option
-def check(config: Path, as_json: bool, overrides: tuple[str, ...]) -> None:
+def check(config: Path, overrides: tuple[str, ...]) -> None:
     """Look for what would stop a run: CONFIG is a file of `up`, `train` or `serve`.
 
     Reads the data, calls the reward once with an empty answer, reads the headers of the model's
     files, and looks at ports, GPUs and memory. Names all problems at once. `up` does the same
     before it starts anything.
     """
-    exit_with("penstock.preflight.command", "check", _EXTRAS, config, overrides, as_json)
+    exit_with("penstock.preflight.command", "check", _EXTRAS, config, overrides)

@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 
 from penstock.cli.loading import exit_with
-from penstock.cli.options import style_options
+from penstock.cli.options import data_options, style_options
+from penstock.cli.shell import Commands
 
 
-@click.group()
+@click.group(cls=Commands)
 def reward() -> None:
     """Try a reward function."""
 
@@ -21,12 +22,7 @@ def reward() -> None:
     "command line or the data is invalid.",
 )
 @click.argument("reward", metavar="REWARD")
-@click.option(
-    "--data",
-    required=True,
-    metavar="DATA",
-    help="A *.jsonl or *.parquet file, a folder of *.parquet files, or PKG.MODULE:FUNCTION.",
-)
+@data_options(required=True)
 @click.option(
     "--row", type=click.IntRange(min=1), default=1, show_default=True, help="Row of the data."
 )
@@ -36,20 +32,15 @@ def reward() -> None:
     show_default="the row's own answer",
     help="What the policy is taken to have written.",
 )
-@click.option("--prompt-field", metavar="NAME", show_default="prompt", help="As in `eval`.")
-@click.option("--messages-field", metavar="NAME", show_default="messages", help="As in `eval`.")
 @style_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def reward_try(
     reward: str,
     data: str,
+    columns: str | None,
     row: int,
     answer: str | None,
-    prompt_field: str | None,
-    messages_field: str | None,
     style: str,
     arguments: Path | None,
-    as_json: bool,
 ) -> None:
     """Call REWARD on one row of the data, without a server, and show what it returns.
 
@@ -59,8 +50,5 @@ def reward_try(
     \b
     $ penstock reward try score.py:reward --data train.jsonl --answer "It is 22."
     """
-
-    named = {"prompt_field": prompt_field, "messages_field": messages_field}
-    fields = {name: field for name, field in named.items() if field is not None}
-    given = (reward, data, row, answer, fields, style, arguments, as_json)
+    given = (reward, data, columns, row, answer, style, arguments)
     exit_with("penstock.trainer.commands.try_reward", "try_on_row", "trainer", *given)

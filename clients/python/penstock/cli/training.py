@@ -9,27 +9,17 @@ from typing import Any
 import click
 
 from penstock.cli.loading import exit_with
-from penstock.cli.options import overrides_option
+from penstock.cli.options import data_options, overrides_option
 
 _EXTRAS = "server,trainer,cpu"
 _NEEDED = ("model", "data", "reward")
 _OPTIONS = (
     click.option("--model", metavar="MODEL", help="A model's folder, or its name on the hub."),
-    click.option(
-        "--data",
-        metavar="DATA",
-        help="A *.jsonl or *.parquet file, a folder of *.parquet files, or PKG.MODULE:FUNCTION.",
-    ),
+    data_options(required=False),
     click.option(
         "--reward",
         metavar="FILE.py:FUNCTION",
         help="reward(task, trajectory) returns a number. PKG.MODULE:FUNCTION works too.",
-    ),
-    click.option(
-        "--columns",
-        metavar="prompt=NAME,answer=NAME",
-        show_default="the usual names",
-        help="With --data: columns of its rows with the prompt and the right answer.",
     ),
     click.option(
         "--style",

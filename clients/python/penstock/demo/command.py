@@ -17,7 +17,6 @@ from rich.console import Console
 
 from penstock.common.answers import Exit, complain, json_option
 from penstock.common.suggestions import did_you_mean
-from penstock.demo.machine import Machine, find_machine
 from penstock.demo.model import HUB_NAME, ModelUnavailable, prepare_model
 from penstock.demo.run import Ended, near, run_plan
 from penstock.demo.settings import (
@@ -31,6 +30,9 @@ from penstock.demo.settings import (
     choose_scale,
 )
 from penstock.demo.summary import Run, Summary, read_run, summarize
+from penstock.machine.devices import Machine, look
+from penstock.machine.findings import State
+from penstock.machine.gpus import check_torch
 from penstock.up.processes import ProcessFailed
 from penstock.up.telling import say
 
@@ -155,8 +157,11 @@ def demo(
     reward = read_target(target, task)
     folder = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
     try:
-        machine = find_machine()
+        machine = look()
         check_gpus(machine, ranks)
+        torch = check_torch(len(machine.gpus))
+        if torch.state is State.MISSING:
+            raise ProcessFailed(f"torch: {torch.found}; {torch.hint}")
         scale = choose_scale(task, tiny=tiny)
         scale = replace(scale, dtype=scale.dtype or machine.dtype)
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,8 +219,8 @@ def last_line(
             "reward": round(summary.reward_last if mean is None else mean, 4),
             "steps": summary.steps,
             "dtype": scale.dtype,
-            "cpu": machine.cpu,
-            "gpus": machine.gpus,
+            "cpu": machine.processor,
+            "gpus": [gpu.name for gpu in machine.gpus],
         }
     )
 
@@ -240,7 +245,7 @@ def introduce(plan: Plan, machine: Machine, console: Console) -> None:
     threads = f"the server has {SERVER_THREADS} thread, the trainer {TRAINER_THREADS}"
     if plan.gpus:
         threads = "server and trainer share it" if plan.shares_gpu else "the server has the first"
-    device = ", ".join(machine.gpus) or machine.cpu
+    device = ", ".join(gpu.name for gpu in machine.gpus) or machine.processor
     say(console, "machine", f"{device}: computes in {plan.scale.dtype}; {threads}")
 
 
@@ -262,7 +267,7 @@ def check_gpus(machine: Machine, ranks: int) -> None:
     """Rejects more ranks than there are GPUs beside the server's. Raises click.UsageError."""
     if ranks > 1 and 0 < len(machine.gpus) <= ranks:
         raise click.UsageError(
-            f"--ranks {ranks} needs {ranks + 1} GPUs, one for the server; torch sees {len(machine.gpus)}"
+            f"--ranks {ranks} needs {ranks + 1} GPUs, one for the server; there are {len(machine.gpus)}"
         )
 
 

@@ -16,7 +16,8 @@ from penstock.demo import settings
 from penstock.demo.activity import record_activity
 from penstock.demo.answers import Answers, ask
 from penstock.demo.tasks import held_out, write_printable, write_sums
-from penstock.up.placement import DEVICES, LocalPlacement
+from penstock.machine.gpus import DEVICES
+from penstock.up.placement import LocalPlacement
 from penstock.up.processes import Command, break_off, end
 from penstock.up.supervisor import Cast, Listens, Restarts, Supervisor
 from penstock.up.telling import cancel_on_signals, log_events, say, show

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import tomli_w
 
-from penstock.demo.machine import CORES
+from penstock.machine.processor import cores
 from penstock.up.cast import ENVIRONMENT, penstock
 from penstock.up.placement import share_devices
 
@@ -26,7 +26,7 @@ PRINTABLE = "printable"
 # Server and trainer share few cores. The server samples in small steps that gain little from a second
 # thread. With a small model it is idle long before the trainer, which may use all the cores.
 SERVER_THREADS = 1
-TRAINER_THREADS = CORES
+TRAINER_THREADS = max(1, int(cores()))
 
 SHARED_GPU = 0.4
 """The server's share of a GPU's memory, if the trainer computes on the same one."""

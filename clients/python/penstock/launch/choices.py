@@ -13,8 +13,8 @@ import tomli_w
 from penstock.common.settings import SettingInvalid, Table, apply_setting
 from penstock.launch.errors import LaunchInvalid
 from penstock.launch.layout import Layout
-from penstock.launch.machine import Machine
 from penstock.launch.model import Model
+from penstock.machine.devices import Machine
 
 STEPS = 100
 GROUP_SIZE = 8
@@ -80,7 +80,7 @@ def choose(
     given: Launch, out: Path, machine: Machine, model: Model, layout: Layout, data: Data
 ) -> Choices:
     """Raises LaunchInvalid if no answer fits into the model's context."""
-    on_gpu = bool(machine.gpu_bytes)
+    on_gpu = bool(machine.gpus)
     steps, size = given.steps or STEPS, given.group_size or GROUP_SIZE
     groups = 32 if on_gpu else 8
     tokens = given.max_tokens or min(1024 if on_gpu else 256, model.context - data.longest)
@@ -92,7 +92,6 @@ def choose(
     length = -(-(data.longest + tokens) // ROUNDED_TO) * ROUNDED_TO
     passes = "" if data.rows is None else f", {steps * groups / data.rows:.2g} passes of the data"
     number = f"{model.parameters / 1e6:,.0f} million parameters"
-    arithmetic = "bfloat16" if machine.bfloat16 else "float32"
     has = "has" if machine.bfloat16 else "has no"
     chosen: dict[str, tuple[object, str]] = {
         "up.out": (str(out), "logs, samples, checkpoints and the trained model"),
@@ -108,7 +107,10 @@ def choose(
         **({"rollout.style": (given.style, "as given")} if given.style else {}),
         "rollout.concurrency": (groups * size, "answers in flight: those of a step"),
         "train.run.steps": (steps, f"{steps * groups} prompts{passes}"),
-        "train.model.dtype": ("auto", f"{arithmetic}: the machine {has} instructions for bfloat16"),
+        "train.model.dtype": (
+            "auto",
+            f"{machine.dtype}: the machine {has} instructions for bfloat16",
+        ),
         **_training(given, layout, model, on_gpu),
         **{f"train.data.{key}": (value, "") for key, value in _flat(data.table)},
         "train.data.group_size": (size, "answers to each prompt, which are compared"),
@@ -134,7 +136,7 @@ def _devices(layout: Layout, machine: Machine) -> dict[str, tuple[object, str]]:
         chosen["up.trainer_ranks"] = (layout.ranks, "processes that train")
         why = "gradients are divided too, which saves memory"
         chosen["train.train.reduce_each_micro_batch"] = (True, why)
-    if not machine.gpu_bytes:
+    if not machine.gpus:
         return chosen
     if layout.engine_share:
         why = "of the GPU's memory; the trainer has the rest"

@@ -1,7 +1,8 @@
 """`penstock train --model M --data D --reward R`: makes the file of a run, and runs it.
 
-Order: import the reward -> read the data -> find the GPUs -> fetch the model -> choose the rest -> write
-`run.toml` into the run's folder -> `penstock up`. What is cheap to refuse is refused first.
+Order: import the reward -> read the data -> find the GPUs -> fetch the model -> choose the rest -> have
+`penstock check` look at it -> write `run.toml` into the run's folder -> `penstock up`. What is cheap to
+refuse is refused first.
 
 Exit status: that of `penstock up`.
 """
@@ -12,30 +13,31 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from penstock.client.scoring import BadFunction, load_function
-from penstock.common.explaining import complain
+from penstock.common.answers import Exit, complain, show_toml
 from penstock.common.settings import SettingInvalid, Table, apply_setting
 from penstock.demo.model import ModelUnavailable
-from penstock.launch import machine
 from penstock.launch.choices import Data, Launch, choose, render, whole
 from penstock.launch.errors import LaunchInvalid
 from penstock.launch.layout import lay_out
 from penstock.launch.model import Model, longest_prompt, read_model
+from penstock.machine.devices import look
 from penstock.trainer.config.data import MixableConfig
 from penstock.trainer.config.data_options import parse_columns, source_of
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.problem import Finite, Source
 from penstock.up.cast import Programs
-from penstock.up.checks import check
-from penstock.up.config import UpConfigInvalid, load
-from penstock.up.supervisor import BAD_CONFIGURATION
+from penstock.up.checks import check_everything
+from penstock.up.config import UpConfigInvalid
 from penstock.up.up import up
 
+PROGRAM = "penstock train"
 FILE = "run.toml"
 PROMPTS_READ = 4096
 """Of data without an end, to find the longest."""
@@ -44,30 +46,30 @@ WIDEST_PROMPT = 60
 
 def launch(options: Mapping[str, Any], dry_run: bool, programs: Programs | None = None) -> int:
     """Runs what the options of the command line describe; returns the exit status."""
-    given = Launch(**options)
+    given, programs = Launch(**options), programs or Programs()
     stem = Path(given.data.partition(":")[0]).name.partition(".")[0]
     name = time.strftime(f"{stem or 'train'}-%Y%m%d-%H%M%S")
     out = given.out or Path("runs") / name
     try:
         text = make_file(given, out.resolve())
-        if dry_run:
-            return _dry_run(text, programs or Programs())
+        _check(text, given.overrides, programs)
     except (LaunchInvalid, ConfigInvalid, BadFunction, ModelUnavailable, UpConfigInvalid) as error:
-        complain("penstock train", error)
-        return BAD_CONFIGURATION
+        return complain(PROGRAM, error)
+    if dry_run:
+        show_toml(text)
+        return Exit.DONE
     path = out / FILE
     if path.exists():
-        complain("penstock train", f"--out {out}: it holds a run already; {_continue(path)}")
-        return BAD_CONFIGURATION
+        return complain(PROGRAM, f"--out {out}: it holds a run already; {_continue(path)}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        complain("penstock train", f"--out {out}: {error.filename}: {error.strerror}")
-        return BAD_CONFIGURATION
+        return complain(PROGRAM, f"--out {out}: {error.filename}: {error.strerror}")
     _say(f"wrote {path}:\n\n{text}")
-    status = up(path, [], resume=False, dry_run=False, programs=programs)
-    if status != BAD_CONFIGURATION:
+    # The file is checked already.
+    status = up(path, [], resume=False, dry_run=False, programs=replace(programs, check=()))
+    if status != Exit.MISUSED:
         model = out / "model"
         _say(f"the trained model is in {model}" if model.is_dir() else f"logs are in {out}")
         _say(_continue(path))
@@ -78,11 +80,10 @@ def make_file(given: Launch, out: Path) -> str:
     """The text of the run's file, with every choice made. Raises the errors that `launch` words."""
     _check_reward(given)
     asked = _settings(given.overrides)
-    columns = parse_columns(given.columns) if given.columns is not None else {}
-    config = source_of(given.data, columns)
+    config = source_of(given.data, parse_columns(given.columns))
     source = open_source(config, 0, "--data")
     _say("looking at the machine and the model")
-    found = machine.look()
+    found = look()
     model = read_model(given.model, _say)
     layout = lay_out(found, model.parameters, bool(given.lora), given.ranks)
     data = _measure(config, source, model, asked)
@@ -138,13 +139,14 @@ def _measure(config: MixableConfig, source: Source, model: Model, asked: Table) 
     return Data(table, rows, longest)
 
 
-def _dry_run(text: str, programs: Programs) -> int:
+def _check(text: str, overrides: Sequence[str], programs: Programs) -> None:
+    """Has `penstock check` look at the file before it is in the run's folder. Raises UpConfigInvalid."""
     with tempfile.TemporaryDirectory(prefix="penstock-train-") as folder:
         path = Path(folder) / FILE
         path.write_text(text)
-        check(load(path, []), programs)
-    sys.stdout.write(text)
-    return 0
+        # The settings are in the file already; this way, a problem names them.
+        for remark in check_everything(programs.check, path, overrides):
+            _say(f"note: {remark.removeprefix(f'{folder}/')}")
 
 
 def _continue(path: Path) -> str:
@@ -152,4 +154,4 @@ def _continue(path: Path) -> str:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"penstock train: {text}\n")
+    sys.stderr.write(f"{PROGRAM}: {text}\n")

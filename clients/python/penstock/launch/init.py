@@ -15,11 +15,10 @@ from typing import Any
 
 import tomli_w
 
-from penstock.common.explaining import complain
+from penstock.common.answers import Exit, complain
 from penstock.common.settings import Place, line_of
 from penstock.common.suggestions import did_you_mean
 from penstock.launch.errors import LaunchInvalid
-from penstock.up.supervisor import BAD_CONFIGURATION
 
 
 def recipes() -> Mapping[str, str]:
@@ -39,16 +38,13 @@ def init(file: Path, recipe: str, model: str | None, data: str | None, reward: s
         with file.open("x") as target:
             target.write(text)
     except LaunchInvalid as error:
-        complain("penstock init", error)
-        return BAD_CONFIGURATION
+        return complain("penstock init", error)
     except FileExistsError:
-        complain("penstock init", f"{file} is there already; name another file")
-        return BAD_CONFIGURATION
+        return complain("penstock init", f"{file} is there already; name another file")
     except OSError as error:
-        complain("penstock init", f"{file}: {error.strerror}")
-        return BAD_CONFIGURATION
+        return complain("penstock init", f"{file}: {error.strerror}")
     sys.stderr.write(f"penstock init: wrote {file}; to train: penstock up {file}\n")
-    return 0
+    return Exit.DONE
 
 
 def fill(recipe: str, model: str | None, data: str | None, reward: str | None) -> str:

@@ -8,12 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.launch.errors import LaunchInvalid
-from penstock.launch.machine import Machine
+from penstock.machine.devices import Machine
+from penstock.machine.models import FROZEN_BYTES, TRAINED_BYTES
 
-FULL_BYTES = 16
-"""Of each parameter: weights, gradients and moments in float32, divided by the ranks."""
-FROZEN_BYTES = 4
-"""Of each parameter below an adapter."""
 USABLE = 0.85
 """Share of the memory that may be planned for."""
 MOST_SHARED = 0.5
@@ -37,7 +34,7 @@ class Layout:
 
 def lay_out(machine: Machine, parameters: int, lora: bool, ranks: int | None) -> Layout:
     """Divides the machine. `lora` and `ranks` are what is asked for. Raises LaunchInvalid."""
-    gpus = len(machine.gpu_bytes)
+    gpus = len(machine.gpus)
     alone = gpus > 1
     if ranks is not None and gpus and ranks > max(1, gpus - 1):
         raise LaunchInvalid(f"--ranks {ranks}: of {gpus} GPUs, one has to serve the model")
@@ -48,7 +45,7 @@ def lay_out(machine: Machine, parameters: int, lora: bool, ranks: int | None) ->
     for adapter in (lora, True):
         # Ranks without GPUs share the machine's memory, and so does their engine.
         parts = ranks if alone else 1
-        each = FROZEN_BYTES if adapter else FULL_BYTES
+        each = FROZEN_BYTES if adapter else TRAINED_BYTES
         trainer = parameters * each / parts + rest
         needed = max(trainer, engine + rest) if alone else trainer + engine
         if needed > USABLE * machine.room:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.common.models import missing_folder, without_weights
+from penstock.common.models import missing_folder
 from penstock.demo.model import ModelUnavailable, prepare_model
+from penstock.machine.models import ModelUnusable, read_weights
 
 TEMPLATE_TOKENS = 64
 """Most tokens that a chat template adds to a conversation: its own system message, and the last header."""
@@ -36,36 +37,22 @@ def read_model(choice: str, say: Callable[[str], None]) -> Model:
     if (missing := missing_folder(choice)) is not None:
         raise ModelUnavailable(missing)
     folder = prepare_model(choice, say)
-    if (wrong := without_weights(str(folder))) is not None:
-        raise ModelUnavailable(wrong)
     try:
+        parameters = read_weights(folder).elements
         config: Any = json.loads((folder / "config.json").read_text())
+    except ModelUnusable as error:
+        raise ModelUnavailable(str(error)) from error
     except ValueError as error:
         raise ModelUnavailable(f"{folder / 'config.json'}: {error}") from error
+    if not parameters:
+        raise ModelUnavailable(f"{folder} has no *.safetensors; save the model in that format")
     if "quantization_config" in config:
         raise ModelUnavailable(f"{choice} is quantized; use the model that it was quantized from")
     # Models that also take images have the language model's part in a table of its own.
     context = config.get("text_config", config).get("max_position_embeddings")
     if not isinstance(context, int):
         raise ModelUnavailable(f"{folder / 'config.json'} has no max_position_embeddings")
-    return Model(folder, _parameters(folder), context)
-
-
-def _parameters(folder: Path) -> int:
-    """The number of parameters, from the headers of the weights."""
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelUnavailable(f"{folder} has no *.safetensors; save the model in that format")
-    count = 0
-    for path in files:
-        try:
-            with cast("Any", safe_open)(path, "numpy") as file:
-                count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-        except SafetensorError as error:
-            raise ModelUnavailable(f"{path}: {error}; fetch it again") from error
-    return count
+    return Model(folder, parameters, context)
 
 
 def longest_prompt(model: Model, prompts: Sequence[Messages], system: str) -> tuple[int, int]:

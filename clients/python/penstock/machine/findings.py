@@ -28,3 +28,7 @@ class Finding:
 
 def gib(count: float) -> str:
     return f"{count / GIB:.1f} GiB"
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

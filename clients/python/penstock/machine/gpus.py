@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.common.distribution import pip_install
-from penstock.machine.findings import Finding, State
+from penstock.machine.findings import Finding, State, gib
 
 DRIVER = Path("/proc/driver/nvidia")
-ASK_SECONDS = 120.0
-QUERY = "name,memory.total,memory.free,driver_version"
+TOOL = "nvidia-smi"
+ASK_SECONDS = 30.0
+IMPORT_SECONDS = 120.0
+QUERY = "name,memory.total,memory.free,compute_cap,driver_version"
+MIB = 1 << 20
+DEVICES = "CUDA_VISIBLE_DEVICES"
 TORCH = """
 import json, torch
 cuda = torch.cuda.is_available()
@@ -31,35 +35,51 @@ print(json.dumps({
 @dataclass(frozen=True)
 class Gpu:
     name: str
-    memory: str
-    """Such as "81559 MiB"."""
-    free: str
+    memory_bytes: int
+    free_bytes: int
+    capability: float
     driver: str
 
 
 def gpu_count(driver: Path = DRIVER) -> int:
-    """How many GPUs a process of this user sees."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = len(list((driver / "gpus").glob("*")))
-    return (
-        there if visible is None else min(there, len([v for v in visible.split(",") if v.strip()]))
-    )
+    """How many GPUs a process of this user sees, without asking the driver's tool, which takes seconds."""
+    return _allowed(len(list((driver / "gpus").glob("*"))))
+
+
+def _allowed(there: int) -> int:
+    visible = os.environ.get(DEVICES)
+    if visible is None:
+        return there
+    # Only their number counts: a machine's GPUs are alike.
+    return min(there, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
 
 
 def ask_driver() -> tuple[list[Gpu], str]:
-    """The GPUs, or why NVIDIA's tool does not list them."""
-    command = ("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader")
+    """The GPUs that this process may use, or why there is none."""
+    command = (TOOL, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
     try:
-        answer = _run(command)
+        answer = _run(command, ASK_SECONDS)
     except FileNotFoundError:
-        return [], "nvidia-smi is not installed"
+        return [], f"{TOOL} is not installed"
     except subprocess.TimeoutExpired:
-        return [], f"nvidia-smi did not answer within {ASK_SECONDS:g} s"
+        return [], f"{TOOL} did not answer within {ASK_SECONDS:g} s"
     if answer.returncode:
         lines = (answer.stdout + answer.stderr).strip().splitlines()
-        return [], lines[0] if lines else f"nvidia-smi ended with {answer.returncode}"
-    rows = [line.split(", ") for line in answer.stdout.splitlines() if line.count(", ") == 3]
-    return [Gpu(*row) for row in rows], ""
+        return [], f"{TOOL} failed: {lines[0] if lines else answer.returncode}"
+    try:
+        found = [_read(line) for line in answer.stdout.splitlines() if line.strip()]
+    except ValueError:
+        return [], f"{TOOL} reports {answer.stdout.strip()!r}"
+    if not found:
+        return [], "no NVIDIA GPU"
+    count = _allowed(len(found))
+    return found[:count], "" if count else f"{DEVICES} allows no GPU"
+
+
+def _read(line: str) -> Gpu:
+    """Raises ValueError."""
+    name, size, free, capability, version = line.rsplit(", ", 4)
+    return Gpu(name, int(size) * MIB, int(free) * MIB, float(capability), version)
 
 
 def check_gpus(count: int) -> Finding:
@@ -69,17 +89,17 @@ def check_gpus(count: int) -> Finding:
     if problem:
         hint = "install the driver's tools, or mend the driver"
         return Finding("GPU", State.WARNING, f"{count} found, and {problem}", hint)
-    shown = "; ".join(f"{gpu.name}, {gpu.free} of {gpu.memory} free" for gpu in gpus)
-    return Finding("GPU", State.OK, f"{shown}; driver {gpus[0].driver}" if gpus else "none visible")
+    shown = "; ".join(f"{g.name}, {gib(g.free_bytes)} of {gib(g.memory_bytes)} free" for g in gpus)
+    return Finding("GPU", State.OK, f"{shown}; driver {gpus[0].driver}")
 
 
 def ask_torch() -> dict[str, Any]:
     """Its version, build and devices, or its `error`. In a process of its own, because it takes seconds and
     gigabytes, and a broken one may end it."""
     try:
-        answer = _run((sys.executable, "-c", TORCH))
+        answer = _run((sys.executable, "-c", TORCH), IMPORT_SECONDS)
     except subprocess.TimeoutExpired:
-        return {"error": f"the import did not end within {ASK_SECONDS:g} s"}
+        return {"error": f"the import did not end within {IMPORT_SECONDS:g} s"}
     if answer.returncode:
         lines = answer.stderr.strip().splitlines()
         return {"error": lines[-1] if lines else f"the import ended with {answer.returncode}"}
@@ -110,5 +130,5 @@ def check_torch(count: int) -> Finding:
     return Finding("torch", State.OK, found)
 
 
-def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
+def _run(command: tuple[str, ...], seconds: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)

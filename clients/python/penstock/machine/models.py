@@ -1,7 +1,9 @@
-"""Models in the hub's cache, and whether their files are whole."""
+"""Whether a model's files are whole: in a folder, in the hub's cache, or still on the hub."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -9,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.common.checkpoint import CheckpointUnreadable, stored_tensors, weight_files
-from penstock.common.models import without_weights
-from penstock.common.suggestions import did_you_mean
+from penstock.common.models import missing_folder, without_weights
+from penstock.common.suggestions import did_you_mean, listed
 from penstock.machine.findings import Finding, State
 
 PREFIX = "models--"
@@ -18,6 +20,26 @@ MOST_SHOWN = 20
 HUB_SECONDS = 5.0
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """Names without an owner are few, and may be folders that another process makes."""
+TRAINED_BYTES = 16
+"""Of each parameter that is trained: weights, gradients and two moments in float32."""
+FROZEN_BYTES = 4
+"""Of each parameter below an adapter."""
+
+
+class ModelUnusable(Exception):
+    """The model cannot be loaded; the message says why."""
+
+
+class ModelIncomplete(ModelUnusable):
+    """Files are missing, which a download would bring."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The size of a model. Zero if it is not known."""
+
+    elements: int = 0
+    length_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,65 +59,85 @@ def cache_folder() -> Path:
 
 
 def cached_models(cache: Path) -> Iterator[CachedModel]:
-    """The newest snapshot of each model that has a configuration or weights. Data sets are left out."""
+    """Each model by its newest snapshot. Data sets are left out."""
     for folder in sorted(cache.glob(f"{PREFIX}*")):
         name = folder.name.removeprefix(PREFIX).replace("--", "/")
-        snapshots = sorted((folder / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime)
-        unfinished = list((folder / "blobs").glob("*.incomplete"))
-        if not snapshots:
-            yield CachedModel(name, folder, "its download has not begun")
-        elif problem := what_is_broken(snapshots[-1]):
-            yield CachedModel(name, folder, problem)
-        elif unfinished:
-            yield CachedModel(name, folder, "its download was interrupted")
-        else:
-            yield CachedModel(name, folder, "")
+        yield CachedModel(name, folder, _what_is_broken(folder))
 
 
-def what_is_broken(folder: Path) -> str:
-    """Why a model's folder cannot be loaded; empty if its configuration and its weights are whole.
-
-    Reads the headers of the weights only.
-    """
+def _what_is_broken(folder: Path) -> str:
+    snapshots = _snapshots(folder)
+    if not snapshots:
+        return "its download has not begun"
     try:
-        for path in weight_files(folder):
+        read_weights(snapshots[-1])
+    except ModelUnusable as error:
+        return str(error)
+    unfinished = any((folder / "blobs").glob("*.incomplete"))
+    return "its download was interrupted" if unfinished else ""
+
+
+def find_model(name: str) -> Weights:
+    """A model's size, by its folder or its name. Raises ModelUnusable."""
+    if (missing := missing_folder(name)) is not None:
+        raise ModelUnusable(missing)
+    return read_weights(Path(name)) if Path(name).is_dir() else look_up(name)
+
+
+def read_weights(folder: Path) -> Weights:
+    """The size of the model in a folder, by the headers of its weights. Zero for another format than
+    safetensors. Raises ModelUnusable."""
+    if (what := without_weights(str(folder))) is not None:
+        raise ModelIncomplete(what)
+    elements = length = 0
+    try:
+        files = weight_files(folder)
+        if missing := [path.name for path in files if not path.exists()]:
+            raise ModelIncomplete(f"{folder} lacks {listed(missing, 4)}")
+        for path in files:
             with path.open("rb") as file:
-                stored_tensors(path, file.fileno())
-    except CheckpointUnreadable as error:
-        return str(error).replace(f"{folder}/", "")
-    except OSError as error:
-        return f"{Path(error.filename).name}: {(error.strerror or str(error)).lower()}"
-    said = without_weights(str(folder)) or ""
-    return said.replace(f"the folder {folder}", "it")
+                for tensor in stored_tensors(path, file.fileno()):
+                    elements += math.prod(tensor.shape)
+                    length += tensor.length_bytes
+    except (CheckpointUnreadable, OSError) as error:
+        raise ModelUnusable(f"{error}; the file is cut off or broken: copy it again") from error
+    return Weights(elements, length)
 
 
-def unobtainable(name: str) -> str:
-    """Why a model's name leads to nothing, neither in the cache nor on the hub.
+def look_up(name: str) -> Weights:
+    """The size of a model of the hub, in the cache or else by the hub. Zero if it is no hub's name.
 
-    Empty if it leads to a model, or is no hub's name. Asks the hub once; the libraries that load models
-    would repeat their requests for up to a minute.
+    Asks the hub once; the libraries that load models would repeat their requests for up to a minute.
+    Raises ModelUnusable if neither has it.
     """
     cache = cache_folder()
-    known = PREFIX + name.replace("/", "--")
     if not HUB_NAME.fullmatch(name) or Path(name).exists() or "VLLM_USE_MODELSCOPE" in os.environ:
-        return ""
-    if any((cache / known / "snapshots").glob("*")):
-        return ""
+        return Weights()
+    if snapshots := _snapshots(cache / (PREFIX + name.replace("/", "--"))):
+        with contextlib.suppress(ModelIncomplete):
+            return read_weights(snapshots[-1])
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    meant = did_you_mean(name, [model.name for model in cached_models(cache)])
+    meant = did_you_mean(name, [model.name for model in cached_models(cache) if model.name != name])
     try:
-        HfApi().model_info(name, timeout=HUB_SECONDS)
-    except RepositoryNotFoundError:
+        found = HfApi().model_info(name, timeout=HUB_SECONDS)
+    except RepositoryNotFoundError as error:
         hint = meant or "; if it is private, log in with `hf auth login`"
-        return f"the hub has no model {name}{hint}"
+        raise ModelUnusable(f"the hub has no model {name}{hint}") from error
     except Exception as error:
         # The client raises errors of whichever HTTP library it uses.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = meant or "; give the path of a folder, or connect this machine"
-        return f"{name} is not in {cache}, and the hub cannot be asked: {reason}{hint}"
-    return ""
+        raise ModelUnusable(
+            f"{name} is not in {cache}, and the hub cannot be asked: {reason}{hint}"
+        ) from error
+    return Weights(found.safetensors.total if found.safetensors else 0)
+
+
+def _snapshots(folder: Path) -> list[Path]:
+    """The newest last."""
+    return sorted((folder / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime)
 
 
 def check_models(cache: Path | None = None) -> list[Finding]:

@@ -32,10 +32,31 @@ def cores(cgroup: Path = CGROUP) -> float:
     return found
 
 
-def check_processor(has_gpu: bool, cpuinfo: Path = CPUINFO, cgroup: Path = CGROUP) -> Finding:
+def computes_bfloat16(device_type: str) -> bool:
+    """Whether this machine's devices of a type, "cpu" or "cuda", have instructions for bfloat16.
+
+    A processor without them computes in bfloat16 through conversions. With AVX2 alone, a training step of
+    135 million parameters takes twelve times as long as in float32, and vLLM's sampling five times. With
+    such instructions, bfloat16 is faster and takes half the memory.
+    """
+    if device_type == "cpu":
+        return not features().isdisjoint(BFLOAT16)
+    import torch
+
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def described(cpuinfo: Path = CPUINFO, cgroup: Path = CGROUP) -> str:
+    """Its name, if Linux knows it, the cores, and those of the instructions that matter."""
+    name = re.search(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE)
     known = features(cpuinfo)
-    named = ", ".join(name for name in SHOWN if name in known) or "no vector instructions"
-    found = f"{cores(cgroup):g} cores with {named}"
+    named = ", ".join(each for each in SHOWN if each in known) or "no vector instructions"
+    own = f"{name[1].strip()}, " if name else ""
+    return f"{own}{cores(cgroup):g} cores with {named}"
+
+
+def check_processor(has_gpu: bool, cpuinfo: Path = CPUINFO, cgroup: Path = CGROUP) -> Finding:
+    known, found = features(cpuinfo), described(cpuinfo, cgroup)
     if has_gpu:
         return Finding("processor", State.OK, found)
     if not known & {"avx2", "asimd"}:
@@ -43,7 +64,7 @@ def check_processor(has_gpu: bool, cpuinfo: Path = CPUINFO, cgroup: Path = CGROU
             *("processor", State.MISSING, f"{found}: the engine for a CPU needs AVX2"),
             "use another machine, or one with a GPU",
         )
-    if not known & set(BFLOAT16):
+    if known.isdisjoint(BFLOAT16):
         said = "no bfloat16 instructions: the trainer, and a server without --dtype, use float32"
         hint = "leave dtype out; bfloat16 would take five to twelve times as long"
         return Finding("processor", State.WARNING, f"{found}; {said}", hint)

@@ -33,7 +33,13 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Find
     return Finding("Python", State.OK, f"{found}, {sys.executable}")
 
 
-def check_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Finding:
+def memory_bytes() -> int:
+    """Memory of the machine, or of the container if that is less."""
+    return _memory(MEMINFO, CGROUP)[1]
+
+
+def _memory(meminfo: Path, cgroup: Path) -> tuple[int, int]:
+    """Free bytes, and all."""
     sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", meminfo.read_text(), re.MULTILINE))
     free, size = (int(sizes[name]) * 1024 for name in ("MemAvailable", "MemTotal"))
     with contextlib.suppress(OSError, ValueError):
@@ -41,6 +47,11 @@ def check_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Finding:
         limit = int((cgroup / "memory.max").read_text())
         size = min(size, limit)
         free = min(free, limit - int((cgroup / "memory.current").read_text()))
+    return free, size
+
+
+def check_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Finding:
+    free, size = _memory(meminfo, cgroup)
     found = f"{gib(free)} of {gib(size)} free"
     if free < MEMORY_BYTES:
         said = f"{found}; the demo takes about {gib(MEMORY_BYTES)}"

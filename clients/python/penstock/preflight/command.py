@@ -5,21 +5,28 @@ Exit status: 0 if nothing would; 2 if something does.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.client.scoring import BadFunction
-from penstock.common.explaining import complain
+from penstock.common.answers import Exit, as_json, complain, show
 from penstock.common.settings import SettingInvalid, Table, read_with_origins
-from penstock.preflight import devices
+from penstock.machine.devices import Machine, look
+from penstock.machine.findings import gigabytes
+from penstock.machine.gpus import gpu_count
+from penstock.machine.models import (
+    FROZEN_BYTES,
+    TRAINED_BYTES,
+    ModelUnusable,
+    Weights,
+    find_model,
+)
 from penstock.preflight.data import first_task
-from penstock.preflight.models import Model, ModelUnusable, check_model
 from penstock.preflight.report import Report
 from penstock.preflight.rewards import call_once, load_reward
 from penstock.server.config.settings import AddressInUse, ConfigError, ServeConfig
@@ -36,32 +43,28 @@ from penstock.up.config import load as load_up
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-OK, WRONG = 0, 2
 _REFUSED = (UpConfigInvalid, ConfigInvalid, ConfigError, AddressInUse, BadFunction, ModelUnusable)
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Options of an engine whose product is the number of its devices."""
 
 
-def check(path: Path, overrides: Sequence[str], as_json: bool) -> int:
+def check(path: Path, overrides: Sequence[str]) -> int:
     """Checks a file of `penstock up`, `penstock train` or `penstock serve`. Returns the exit status."""
     report = Report()
     try:
         table, _ = read_with_origins(path, overrides)
-        _KINDS[_kind(table)](path, overrides, report)
+        # What the functions print is no result.
+        with redirect_stdout(sys.stderr):
+            _KINDS[_kind(table)](path, overrides, report)
     except (SettingInvalid, UpConfigInvalid, ConfigInvalid, ConfigError) as error:
         report.problem("", error)
-    if as_json:
-        sys.stdout.write(json.dumps(asdict(report)) + "\n")
-    else:
-        for line in report.checked:
-            sys.stdout.write(f"{line}\n")
-        for line in report.remarks:
-            complain("penstock check", f"note: {line}")
-        for line in report.problems:
-            complain("penstock check", line)
-        if not report.problems:
-            sys.stdout.write(f"{path}: nothing stands in the way\n")
-    return WRONG if report.problems else OK
+    lines = [*report.checked, *(f"note: {line}" for line in report.remarks)]
+    if not report.problems:
+        lines.append(f"{path}: nothing stands in the way")
+    show("\n".join(lines), asdict(report))
+    if report.problems and not as_json():
+        complain("penstock check", "\n".join(report.problems))
+    return Exit.MISUSED if report.problems else Exit.DONE
 
 
 def _kind(table: Table) -> str:
@@ -92,8 +95,8 @@ def _check_trainer_file(path: Path, overrides: Sequence[str], report: Report) ->
     if report.problems:
         return
     first_task(config, report)
-    model = _model(config.model.path, origins.named(("model", "path")), report)
-    _check_memory({"the trainer": _trainer_bytes(config, model)}, report)
+    model, machine = _model(config.model.path, origins.named(("model", "path")), report), look()
+    _check_memory({"the trainer": _trainer_bytes(config, model, machine)}, machine, report)
 
 
 def _check_server_file(path: Path, overrides: Sequence[str], report: Report) -> None:
@@ -106,7 +109,7 @@ def _check_server_file(path: Path, overrides: Sequence[str], report: Report) -> 
     _check_server(config, origin, report)
     if (name := config.engine.get("model")) and not config.pool.engines:
         _model(str(name), origin("engine.model"), report)
-        _check_gpus(_engine_gpus(config.engine), origin("engine"), report)
+        _check_gpus(_engine_gpus(config.engine), look(), origin("engine"), report)
 
 
 def _check_up_file(path: Path, overrides: Sequence[str], report: Report) -> None:
@@ -165,9 +168,10 @@ def _check_machine(config: UpConfig, trainer: TrainerConfig | None, report: Repo
             check_ports(server)
     with _told(report), up_checks.in_terms_of(config, section) as file:
         check_engine(load_serve(Path(file), []), [], origin)
+    machine = look()
     needed: dict[str, int] = {}
     gpus: list[int] = []
-    served: Model | None = None
+    served: Weights | None = None
     if "model" in engine:
         served = _model(str(engine["model"]), origin("engine.model"), report)
         count = max(1, config.engine_count)
@@ -177,12 +181,13 @@ def _check_machine(config: UpConfig, trainer: TrainerConfig | None, report: Repo
         where = config.origins.of("train", "model.path")
         if served is None or trainer.model.path != engine.get("model"):
             served = _model(trainer.model.path, where, report)
-        needed["the trainer"] = _trainer_bytes(trainer, served)
+        needed["the trainer"] = _trainer_bytes(trainer, served, machine)
         gpus.append(config.up.trainer_ranks)
     # Without shares in [cluster], every process sees all GPUs, so they may share them.
     apart = sum(math.ceil(share.gpus) for share in shares(config).values())
-    _check_gpus(apart or max(gpus, default=0), "[cluster]" if apart else f"[{section}]", report)
-    _check_memory(needed, report)
+    where = "[cluster]" if apart else f"[{section}]"
+    _check_gpus(apart or max(gpus, default=0), machine, where, report)
+    _check_memory(needed, machine, report)
 
 
 def _check_server(config: ServeConfig, origin: Callable[[str], str], report: Report) -> None:
@@ -193,13 +198,13 @@ def _check_server(config: ServeConfig, origin: Callable[[str], str], report: Rep
             check_engine(config, [], origin)
 
 
-def _model(name: str, where: str, report: Report) -> Model:
+def _model(name: str, where: str, report: Report) -> Weights:
     with _told(report, where):
-        model = check_model(name)
-        size = f", {devices.in_gb(model.length_bytes)}" if model.length_bytes else ", on the hub"
-        report.checked.append(f"model: {name}{size}")
+        model = find_model(name)
+        size = gigabytes(model.length_bytes) if model.length_bytes else "not on this machine yet"
+        report.checked.append(f"model: {name}, {size}")
         return model
-    return Model()
+    return Weights()
 
 
 def _engine_gpus(engine: Mapping[str, object]) -> int:
@@ -210,8 +215,8 @@ def _engine_gpus(engine: Mapping[str, object]) -> int:
     return count
 
 
-def _check_gpus(wanted: int, where: str, report: Report) -> None:
-    present = devices.gpu_count()
+def _check_gpus(wanted: int, machine: Machine, where: str, report: Report) -> None:
+    present = len(machine.gpus)
     if not present:
         return
     if wanted > present:
@@ -220,27 +225,28 @@ def _check_gpus(wanted: int, where: str, report: Report) -> None:
         report.checked.append(f"GPUs: {wanted} of {present}")
 
 
-def _trainer_bytes(config: TrainerConfig, model: Model) -> int:
+def _trainer_bytes(config: TrainerConfig, model: Weights, machine: Machine) -> int:
     # Offloaded weights are in another memory than the engine's, unless there is only one.
-    if config.model.cpu_offload and devices.gpu_count():
+    if config.model.cpu_offload and machine.gpus:
         return 0
-    return devices.trainer_bytes(model.elements, adapter=config.model.lora is not None)
+    return model.elements * (TRAINED_BYTES if config.model.lora is None else FROZEN_BYTES)
 
 
-def _check_memory(needed: Mapping[str, int], report: Report) -> None:
+def _check_memory(needed: Mapping[str, int], machine: Machine, report: Report) -> None:
     """Compares the weights alone with the memory: no run needs less."""
-    present, whose = devices.memory()
-    if present is None or not (total := sum(needed.values())):
+    unknown = gpu_count() and not machine.gpus
+    if unknown or not (total := sum(needed.values())):
         return
-    parts = ", ".join(f"{who} {devices.in_gb(count)}" for who, count in needed.items() if count)
-    if total > present:
+    parts = ", ".join(f"{who} {gigabytes(count)}" for who, count in needed.items() if count)
+    has = f"{len(machine.gpus)} GPUs have" if machine.gpus else "this machine has"
+    if total > machine.whole:
         report.problem(
             "memory",
-            f"the weights alone need {devices.in_gb(total)} ({parts}), and {whose} "
-            f"{devices.in_gb(present)}: take a smaller model, or [model.lora]",
+            f"the weights alone need {gigabytes(total)} ({parts}), and {has} "
+            f"{gigabytes(machine.whole)}: take a smaller model, or [model.lora]",
         )
     else:
-        report.checked.append(f"memory: {parts}, of {devices.in_gb(present)}")
+        report.checked.append(f"memory: {parts}, of {gigabytes(machine.whole)}")
 
 
 _KINDS: Mapping[str, Callable[[Path, Sequence[str], Report], None]] = {

@@ -61,10 +61,9 @@ def check_everything(
             "for something while it is imported?"
         ) from error
     try:
-        # Functions may have printed something before.
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(done.stdout)
         problems, remarks = found["problems"], found["remarks"]
-    except (IndexError, ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise UpConfigInvalid(
             f"penstock check {path} {ending(done.returncode)} without a result; does a function end "
             "the process?"

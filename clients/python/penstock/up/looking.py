@@ -15,41 +15,35 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from penstock.common.explaining import complain
+from penstock.common.answers import Exit, as_json, complain, show
 from penstock.common.suggestions import did_you_mean, listed, unreadable
 from penstock.up.columns import in_columns, terminal_width
 from penstock.up.config import UpConfigInvalid, load
 from penstock.up.runs import RunState, find_runs, is_run, is_under_way, log_files, read_run
 from penstock.up.state import FolderUnusable, RoleState, last_words, read_state
 
-OK, NONE, WRONG = 0, 1, 2
 POLL_SECONDS = 0.2
 LINE_BYTES = 400
 """Of a log are read for each line that is shown, as a first guess."""
 
 
-def runs(folder: Path, as_json: bool) -> int:
+def runs(folder: Path) -> int:
     """Lists the runs in a folder, the last one last. Returns the exit status."""
     try:
         found = [read_run(path, time.time()) for path in find_runs(folder)]
     except OSError as error:
-        complain("penstock runs", unreadable(folder, error))
-        return WRONG
-    found.sort(key=lambda run: run.started or 0.0)
-    if as_json:
-        for run in found:
-            sys.stdout.write(json.dumps(asdict(run)) + "\n")
-    elif found:
-        heads = ("state", "step", "reward", "left", "started", "run")
-        rows = [(*_figures(run), _moment(run.started), run.folder) for run in found]
-        dropped = ("started", "left", "reward")
-        _print(heads, rows, expendable=dropped, keep_end=True)
+        return complain("penstock runs", unreadable(folder, error))
     if not found:
-        sys.stderr.write(f"penstock runs: there is no run in {folder}\n")
-    return OK if found else NONE
+        return complain("penstock runs", f"there is no run in {folder}", Exit.FAILED)
+    found.sort(key=lambda run: run.started or 0.0)
+    heads = ("state", "step", "reward", "left", "started", "run")
+    rows = [(*_figures(run), _moment(run.started), run.folder) for run in found]
+    text = _table(heads, rows, expendable=("started", "left", "reward"), keep_end=True)
+    show(text, {"runs": [asdict(run) for run in found]})
+    return Exit.DONE
 
 
-def status(path: Path, overrides: Sequence[str], as_json: bool) -> int:
+def status(path: Path, overrides: Sequence[str]) -> int:
     """Shows the run in a folder, or in the folder that a file of `penstock up` names. Returns the exit
     status."""
     try:
@@ -57,58 +51,51 @@ def status(path: Path, overrides: Sequence[str], as_json: bool) -> int:
         stored = read_state(out)
         run = read_run(out, time.time()) if is_run(out) else None
     except (UpConfigInvalid, FolderUnusable, OSError) as error:
-        complain("penstock up", error)
-        return WRONG
+        return complain("penstock up", error)
     if run is None:
-        sys.stderr.write(f"penstock up: nothing has run in {out}\n")
-        return NONE
+        return complain("penstock up", f"nothing has run in {out}", Exit.FAILED)
     roles = [RoleState(**each) for each in stored["roles"]] if stored else []
-    if as_json:
-        sys.stdout.write(json.dumps({**asdict(run), "roles": [asdict(r) for r in roles]}) + "\n")
-        return OK
     state, step, reward, left = _figures(run)
     remaining = "" if run.seconds_left is None else f", {left} left"
-    sys.stdout.write(f"{out}: {state}, step {step}, reward {reward}{remaining}\n")
+    text = f"{out}: {state}, step {step}, reward {reward}{remaining}"
     if roles:
         heads = ("role", "state", "since", "restarts", "pid", "where", "last words")
         rows = [_role(role) for role in roles]
-        _print(heads, rows, expendable=("where", "pid", "since", "restarts"))
-    return OK
+        text += "\n" + _table(heads, rows, expendable=("where", "pid", "since", "restarts"))
+    show(text, {**asdict(run), "roles": [asdict(role) for role in roles]})
+    return Exit.DONE
 
 
-def logs(folder: Path, roles: Sequence[str], lines: int, follow: bool, as_json: bool) -> int:
+def logs(folder: Path, roles: Sequence[str], lines: int, follow: bool) -> int:
     """Prints the last lines of the logs in a run's folder, and those to come. Returns the exit status."""
     if not folder.is_dir() or not (is_run(folder) or log_files(folder)):
-        sys.stderr.write(
-            f"penstock logs: there is no run in {folder}; `penstock runs` lists some\n"
-        )
-        return NONE
+        wrong = f"there is no run in {folder}; `penstock runs` lists some"
+        return complain("penstock logs", wrong, Exit.FAILED)
     known = log_files(folder)
     for role in roles:
         if role not in known:
             hint = did_you_mean(role, known) or f"; it has {listed(known) or 'none'}"
-            sys.stderr.write(f"penstock logs: {folder} has no log of {role}{hint}\n")
-            return WRONG
+            return complain("penstock logs", f"{folder} has no log of {role}{hint}")
     tails = _Tails(folder, roles, lines)
     try:
         while True:
             # Asked first, so that the last lines of a run that ends now are read.
             under_way = is_under_way(folder)
             for role, text in tails.read():
-                sys.stdout.write(_log_line(role, text, len(known) > 1, as_json))
+                sys.stdout.write(_log_line(role, text, len(known) > 1))
             sys.stdout.flush()
             if not follow or not under_way:
                 break
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        return OK
+        return Exit.DONE
     except BrokenPipeError:
         # `| head` has what it wanted; nothing may be flushed at the exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+        return Exit.DONE
     if follow:
         sys.stderr.write(f"penstock logs: the run in {folder} does not run\n")
-    return OK
+    return Exit.DONE
 
 
 class _Tails:
@@ -182,12 +169,11 @@ def _moment(seconds: float | None) -> str:
     return time.strftime("%H:%M:%S" if today else "%F %H:%M", then)
 
 
-def _log_line(role: str, text: str, named: bool, as_json: bool) -> str:
-    if as_json:
+def _log_line(role: str, text: str, named: bool) -> str:
+    if as_json():
         return json.dumps({"role": role, "line": text}) + "\n"
     return f"{role:<8} | {text}\n" if named else f"{text}\n"
 
 
-def _print(heads: Sequence[str], rows: Sequence[Sequence[str]], **options: Any) -> None:
-    for line in in_columns(heads, rows, width=terminal_width(), **options):
-        sys.stdout.write(f"{line}\n")
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], **options: Any) -> str:
+    return "\n".join(in_columns(heads, rows, width=terminal_width(), **options))

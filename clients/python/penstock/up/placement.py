@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from penstock.machine.gpus import DEVICES
 from penstock.up.processes import THIS_HOST, Command, Process, Running
-
-DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class PlacementFailed(Exception):

@@ -73,9 +73,10 @@ def read_run(folder: Path, now: float) -> RunState:
     """Reads the end of the run's figures. `now` is in seconds since the epoch. Raises OSError."""
     lines = _steps(folder)
     step = int(lines[-1]["step"]) if lines else 0
-    steps = _wanted(folder)
+    settings = _settings(folder)
+    steps = None if settings is None else int(settings.get("steps", DEFAULT_STEPS))
     runs = is_under_way(folder)
-    done = steps is not None and step >= steps
+    done = steps is not None and (step >= steps or _at_target(lines, settings))
     under_way, over = "running" if lines else "starting", "done" if done else "stopped"
     left = None
     if runs and lines and steps is not None:
@@ -114,12 +115,23 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _wanted(folder: Path) -> int | None:
+def _settings(folder: Path) -> dict[str, Any] | None:
+    """The table [run] of the trainer's file; None if there is no file."""
     try:
         table = tomllib.loads((folder / TRAINER).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return int(table.get("run", {}).get("steps", DEFAULT_STEPS))
+    return table.get("run", {})
+
+
+def _at_target(lines: list[dict[str, Any]], settings: dict[str, Any] | None) -> bool:
+    """Whether the run has reached `run.target`, at which it ends before its last step."""
+    target = (settings or {}).get("target")
+    if target is None:
+        return False
+    patience = int(target.get("patience", 1))
+    means = [line.get("reward_target_mean") for line in lines[-patience:]]
+    return len(means) == patience and all(m is not None and m >= target["reward"] for m in means)
 
 
 def _started(folder: Path) -> float | None:
