@@ -23,7 +23,13 @@ def test_a_recipe_is_described_and_is_what_up_takes(recipe: str, tmp_path: Path)
     (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n')
     path = tmp_path / "run.toml"
     model = make_tiny_model(tmp_path / "model")
-    path.write_text(fill(recipe, str(model), str(tmp_path / "train.jsonl"), "my.py:score"))
+    # Those whose agent scores, or whose prompts are a function's, have no reward or no file.
+    file = tomllib.loads(text)
+    data = (
+        str(tmp_path / "train.jsonl") if {"jsonl", "parquet"} & set(file["train"]["data"]) else None
+    )
+    reward = "my.py:score" if "reward" in file["rollout"] else None
+    path.write_text(fill(recipe, str(model), data, reward))
     check(load(path, []))
 
 
@@ -57,7 +63,7 @@ def test_without_options_it_is_the_recipe(tmp_path: Path) -> None:
         (
             ["new.toml", "--recipe", "defualt"],
             "penstock init: --recipe defualt: no such recipe; did you mean default?\n"
-            "penstock init: there are:\npenstock init: default: One task of your own",
+            "penstock init: there are:\npenstock init: coding: Functions for human-eval",
         ),
         (["no/such/run.toml"], "penstock init: no/such/run.toml: No such file or directory\n"),
     ],

@@ -19,6 +19,7 @@ FOLDERS = {
     "penstock": ROOT / "clients/python/penstock",
     "penstock.server": ROOT / "server",
     "penstock.trainer": ROOT / "trainer",
+    "penstock.recipes": ROOT / "recipes",
 }
 ROOMS = [
     "v1",
@@ -30,6 +31,7 @@ ROOMS = [
     "client.environments",
     "client.plugins",
     "rewards",
+    "recipes",
     "cli",
     "server.core",
     "server.config",

@@ -33,8 +33,8 @@ INITS = {
 """The `__init__.py` of each package."""
 
 
-WITHOUT_CODE = ("penstock.proto", "penstock.recipes")
-"""Packages of other files: the protocol, for protoc, and what `penstock init` writes."""
+WITHOUT_CODE = ("penstock.proto",)
+"""Packages of other files: the protocol, for protoc."""
 
 LEFT_OUT = shutil.ignore_patterns(
     *(".git", ".venv", "build", "runs", "site", "node_modules", "dist", "*.egg-info"),

@@ -19,7 +19,8 @@ FILES = """
     client/environments/test_games.py client/external/test_ends.py client/external/test_external.py
     client/external/test_http.py client/plugins/test_whole_rollouts.py client/test_client_restart.py
     client/plugins/test_plugins.py client/test_client_wire.py client/test_worker_load.py
-    preflight/test_check.py rewards/test_mathematics.py rewards/test_programs.py
+    preflight/test_check.py recipes/test_recipes.py rewards/test_mathematics.py
+    rewards/test_programs.py
     project/test_generated_code.py project/test_imports.py project/test_packages.py
     project/test_reference.py project/test_setup.py project/test_site.py
     server/core/test_overload.py server/groups/test_recovery.py server/groups/test_wire_leases.py
