@@ -42,7 +42,7 @@ def steps(run: Path) -> list[int]:
     return [record["step"] for record in records if "step" in record]
 
 
-@pytest.mark.timeout(290)
+@pytest.mark.timeout(600)
 def test_a_model_a_file_and_a_function_are_all_it_takes(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
     rows = [{"question": f"{n} plus 1?", "answer": f"so\n#### {n + 1}"} for n in range(20)]
