@@ -298,6 +298,35 @@ DATA = {
         "penstock eval: --task: 'chian_sum': Dataset 'chian_sum' not registered; did you mean chain_sum?",
     ),
 }
+LAUNCHING = {
+    "reward forgotten": (
+        "train --model ./model --data train.jsonl",
+        {},
+        "Error: give --reward too: training needs all three",
+    ),
+    "both ways": (
+        "train run.toml --model ./model",
+        {},
+        "Error: --model and CONFIG are two ways to train: with --model, --data and --reward everything "
+        "starts on this machine; with CONFIG, the trainer alone. Leave --model or run.toml out",
+    ),
+    "no file of the reward": (
+        "train --model ./model --data train.jsonl --reward scor.py:reward",
+        {},
+        "penstock train: --reward scor.py:reward: scor.py: No such file or directory (in {here}); did "
+        "you mean score.py?",
+    ),
+    "no model": (
+        "train --model ./model --data train.jsonl --reward score.py:reward",
+        {},
+        "penstock train: there is no folder ./model",
+    ),
+    "no recipe": (
+        "init --recipe defalt",
+        {},
+        "penstock init: --recipe defalt: no such recipe; did you mean default?",
+    ),
+}
 COMMANDS = {
     "no option of the engine": (
         "serve --model org/model --max-modellen 3",
@@ -346,7 +375,7 @@ PLACES = {
     ("train", "steps"): None,
 }
 """Lines of a text, below, by the place of a value."""
-CASES = {**CONFIGURATION, **ADDRESSES, **FUNCTIONS, **DATA, **COMMANDS}
+CASES = {**CONFIGURATION, **ADDRESSES, **FUNCTIONS, **DATA, **LAUNCHING, **COMMANDS}
 NEEDS_VLLM = ("no option of the engine", "a beginning of two", "no option in the file")
 
 

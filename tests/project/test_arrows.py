@@ -70,10 +70,16 @@ ROOMS = [
     "trainer.commands",
     "up",
     "demo",
+    "launch",
 ]
 APART = {"server": {"client", "cli", "trainer", "up", "demo"}, "trainer": {"server", "up", "demo"}}
 """What the rooms of a side never import, although it is listed below them."""
-UP_AND_DEMO_IMPORT_OF_THE_SERVER = {"server.config"}
+OF_SERVER_AND_TRAINER = {
+    "up": {"server.config"},
+    "demo": {"server.config"},
+    "launch": {"server.config", "trainer.core", "trainer.config", "trainer.data.sources"},
+}
+"""What rooms that start server and trainer as processes import of the two."""
 HEAVY = {
     "vllm": {"server.vllm", "server.vllm.worker", "trainer.weights.collective"},
     "megatron": {"trainer.policy.megatron"},
@@ -135,9 +141,8 @@ def forbidden(all_sources: Sources) -> list[str]:
         side, other = room.split(".")[0], below.split(".")[0]
         upward = ROOMS.index(below) > ROOMS.index(room)
         across = other in APART.get(side, ())
-        # `penstock up` reads the server's settings; it starts the server itself as a process.
-        deep = side in ("up", "demo") and other in ("server", "trainer")
-        if upward or across or (deep and below not in UP_AND_DEMO_IMPORT_OF_THE_SERVER):
+        deep = side in OF_SERVER_AND_TRAINER and other in ("server", "trainer")
+        if upward or across or (deep and below not in OF_SERVER_AND_TRAINER[side]):
             found.append(f"{module} imports {target}")
     return found
 

@@ -30,8 +30,8 @@ INITS = {
 """The `__init__.py` of each package."""
 
 
-PROTO = "penstock.proto"
-"""A package without code: the definitions of the protocol, for protoc."""
+WITHOUT_CODE = ("penstock.proto", "penstock.recipes")
+"""Packages of other files: the protocol, for protoc, and what `penstock init` writes."""
 
 LEFT_OUT = shutil.ignore_patterns(
     *(".git", ".venv", "build", "runs", "site", "node_modules", "dist", "*.egg-info"),
@@ -40,7 +40,7 @@ LEFT_OUT = shutil.ignore_patterns(
 
 
 def test_every_folder_with_an_init_is_a_package_of_the_project() -> None:
-    assert sorted([*INITS, PROTO]) == PROJECT["tool"]["setuptools"]["packages"]
+    assert sorted([*INITS, *WITHOUT_CODE]) == PROJECT["tool"]["setuptools"]["packages"]
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,9 @@ def test_the_wheel_has_every_file_of_the_folders(wheel: Path) -> None:
         if path.suffix in {".py", ".pyi"} or path.name == "py.typed"
     }
     protos = {
-        f"penstock/proto/{path.relative_to(ROOT / 'proto')}"
-        for path in (ROOT / "proto").rglob("*.proto")
+        f"penstock/{path.relative_to(ROOT)}"
+        for folder, ending in {"proto": "*.proto", "recipes": "*.toml"}.items()
+        for path in (ROOT / folder).rglob(ending)
     }
     assert held == wanted | protos
     assert protos

@@ -12,6 +12,7 @@ FOLDERS = ("demo", "examples", "faults", "server/http", "server/vllm", "system",
 
 FILES = """
     cli/test_cli.py cli/test_health.py cli/test_mistakes.py cli/test_weights.py common/test_allocator.py
+    launch/test_command.py launch/test_init.py launch/test_one_command.py
     client/environments/test_games.py client/external/test_ends.py client/external/test_external.py
     client/external/test_http.py client/plugins/test_whole_rollouts.py client/test_client_restart.py
     client/plugins/test_plugins.py client/test_client_wire.py client/test_worker_load.py

@@ -15,8 +15,9 @@ import click
 from penstock.cli.health import health
 from penstock.cli.journal import journal
 from penstock.cli.loading import exit_with
-from penstock.cli.options import Address, security_options, style_options
+from penstock.cli.options import Address, overrides_option, security_options, style_options
 from penstock.cli.shell import PassThrough, completion, help_command
+from penstock.cli.training import init, train
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
 from penstock.common.distribution import installed_version
@@ -25,14 +26,6 @@ if TYPE_CHECKING:
     from penstock.client.environments.settings import EnvironmentSettings
     from penstock.client.external.settings import CommandSettings
     from penstock.wire.security import Security
-
-_OVERRIDES = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Override a value of CONFIG. Can be repeated.",
-)
 
 _STATUS = "Exit status: 0 if it succeeded; 1 if it failed; 2 if the command line is invalid."
 
@@ -61,42 +54,6 @@ def serve(options: tuple[str, ...]) -> None:
     [--config FILE] [--listen HOST:PORT] [--dry-run] [any option of the engine, such as --model]
     """
     exit_with("penstock.server.__main__", "main", _SERVE_EXTRAS, list(options))
-
-
-@main.command(
-    epilog="Exit status: 0 if training is done; 1 if an error stopped it; 2 if CONFIG is invalid; "
-    "3 if it was stopped on request."
-)
-@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--resume", is_flag=True, help="Resume from the run's last checkpoint.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
-@click.option(
-    "--ranks",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Number of processes to train with on this host. Use torchrun for several hosts.",
-)
-@_OVERRIDES
-def train(
-    config: Path, resume: bool, dry_run: bool, ranks: int, overrides: tuple[str, ...]
-) -> None:
-    """Train a policy as configured in CONFIG, a TOML file.
-
-    The file names one or several rollout servers, the model and the source of the tasks. Settings
-    it omits have defaults, which --dry-run prints. Reward, lag and times are printed for every step
-    and written to the run's folder.
-    """
-    exit_with(
-        "penstock.trainer.__main__",
-        "train",
-        "trainer",
-        config,
-        list(overrides),
-        resume,
-        dry_run,
-        ranks,
-    )
 
 
 @main.command(
@@ -351,7 +308,7 @@ def demo(options: tuple[str, ...]) -> None:
     is_flag=True,
     help="Show the processes of the run in that folder and exit. CONFIG may be the folder itself.",
 )
-@_OVERRIDES
+@overrides_option
 def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple[str, ...]) -> None:
     """Run server, workers and trainer as configured in CONFIG, a TOML file, and keep them running.
 
@@ -368,6 +325,8 @@ def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple
     exit_with("penstock.up.up", "up", _ALL_EXTRAS, config, list(overrides), resume, dry_run)
 
 
+main.add_command(train)
+main.add_command(init)
 main.add_command(health)
 main.add_command(journal)
 main.add_command(help_command)

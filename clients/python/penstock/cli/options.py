@@ -57,6 +57,15 @@ def style_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+overrides_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a value of CONFIG. Can be repeated.",
+)
+"""`--set`."""
+
 _SECURITY = (
     click.option(
         "--tls",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
-from penstock.common.suggestions import did_you_mean
+from penstock.common.suggestions import did_you_mean, unreadable
 
 
 class FunctionInvalid(ValueError):
@@ -34,9 +34,13 @@ def find_function(
         meant = dot and function != "py" and not path
         hint = f"; did you mean {module}:{function}?" if meant else ""
         raise FunctionInvalid(f"write it as pkg.module:function{hint}")
-    here = str(Path.cwd())
+    here, file = str(Path.cwd()), None
     if module_name.endswith(".py"):
         file = Path(module_name)
+        try:
+            file.stat()
+        except OSError as error:
+            raise FunctionInvalid(unreadable(file, error)) from error
         here, module_name = str(file.parent.resolve()), file.stem
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -47,6 +51,10 @@ def find_function(
         kind = type(error).__name__
         why = _searched(error, module_name, here)
         raise FunctionInvalid(f"cannot import {module_name}: {kind}: {error}{why}") from error
+    origin = getattr(found, "__file__", None)
+    if file is not None and (origin is None or Path(origin).resolve() != file.resolve()):
+        other = origin or "which is built in"
+        raise FunctionInvalid(f"{file}: its name is that of another module, {other}; rename it")
     for part in path.split("."):
         if not hasattr(found, part):
             names = [n for n in vars(found) if not n.startswith("_")] if module_name else []
