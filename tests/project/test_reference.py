@@ -100,7 +100,8 @@ def test_every_option_of_the_sources_is_on_the_page() -> None:
         for source in product().values()
         if "click.option(" in source
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "click.option"
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("click.option", "click.version_option")
         for text in texts(*node.args)
         if text.startswith("-")
     }
