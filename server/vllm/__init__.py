@@ -3,6 +3,3 @@
 With `vllm.worker` it is the only room of the server that imports vllm. Uses `vllm.worker`, `weights` and
 the rooms below them. Begin with `engine.py`.
 """
-
-# vLLM reads the environment when it is imported.
-import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportUnusedImport]

@@ -16,6 +16,10 @@ under it, so the deltas of a request that an adapter samples carry the adapter's
 
 from __future__ import annotations
 
+# First, because vLLM reads the environment when it is imported.
+import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# isort: split
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Generator, Sequence

@@ -1,6 +1,6 @@
 """Defaults for environment variables that vLLM reads. The engine process inherits them.
 
-A variable that is already set is left alone. Importing this room sets those of every platform, which must
+A variable that is already set is left alone. Importing this module sets those of every platform, which must
 be set before vLLM is imported.
 """
 

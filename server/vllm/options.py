@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# First, because vLLM reads the environment when it is imported.
+import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# isort: split
 import argparse
 import dataclasses
 import json

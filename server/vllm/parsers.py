@@ -6,6 +6,10 @@ returned as content, together with the reason, which the parsers themselves only
 
 from __future__ import annotations
 
+# First, because vLLM reads the environment when it is imported.
+import penstock.server.vllm.environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# isort: split
 import json
 import logging
 import re

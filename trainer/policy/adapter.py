@@ -99,3 +99,17 @@ class Adapter:
             raise CheckpointUnusable(f"{folder}: {min(missing)} is on one side only")
         for name, own in self.weights():
             overwrite(own, tensors[name])
+
+
+def check_taken(adapter: weights_pb2.LoraAdapter, max_rank: int | None) -> None:
+    """Raises ConfigInvalid if a server refuses this adapter; `max_rank` is None if it takes none."""
+    if max_rank is None:
+        raise ConfigInvalid(
+            "model.lora: the server takes no adapters; start it, or a hub's engine servers, with "
+            f"--enable-lora --max-lora-rank {adapter.rank}"
+        )
+    if adapter.rank > max_rank:
+        raise ConfigInvalid(
+            f"model.lora.rank: the server takes at most {max_rank}, its --max-lora-rank, "
+            f"got {adapter.rank}"
+        )

@@ -33,7 +33,6 @@ from typing import Literal
 import grpc
 
 from penstock.trainer.core.errors import (
-    ConfigInvalid,
     ServerFull,
     ServerLost,
     SessionRefused,
@@ -41,6 +40,7 @@ from penstock.trainer.core.errors import (
     WeightsRefused,
 )
 from penstock.trainer.exchange.stream import Exchange, SwitchReceipt
+from penstock.trainer.policy.adapter import check_taken
 from penstock.trainer.weights.base import Base
 from penstock.trainer.weights.catching_up import newest_version
 from penstock.trainer.weights.copy import Parcel, WeightCopy, whole
@@ -134,18 +134,8 @@ class Sender:
 
     def check_adapter(self, info: rollout_service_pb2.GetServerInfoResponse) -> None:
         """Raises ConfigInvalid if the server does not take this run's adapter."""
-        if self.adapter is None:
-            return
-        if not info.HasField("lora"):
-            raise ConfigInvalid(
-                "model.lora: the server takes no adapters; start it, or a hub's engine servers, with "
-                f"--enable-lora --max-lora-rank {self.adapter.rank}"
-            )
-        if self.adapter.rank > info.lora.max_rank:
-            raise ConfigInvalid(
-                f"model.lora.rank: the server takes at most {info.lora.max_rank}, its --max-lora-rank, "
-                f"got {self.adapter.rank}"
-            )
+        if self.adapter is not None:
+            check_taken(self.adapter, info.lora.max_rank if info.HasField("lora") else None)
 
     async def server_info(self) -> rollout_service_pb2.GetServerInfoResponse:
         """Raises ServerLost, or WeightsRefused."""

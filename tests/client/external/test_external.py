@@ -158,6 +158,16 @@ async def test_each_way_to_fail_is_data(
     assert outcome.failure.reason == reason and message in outcome.failure.message
 
 
+async def test_no_process_goes_on_because_another_was_killed(
+    server: Harness, tmp_path: Path
+) -> None:
+    await submit(server)
+    shells = "for i in $(seq 300); do sh -c 'sleep 1000; echo went on' & done; wait"
+    await run(server, tmp_path, shells, keep=Keep.FAILED, time_limit_seconds=1.0)
+    (folder,) = (tmp_path / "work").glob("attempt-*")
+    assert (folder / "output.log").read_text() == ""
+
+
 async def test_output_is_bounded_and_its_end_is_shown(server: Harness, tmp_path: Path) -> None:
     await submit(server)
     command = "yes line | head -c 50000000; echo the end; exit 1"

@@ -211,9 +211,12 @@ def end_tree(cgroups: list[str]) -> dict[int, int]:
     """Kills every descendant until none is left. Returns their wait statuses."""
     ended: dict[int, int] = {}
     while True:
-        for pid in descendants() | members(cgroups):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        pids = descendants() | members(cgroups)
+        # All stop first: otherwise a shell whose child is killed before it takes its next step.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
         ended |= reap()
         try:
             # Checks whether any child is left, without reaping it.
