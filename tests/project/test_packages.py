@@ -245,5 +245,6 @@ def test_a_room_says_in_ten_lines_what_it_is_for(package: str) -> None:
     assert [name for name in named if not (path.parent / name).exists()] == []
     others = set(re.findall(r"`([a-z_.]+)`", said)) & set(ROOMS)
     assert package.removeprefix("penstock.") not in others
-    if "client" not in package:
+    # vLLM reads the environment, which its room sets, when it is imported.
+    if "client" not in package and package != "penstock.server.vllm":
         assert not [node for node in source.body if isinstance(node, ast.Import | ast.ImportFrom)]

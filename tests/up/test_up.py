@@ -192,7 +192,7 @@ def test_a_folder_that_is_none_is_named(config: Path, tmp_path: Path, option: st
     ):
         pass
     assert (
-        status(config, [], False) if option == "--status" else up(config, [], True, False, programs)
+        status(config, []) if option == "--status" else up(config, [], True, False, programs)
     ) == 2
 
 

@@ -61,7 +61,8 @@ class PassThrough(click.Command):
             parser = cast("click.Command", getattr(importlib.import_module(module), command))
         except ModuleNotFoundError:
             return []
-        return parser.shell_complete(click.Context(parser, info_name=self.name), incomplete)
+        context = click.Context(parser, info_name=self.name, **parser.context_settings)
+        return parser.shell_complete(context, incomplete)
 
 
 @click.command("help", epilog="Exit status: 0; 2 if there is no such command.")
