@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := $(CURDIR)/.venv/bin
+BEGUN := $(shell date +%s)
 PROTOS := $(wildcard proto/penstock/v1/*.proto)
 STUBS := clients/python
 
@@ -23,7 +24,7 @@ setup: ## set up .venv, with ENGINE=cpu or cuda; takes a fraction of a second if
 	@$(PYTHON) .ci/setup.py $(ENGINE)
 
 demo: setup ## train a real model over the wire; takes ARGS="--steps 10 --task chain_sum"
-	@$(BIN)/penstock demo $(ARGS)
+	@$(BIN)/penstock demo --setup-seconds $$(($$(date +%s) - $(BEGUN))) $(ARGS)
 
 # Each test file stays in one process, so that its shared fixtures start once. Three processes, one more than
 # there are cores, because many tests wait.

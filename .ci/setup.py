@@ -193,7 +193,9 @@ def link_packages() -> None:
     if links is None:
         sys.exit("setup: this project was installed without the requested folder of links")
     for package, folder in package_folders().items():
-        link(links.joinpath(*package.split(".")), ROOT / folder)
+        # `penstock` itself is a folder of links: server and trainer are elsewhere in the checkout.
+        if "." in package:
+            link(links.joinpath(*package.split(".")), ROOT / folder)
 
 
 def package_folders() -> dict[str, str]:

@@ -13,16 +13,18 @@ from typing import cast
 import click
 from pydantic import ValidationError
 
-from penstock.common.explaining import complain, messages
+from penstock.common.answers import Exit, complain, json_option, show_toml
+from penstock.common.explaining import messages
 from penstock.common.garbage import start_up_kept
 from penstock.common.secrets import without_secrets
 from penstock.common.settings import read_with_origins
 from penstock.server.config import settings as configuration
 from penstock.server.config.settings import AddressInUse, ConfigError, ServeConfig
 from penstock.server.engines import EngineSource, HubSource, ParserFailed, VllmSource, make_parser
-from penstock.server.preflight import check_engine, check_ports
+from penstock.server.preflight import check_engine, check_model, check_ports
 
 logger = logging.getLogger(__name__)
+PROGRAM = "penstock serve"
 
 
 HELP = """Serve a model: rollouts, tasks and weight updates over penstock.v1.
@@ -78,6 +80,7 @@ An address other than this host's loopback needs TLS and tokens: docs/operations
     help="Override a setting of the file, such as leases.seconds=30. Can be repeated.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
+@json_option
 @click.argument(
     "engine_options", nargs=-1, type=click.UNPROCESSED, metavar="[--VLLM-OPTION VALUE]..."
 )
@@ -116,15 +119,13 @@ def serve(
             check_engine(config, engine_options, origin)
         context.exit(run(config, list(engine_options), dry_run=dry_run))
     except ConfigError as error:
-        complain("penstock serve", error)
-        context.exit(2)
+        context.exit(complain(PROGRAM, error))
     except AddressInUse as error:
-        complain("penstock serve", error)
-        context.exit(1)
+        context.exit(complain(PROGRAM, error, Exit.FAILED))
 
 
 def main(arguments: list[str]) -> int:
-    result = serve.main(arguments, prog_name="penstock serve", standalone_mode=False)
+    result = serve.main(arguments, prog_name=PROGRAM, standalone_mode=False)
     return result if isinstance(result, int) else 0
 
 
@@ -135,6 +136,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
     )
     if not dry_run:
         check_ports(config)
+        check_model(config)
     source = (HubSource if config.pool.engines else VllmSource)(config, engine_options)
     if dry_run:
         import tomli_w
@@ -142,7 +144,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         resolved = config.model_dump(mode="json", exclude_none=True)
         # vLLM's options include secrets at the top (`hf_token`), and inside nested tables.
         resolved["engine"] = without_secrets(source.options)
-        click.echo(tomli_w.dumps(cast("dict[str, object]", _without_none(resolved))), nl=False)
+        show_toml(tomli_w.dumps(cast("dict[str, object]", _without_none(resolved))))
         return 0
 
     from penstock.common import allocator, telemetry
@@ -160,8 +162,7 @@ def run(config: ServeConfig, engine_options: list[str], *, dry_run: bool) -> int
         JournalUnreadable,
         ParserFailed,
     ) as error:
-        click.echo(f"penstock serve: {error}", err=True)
-        return 1
+        return complain(PROGRAM, error, Exit.FAILED)
     finally:
         telemetry.shutdown()
 
@@ -220,9 +221,9 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
         failing = asyncio.ensure_future(life.failed())
         await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
-            click.echo(f"penstock serve: {failing.result()}", err=True)
+            complain(PROGRAM, failing.result(), Exit.FAILED)
             await life.stop(0.0)
-            return 1
+            return Exit.FAILED
         failing.cancel()
         await life.stop()
         return 0
@@ -233,8 +234,7 @@ def _cannot_serve(source: EngineSource, error: Exception) -> int:
     logger.debug("the engine did not start", exc_info=error)
     # Of pydantic's, only the words: it would add the whole configuration of the engine.
     said = messages(error) if isinstance(error, ValidationError) else error
-    click.echo(f"penstock serve: cannot serve {source.model}: {said}", err=True)
-    return 1
+    return complain(PROGRAM, f"cannot serve {source.model}: {said}", Exit.FAILED)
 
 
 def _without_none(value: object) -> object:

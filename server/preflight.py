@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -10,8 +11,13 @@ from pathlib import Path
 
 from penstock.common.models import without_weights
 from penstock.common.suggestions import did_you_mean
+from penstock.machine.gpus import gpu_count
+from penstock.machine.models import ModelUnusable, look_up
+from penstock.machine.processor import cores
 from penstock.server.config.settings import AddressInUse, ConfigError, ServeConfig
 from penstock.wire.channel import split_address
+
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 def check_ports(config: ServeConfig) -> None:
@@ -58,10 +64,40 @@ def check_engine(config: ServeConfig, options: Sequence[str], origin: Callable[[
     wrong += [f"--{name}: {what}" for name, what in _unknown(given, known, "--", "-")]
     if wrong:
         raise ConfigError("\n".join(wrong))
+    _check_processes(config, options, origin)
     loads_otherwise = "load_format" in config.engine or any("load" in name for name in given)
     model = str(config.engine.get("model", ""))
     if not loads_otherwise and (what := without_weights(model)) is not None:
         raise ConfigError(f"{origin('engine.model')}: {what}")
+
+
+def check_model(config: ServeConfig) -> None:
+    """Raises ConfigError if the model is a name that cannot be loaded from the cache or the hub."""
+    model = "" if config.pool.engines else str(config.engine.get("model", ""))
+    try:
+        look_up(model)
+    except ModelUnusable as error:
+        raise ConfigError(f"model: {error}") from error
+
+
+def _check_processes(
+    config: ServeConfig, options: Sequence[str], origin: Callable[[str], str]
+) -> None:
+    """Raises ConfigError if the engine is divided among more processes than this machine can run."""
+    given = {name: (origin(f"engine.{name}"), str(value)) for name, value in config.engine.items()}
+    for option, following in zip(options, [*options, ""][1:], strict=True):
+        name, equals, value = option.partition("=")
+        given[name.removeprefix("--").replace("-", "_")] = (name, value if equals else following)
+    if given.keys() & {"distributed_executor_backend", "nnodes"}:
+        return
+    parts = [given[name] for name in PARALLEL if name in given and given[name][1].isdigit()]
+    count, gpus = math.prod(int(size) for _, size in parts), gpu_count()
+    if count > (gpus or cores()):
+        has = f"{gpus} GPUs" if gpus else f"no GPU, and {cores():g} cores"
+        raise ConfigError(
+            f"{' and '.join(where for where, _ in parts)}: {count} processes of the engine, but this "
+            f"machine has {has}; penstock doctor shows what it has"
+        )
 
 
 def known_options() -> frozenset[str]:

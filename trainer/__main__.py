@@ -17,32 +17,31 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from penstock.common.explaining import complain
+from penstock.common.answers import Exit, complain, show_toml
 from penstock.common.settings import read_with_origins
-from penstock.trainer.config.paths import check_paths
-from penstock.trainer.config.trainer import TrainerConfig, as_shown, load_config, render_config
-from penstock.trainer.core.errors import ConfigInvalid, TrainerError
+from penstock.trainer.config.paths import check_hub, check_paths
+from penstock.trainer.config.trainer import TrainerConfig, load_config, render_config
+from penstock.trainer.core.errors import ConfigInvalid, TrainerError, leaves
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.trainer.core.aio import ComputeThread
-    from penstock.trainer.loop import TrainingLoop
-    from penstock.trainer.metrics.reporting import Trackers
     from penstock.trainer.policy.process_group import LocalRanks, Place
     from penstock.trainer.policy.ranks import Leader
-    from penstock.trainer.resume import Start
-    from penstock.trainer.state.ledger import Ledger
 
 # Not __name__, which is "__main__" when this module is run.
 log = logging.getLogger("penstock.trainer")
 
-EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_ASKED = 0, 1, 2, 3
+EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_ASKED = (
+    Exit.DONE,
+    Exit.FAILED,
+    Exit.MISUSED,
+    Exit.STOPPED,
+)
 
 
 def train(
@@ -56,10 +55,12 @@ def train(
     """
     try:
         config = load_config(config_path, overrides)
-        check_paths(config, read_with_origins(config_path, overrides)[1])
+        origins = read_with_origins(config_path, overrides)[1]
+        check_paths(config, origins)
         if dry_run:
-            sys.stdout.write(render_config(config))
+            show_toml(render_config(config))
             return EXIT_OK
+        check_hub(config, origins)
         # Set before torch is loaded, which reads it. Threads that spin while waiting starve a sampler on
         # the same cores. If one of them is not scheduled, the spinning also delays all the others.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -70,14 +71,12 @@ def train(
         done = _train(config, resume) if alone else _lead(config, resume, place, local)
     except (TrainerError, BaseExceptionGroup) as raised:
         # Of a group, the first error cancelled the other tasks.
-        errors = list(_leaves(raised))
+        errors = list(leaves(raised))
         if not all(isinstance(error, TrainerError) for error in errors):
             raise
         if isinstance(errors[0], ConfigInvalid):
-            complain("penstock train", errors[0])
-            return EXIT_CONFIG
-        sys.stderr.write(f"penstock train: stopped: {errors[0]}\n")
-        return EXIT_STOPPED
+            return complain("penstock train", errors[0], EXIT_CONFIG)
+        return complain("penstock train", f"stopped: {errors[0]}", EXIT_STOPPED)
     return EXIT_OK if done else EXIT_ASKED
 
 
@@ -171,73 +170,18 @@ def _train(config: TrainerConfig, resume: bool, leader: Leader | None = None) ->
 async def _run(
     config: TrainerConfig, compute: ComputeThread, resume: bool, leader: Leader | None
 ) -> bool:
-    """Owns the run's folder, its channels and its tasks. Returns as `_train`."""
+    """Returns as `_train`."""
     from penstock.trainer.config.advice import advise
-    from penstock.trainer.state.ledger import Ledger
+    from penstock.trainer.session import open_loop
 
     console = _log_to_console()
     for sentence in advise(config):
         log.warning("%s", sentence)
     stopping = _stop_on_signal()
-    # While it is open, no other trainer can write to the run's folder.
-    with closing(Ledger(config.run.out)) as ledger:
-        from penstock.trainer.gather.group_policies import load_filter
-        from penstock.trainer.metrics.reporting import make_trackers
-
-        # Report errors in filters and trackers before the model is loaded.
-        load_filter(config)
-        with closing(make_trackers(config.metrics.trackers, config.run.steps)) as trackers:
-            start = await compute.run(_load, config, resume, leader, ledger)
-            told = as_shown(config.model_dump(mode="json", exclude={"metrics": {"trackers"}}))
-            trackers.begin(config.run.out, config.run.id, told, resumes=start.resumes)
-            await _run_loaded(config, compute, start, trackers, console, stopping)
+    async with open_loop(config, compute, console, stopping, resume, leader) as loop:
+        if loop is not None:
+            await loop.run()
     return not stopping.is_set()
-
-
-async def _run_loaded(
-    config: TrainerConfig,
-    compute: ComputeThread,
-    start: Start,
-    trackers: Trackers,
-    console: Console,
-    stopping: asyncio.Event,
-) -> None:
-    """Runs from the first call to the server until the model is written."""
-    from penstock.trainer.assembly import Wiring, open_links
-    from penstock.trainer.state.checkpoint import replace_folder
-
-    async with open_links(config.server) as links:
-        loop = Wiring(config, start, compute, links, console, stopping, trackers).loop()
-        with closing(loop.publisher), closing(loop.metrics):
-            async with loop.metrics.measuring():
-                await _walk(loop, stopping)
-    if loop.exchanges.left.is_set():
-        # After the live display, which would overwrite it.
-        sys.stderr.write(f"penstock train: stopped at step {loop.step} while its server was away\n")
-    if config.run.save_model:
-        folder = config.run.out / "model"
-        await compute.run(replace_folder, folder, start.policy.save_model)
-        what = "model" if start.policy.adapter() is None else "adapter, as PEFT writes it,"
-        log.info("the %s after step %d is in %s", what, loop.step, folder)
-
-
-def _load(config: TrainerConfig, resume: bool, leader: Leader | None, ledger: Ledger) -> Start:
-    """Runs in the compute thread, so that signals are handled while torch and the model load."""
-    from penstock.trainer.resume import start_run
-
-    return start_run(config, resume, leader, ledger)
-
-
-async def _walk(loop: TrainingLoop, stopping: asyncio.Event) -> None:
-    if stopping.is_set():
-        return  # Asked while the model was loading, so the server was never contacted.
-    if not await loop.exchanges.open():
-        return
-    async with asyncio.TaskGroup() as group:
-        group.create_task(loop.exchanges.run(loop.restore), name="exchanges")
-        await loop.begin()
-        await loop.run()
-        await loop.exchanges.close()
 
 
 def _log_to_console() -> Console:
@@ -281,11 +225,3 @@ def _end_at_once(number: int, _: object) -> None:
     # An exception would wait for the step in the compute thread. A live display hides the cursor.
     Console().show_cursor()
     os._exit(128 + number)
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if not isinstance(error, BaseExceptionGroup):
-        yield error
-        return
-    for each in cast("BaseExceptionGroup[BaseException]", error).exceptions:
-        yield from _leaves(each)

@@ -31,6 +31,7 @@ from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.reporting import TrackedScalars, Trackers
 from penstock.trainer.resume import Start
 from penstock.trainer.state.checkpoint import TrainerState, save_checkpoint
+from penstock.trainer.state.ending import Ending
 from penstock.trainer.state.run_id import remove_start_id
 from penstock.trainer.weights.copy import WeightCopy
 from penstock.trainer.weights.probe import Probe
@@ -128,7 +129,7 @@ class Wiring:
         start, run = self.start, self.config.run
 
         def collect(
-            step: int, weight_version: int, figures: Mapping[str, object]
+            step: int, weight_version: int, figures: Mapping[str, object], ending: Ending
         ) -> Callable[[], object]:
             reached = TrainerState(
                 run.id,
@@ -142,6 +143,7 @@ class Wiring:
                 start.ledger.length_bytes,
                 start.state.start_id,
                 figures,
+                ending,
             )
 
             def save() -> None:
@@ -162,6 +164,7 @@ class Wiring:
             self.stopping,
             saved_step=start.state.step,
             share_prefixes=start.share_prefixes,
+            ending=start.state.ending,
         )
 
     def _writers(self) -> tuple[MetricsWriter, EvaluationWriter]:

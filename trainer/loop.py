@@ -41,6 +41,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -51,6 +53,7 @@ from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.exchange.servers import Servers
 from penstock.trainer.gather.batch import TAKE_THEIR_TASK, Batch, Gatherer
+from penstock.trainer.gather.sample import Samples
 from penstock.trainer.learner import Learner
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.metrics.step_record import StepRecord
@@ -59,6 +62,15 @@ from penstock.trainer.weights.publisher import Publisher, Switches
 from penstock.v1 import trainer_service_pb2
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step between its batch and its training."""
+
+    batch: Batch
+    record: StepRecord
+    span: Span
 
 
 @dataclass(eq=False, repr=False)
@@ -75,6 +87,11 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self._unconcluded: StepRecord | None = None
+        self._conclusion: asyncio.Task[None] | None = None
+        self._group: asyncio.TaskGroup
+        self._ended = False
+        every = self.config.metrics.sample_every_steps
+        self._samples = Samples(self.config.model.path, every, self.learner.compute)
         self.step = self.learner.saved_step
         """The last step that the policy contains."""
 
@@ -112,12 +129,27 @@ class TrainingLoop:
 
         Ends after the last step, or earlier if asked to stop. The module docstring describes how.
         """
+        async with self.running():
+            while (step := await self.next_step()) is not None:
+                await self.train(step)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """What happens beside the steps. A caller that makes steps itself may leave before the last: the
+        run then ends as on a request to stop."""
         async with asyncio.TaskGroup() as group:
+            self._group = group
             self.evaluator.open(group)
             fillers = [group.create_task(filler) for filler in self.gatherer.fillers()]
             try:
                 with self.exchanges.notices_to(partial(self._heed, group)):
-                    await self._steps(group)
+                    self._measure(self.exchanges.held_version)
+                    if not self.learner.is_last(self.step):
+                        self.gatherer.demand(self.step + 1)
+                    yield
+                    if not self._ended:
+                        self.learner.stopping.set()
+                        await self.next_step()
             finally:
                 for filler in fillers:
                     filler.cancel()
@@ -133,38 +165,63 @@ class TrainingLoop:
         if self.gatherer.awaits(notice):
             group.create_task(self.gatherer.give_up(server, notice))
 
-    async def _steps(self, group: asyncio.TaskGroup) -> None:
-        steps = self.config.run.steps
-        conclusion = None
-        self._measure(self.exchanges.held_version)
-        if self.step < steps:
-            self.gatherer.demand(self.step + 1)
-        while self.step < steps:
-            record = StepRecord(self.step + 1, time_gather_start=time.time())
-            span = self.metrics.begin_step(record.step, self.evaluator.seconds_after(steps))
-            batch = await self._gather(record)
-            if batch is None:
-                # The run ends here. Stop requests and lost servers later in a step let it finish.
-                await self._save_if_due()
-                return
-            hit("train.gathered")
-            await self._train(batch, record)
-            hit("train.computed")
-            if conclusion is not None:
-                # The server reads the payload until it has answered the previous switch.
-                await conclusion
-            entry = await self._note(batch, record)
-            await self._publish(entry, record)
-            hit("train.published")
-            switches = await self._switch(batch, record)
-            record.finish(time.time() - record.time_gather_start)
-            record.seconds_checkpoint = await self._save_if_due()
-            record.finish(time.time() - record.time_gather_start)
-            conclusion = group.create_task(self._conclude(switches, record, span))
-        if conclusion is not None:
-            await conclusion
+    async def next_step(self) -> Step | None:
+        """Gather a batch, which `train` takes; None once the run has ended."""
+        if self.learner.is_last(self.step):
+            await self._finish()
+            return None
+        record = StepRecord(self.step + 1, time_gather_start=time.time())
+        span = self.metrics.begin_step(
+            record.step,
+            self.evaluator.seconds_after(self.config.run.steps),
+            may_end_early=self.config.run.target is not None,
+        )
+        batch = await self._gather(record)
+        if batch is None:
+            # The run ends here. Stop requests and lost servers later in a step let it finish.
+            self._ended = True
+            await self._save_if_due()
+            return None
+        hit("train.gathered")
+        return Step(batch, record, span)
+
+    async def train(self, step: Step, batch: Batch | None = None) -> None:
+        """Make an optimizer step, and publish its weights.
+
+        `batch` is what to train instead, made from the step's own: all groups of that count as trained.
+        """
+        record = step.record
+        await self._train(batch or step.batch, record)
+        hit("train.computed")
+        if self._conclusion is not None:
+            # The server reads the payload until it has answered the previous switch.
+            await self._conclusion
+        entry = await self._note(step.batch, record)
+        await self._publish(entry, record)
+        hit("train.published")
+        switches = await self._switch(step.batch, record)
+        record.finish(time.time() - record.time_gather_start)
+        record.seconds_checkpoint = await self._save_if_due()
+        record.finish(time.time() - record.time_gather_start)
+        self._conclusion = self._group.create_task(self._conclude(switches, record, step.span))
+
+    async def _finish(self) -> None:
+        self._ended = True
+        if self._conclusion is not None:
+            await self._conclusion
+        if self.step < self.config.run.steps:
+            self._report_target()
         self.metrics.display.doing("evaluating")
         await self.evaluator.finish(self.step, self.exchanges.held_version)
+
+    def _report_target(self) -> None:
+        target, mean = self.config.run.target, self.learner.ending.mean
+        assert target is not None
+        assert mean is not None
+        log.info(
+            "reward %.3f reached run.target.reward = %g; ending after step %d of at most %d",
+            *(mean, target.reward, self.step, self.config.run.steps),
+        )
 
     async def _gather(self, record: StepRecord) -> Batch | None:
         """Return the next batch, without groups whose attempts all failed; None to stop the run."""
@@ -173,7 +230,7 @@ class TrainingLoop:
             return None
         record.time_gather_end = time.time()
         record.seconds_wait = record.time_gather_end - record.time_gather_start
-        record.batch = self.gatherer.describe(batch)
+        record.sample = await self._samples.of(record.step, batch.deliveries)
         record.traceparents = [
             trajectory.traceparent
             for delivery in batch.deliveries
@@ -183,10 +240,12 @@ class TrainingLoop:
         return batch if await self.gatherer.refill() else None
 
     async def _train(self, batch: Batch, record: StepRecord) -> None:
+        record.batch = self.gatherer.describe(batch)
         record.time_train_start = time.time()
         record.result = await self.learner.train(batch.groups)
         record.time_train_end = time.time()
         record.seconds_train = record.time_train_end - record.time_train_start
+        record.reward_target_mean = self.learner.score(record.rewards)
 
     async def _note(self, batch: Batch, record: StepRecord) -> StepEntry:
         """Fill the payload, and record the step in the ledger with the payload's checksum.
@@ -252,7 +311,9 @@ class TrainingLoop:
         self.gatherer.settle(batch, self.step)
         if not self.config.checkpoint.every_steps:
             self.exchanges.checkpoint(self.step)
-        if self.step < self.config.run.steps:
+        if self.learner.is_last(self.step):
+            self.metrics.end_with(self.step)
+        else:
             self.gatherer.demand(self.step + 1)
         self._unconcluded = record
         return switches

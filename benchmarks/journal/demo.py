@@ -34,6 +34,7 @@ FILLING_STEPS = 3
 def tokens_per_second(folder: Path, steps: int, durability: str) -> float:
     """Trained tokens per second of one demo."""
     command = [sys.executable, "-m", "penstock.client", "demo", "--steps", str(steps)]
+    command += ["--target", "none"]
     command += ["--out", str(folder), "--durability", durability]
     with (folder.parent / f"{folder.name}.log").open("wb") as log:
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)

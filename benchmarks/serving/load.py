@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
-from penstock.common.arithmetic import computes_bfloat16
+from penstock.machine.processor import computes_bfloat16
 
 PROMPT_TOKENS = 32
 # The faster type on this machine: without instructions for it, bfloat16 takes five times as long.

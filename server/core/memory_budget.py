@@ -20,11 +20,11 @@ holds of those, but holds them for at most `limits.stalled_seconds`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.machine.resources import memory_bytes
 from penstock.server.core.errors import DomainError
 from penstock.wire.reasons import Reason
 
@@ -49,8 +49,8 @@ class Kept(Protocol):
 
 
 def default_bytes() -> int:
-    """A quarter of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    """A quarter of the memory of this machine, or of its container."""
+    return memory_bytes() // 4
 
 
 @dataclass(eq=False)

@@ -271,7 +271,9 @@ class Opening:
         if record.history is not None and turn.budget:
             record.history.drop_written()
         turn.stream_interval = how.interval
-        turn.span, turn.trace_headers = _start_span(record, turn.index, context)
+        turn.span, turn.trace_headers = _start_span(
+            record, turn.index, self.description.model, context
+        )
         self.turns.start(turn)
         return turn
 
@@ -286,7 +288,7 @@ class Opening:
         full: bool = False,
     ) -> Turn:
         """With `full`, a turn that samples nothing and reports that the context is full."""
-        span, headers = _start_span(record, index, context)
+        span, headers = _start_span(record, index, self.description.model, context)
         turn = Turn(
             record=record,
             index=index,
@@ -345,7 +347,7 @@ def check_idle(record: TrajectoryRecord) -> None:
 
 
 def _start_span(
-    record: TrajectoryRecord, index: int, context: Context
+    record: TrajectoryRecord, index: int, model: str, context: Context
 ) -> tuple[trace.Span, dict[str, str]]:
     span = tracer.start_span(
         "penstock.turn",
@@ -353,6 +355,8 @@ def _start_span(
         trace.SpanKind.SERVER,
         attributes={
             "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "penstock",
+            "gen_ai.request.model": model,
             "penstock.trajectory_id": record.trajectory_id,
             "penstock.group_id": record.group_id,
             "penstock.turn_index": index,

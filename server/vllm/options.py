@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn, cast
 
 from vllm.config import WeightTransferConfig
@@ -19,7 +18,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from penstock.common.arithmetic import computes_bfloat16
+from penstock.machine.processor import computes_bfloat16
+from penstock.machine.resources import memory_bytes
 
 WORKER_EXTENSION = "penstock.server.vllm.worker.weight_engine.WorkerExtension"
 KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -67,7 +67,7 @@ def engine_arguments(options: Sequence[str]) -> AsyncEngineArgs:
     arguments.worker_extension_cls = WORKER_EXTENSION
     if on_cpu and arguments.kv_cache_memory_bytes is None and not os.environ.get(KV_CACHE_SPACE):
         # vLLM would reserve nearly all of the machine's memory.
-        arguments.kv_cache_memory_bytes = max(1, min(4, _memory_bytes() // (8 * GIB))) * GIB
+        arguments.kv_cache_memory_bytes = max(1, min(4, memory_bytes() // (8 * GIB))) * GIB
     if arguments.enable_lora:
         # A new version is loaded before the oldest is freed.
         arguments.max_cpu_loras = max(arguments.max_cpu_loras or 0, arguments.max_loras + 1)
@@ -86,15 +86,6 @@ def describe_options(arguments: AsyncEngineArgs) -> dict[str, object]:
         if value != default:
             described[option.name] = _plain(value)
     return described
-
-
-def _memory_bytes() -> int:
-    """Memory of the machine, or of the container if that is less."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        return min(total, int(text))
-    return total
 
 
 def _plain(value: object) -> object:

@@ -128,10 +128,10 @@ async def run_rollout(folder: Path, *arguments: str) -> asyncio.subprocess.Proce
         (("--generate", "my_functions:generate", "--group-reward"), "--group-reward"),
     ],
 )
-def test_a_bad_function_ends_the_worker_with_2(functions, caplog, arguments, message):
+def test_a_bad_function_ends_the_worker_with_2(functions, arguments, message):
     shown = invoke("rollout", "--server", "127.0.0.1:1", *arguments)
     assert shown.exit_code == 2
-    assert message in caplog.text
+    assert message in shown.output
 
 
 async def test_rollout_works_until_its_attempts_are_done(functions):
@@ -161,10 +161,11 @@ TWO = ("--server", "127.0.0.1:1", "--server", "127.0.0.1:2", "--reward", "my_fun
     ],
 )
 def test_what_does_not_go_with_several_servers_ends_the_worker_with_2(
-    functions, caplog, arguments, message
+    functions, arguments, message
 ):
-    assert invoke("rollout", *TWO, *arguments).exit_code == 2
-    assert message in caplog.text
+    shown = invoke("rollout", *TWO, *arguments)
+    assert shown.exit_code == 2
+    assert message in shown.output
 
 
 @pytest.mark.parametrize(

@@ -873,6 +873,11 @@ async def test_one_trace_leads_from_the_attempt_to_the_turns_and_the_server(
     assert {span.parent.span_id for span in servers} == {span.context.span_id for span in clients}
     assert len({span.context.trace_id for span in spans}) == 1
     assert clients[0].attributes["gen_ai.usage.output_tokens"] == 4
+    assert {span.attributes["gen_ai.provider.name"] for span in (*clients, *servers)} == {
+        "penstock"
+    }
+    model = (await penstock.server_info()).model
+    assert {span.attributes["gen_ai.request.model"] for span in servers} == {model}
 
 
 async def test_a_worker_says_that_it_is_connected_and_that_no_task_comes(

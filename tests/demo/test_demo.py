@@ -7,20 +7,38 @@ import io
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
+from rich.console import Console
 
+from penstock.client import Message, connect
 from penstock.client.tasks import Task
-from penstock.demo import model, rewards, settings, tasks
-from penstock.demo.command import main
+from penstock.demo import answers, model, rewards, run, settings, tasks
+from penstock.demo.answers import Answers, ask
+from penstock.demo.command import (
+    check_gpus,
+    check_task,
+    demo,
+    last_line,
+    main,
+    next_commands,
+    read_target,
+)
+from penstock.demo.summary import Run, Step, summarize
 from penstock.demo.tiny import END_OF_TURN_ID, write_model
+from penstock.machine.devices import Machine
+from penstock.machine.gpus import Gpu
 from penstock.up.processes import (
     LONGEST_LINE_BYTES,
     Command,
@@ -31,6 +49,7 @@ from penstock.up.processes import (
     log_writer,
     write_files,
 )
+from tests.support.harness import serve
 
 
 class Answer:
@@ -112,10 +131,31 @@ def test_printable_characters_are_a_share_of_the_tokens() -> None:
 def test_the_sums_are_all_there_with_their_answers(tmp_path: Path) -> None:
     tasks.write_sums(tmp_path / "tasks.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
-    assert len({line["prompt"] for line in lines}) == 400
-    for line in lines:
+    trained, held_out = {line["prompt"] for line in lines}, set(tasks.held_out(settings.SUMS))
+    assert len(trained) == len(lines) == 397
+    assert len(held_out) == 3
+    assert trained | held_out == {line["prompt"] for line in tasks.sums()}
+    assert len(tasks.sums()) == 400
+    for line in tasks.sums():
         a, b = map(int, re.findall(r"\d+", line["prompt"]))
         assert line["answer"] == a + b
+
+
+@pytest.mark.parametrize("task", ["chain_sum", settings.PRINTABLE])
+def test_what_is_held_out_is_not_trained(task: str, tmp_path: Path) -> None:
+    from penstock.trainer.config.data import ReasoningGymConfig
+    from penstock.trainer.data.sources.procedural import ReasoningGymSource
+
+    held_out = tasks.held_out(task)
+    assert len(set(held_out)) == 3
+    if task == settings.PRINTABLE:
+        tasks.write_printable(tmp_path / "tasks.jsonl")
+        lines = (tmp_path / "tasks.jsonl").read_text().splitlines()
+        trained = {json.loads(line)["prompt"] for line in lines}
+    else:
+        source = ReasoningGymSource(ReasoningGymConfig(name=task))
+        trained = {source.problem(number).messages[-1][1] for number in range(200)}
+    assert not trained & set(held_out)
 
 
 def test_the_tiny_model_is_one_that_transformers_loads(tmp_path: Path) -> None:
@@ -177,6 +217,10 @@ def test_the_model_is_kept_with_the_virtual_environment_or_else_in_the_users_cac
         (["--task", "no_such_data_set"], "chain_sum"),
         (["--steps", "0"], "steps"),
         (["--tiny", "--model", "x"], "--tiny"),
+        (["--target", "high"], "--target high: give a reward, such as 0.8, or none"),
+        (["--target", "nan"], "--target nan: give a reward"),
+        (["--patience", "0"], "patience"),
+        (["--setup-seconds", "-1"], "setup-seconds"),
         (["--tensor-parallel", "2", "--ranks", "2"], "--backend megatron"),
         (["--backend", "megatron", "--pipeline-parallel", "2"], "--ranks 1"),
         (["--backend", "megatron", "--ranks", "6", "--tensor-parallel", "4"], "--ranks 6"),
@@ -187,6 +231,168 @@ def test_a_bad_option_is_explained_before_anything_starts(
 ) -> None:
     assert main(arguments) == 2
     assert complaint in capsys.readouterr().err
+
+
+def plan_of(out: Path, **choices: Any) -> settings.Plan:
+    scale = settings.SMALL_MODEL
+    chosen = {"task": settings.SUMS, "steps": 90, "seed": 0, "listen": "127.0.0.1:0", **choices}
+    return settings.Plan(model=out, model_name="a model", out=out, scale=scale, **chosen)
+
+
+@pytest.mark.parametrize(
+    ("target", "task", "expected"),
+    [
+        (None, settings.SUMS, 0.8),
+        (None, "chain_sum", None),
+        (None, settings.PRINTABLE, None),
+        ("none", settings.SUMS, None),
+        ("0", settings.SUMS, 0.0),
+        ("-1.5", "chain_sum", -1.5),
+    ],
+)
+def test_a_run_ends_at_the_target_that_the_command_line_names(
+    tmp_path: Path, target: str | None, task: str, expected: float | None
+) -> None:
+    from penstock.trainer.config.trainer import TargetConfig, load_config
+
+    assert read_target(target, task) == expected
+    plan = plan_of(tmp_path, task=task, target=expected, patience=3)
+    plan.trainer_config_file.write_text(settings.trainer_config(plan, "127.0.0.1:1"))
+    found = load_config(plan.trainer_config_file).run.target
+    wanted = None if expected is None else TargetConfig(reward=expected, attempts=256, patience=3)
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "visible", "expected"),
+    [
+        (0, 1, None, {}),
+        (1, 1, None, {"server": "0", "trainer": "0"}),
+        (1, 1, ["GPU-7"], {"server": "GPU-7", "trainer": "GPU-7"}),
+        (2, 1, None, {"server": "0", "trainer": "1"}),
+        (4, 3, ["4", "5", "6", "7"], {"server": "4", "trainer": "5,6,7"}),
+    ],
+)
+def test_gpus_are_divided_between_server_and_trainer(
+    tmp_path: Path, gpus: int, ranks: int, visible: list[str] | None, expected: dict[str, str]
+) -> None:
+    plan = plan_of(tmp_path, gpus=gpus, ranks=ranks)
+    told = settings.devices(plan, visible)
+    assert {name: each["CUDA_VISIBLE_DEVICES"] for name, each in told.items()} == expected
+    shared = "--gpu-memory-utilization" in settings.serve_command(plan, None)
+    assert shared == (gpus == 1) == (len(expected) > 0 and len(set(expected.values())) == 1)
+
+
+def test_more_ranks_than_gpus_beside_the_servers_are_refused() -> None:
+    gpu = Gpu("a GPU", 80 << 30, 80 << 30, 9.0, "580")
+    check_gpus(Machine("a CPU", 1 << 30), 8)
+    check_gpus(Machine("a CPU", 1 << 30, (gpu,)), 1)
+    check_gpus(Machine("a CPU", 1 << 30, (gpu,) * 3), 2)
+    with pytest.raises(click.UsageError, match=r"--ranks 2 needs 3 GPUs, .* there are 2"):
+        check_gpus(Machine("a CPU", 1 << 30, (gpu,) * 2), 2)
+
+
+@pytest.mark.parametrize(
+    ("torch", "said"),
+    [
+        ("raise ImportError('libcudart.so.13: no such file')", "ImportError: libcudart.so.13"),
+        ("import os; os._exit(3)", "cannot be imported: the import ended with 3"),
+    ],
+)  # fmt: skip
+def test_a_torch_that_is_broken_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    torch: str,
+    said: str,
+) -> None:
+    (tmp_path / "torch.py").write_text(torch)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main(["--out", str(tmp_path / "out")]) == 1
+    assert said in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_command_that_is_proposed_next_can_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = [line for line, _ in next_commands(plan_of(tmp_path))]
+    assert len(commands) == 3
+    for line in commands:
+        program, *arguments = shlex.split(line)
+        assert shutil.which(program) is not None
+        if Path(program).name == "penstock":
+            name, *options = arguments
+            assert name == "demo"
+            check_task(demo.make_context(name, options).params["task"] or settings.SUMS)
+
+
+async def test_prompts_are_asked_as_messages_and_without_randomness(tmp_path: Path) -> None:
+    async with serve(tmp_path) as harness, connect(harness.address) as client:
+        found = await ask(harness.address, ("one", "two"), 5)
+        chat, text = client.trajectory(), client.trajectory()
+        message = await chat.turn((Message("user", "one"),), temperature=0.0, max_tokens=5)
+        plain = await text.turn("one", temperature=0.0, max_tokens=5)
+    assert found.weight_version == 0
+    assert len(found.texts) == 2
+    assert found.texts[0] == message.text.strip() != plain.text.strip()
+
+
+async def test_a_run_whose_server_does_not_answer_says_so_and_shows_no_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "RECONNECT_SECONDS", 0.1)
+    console = Console(file=io.StringIO(), width=500)
+    assert await run._ask(plan_of(tmp_path), "127.0.0.1:1", console) is None
+    assert isinstance(console.file, io.StringIO)
+    assert "does not answer the held-out prompts" in console.file.getvalue()
+
+
+def step_of(number: int, **figures: Any) -> Step:
+    blank = {field.name: 0 for field in fields(Step)}
+    return Step(**{**blank, "step": number, "seconds": 1.0, "tokens": 10, **figures})
+
+
+@pytest.mark.parametrize(
+    ("means", "patience", "reached"),
+    [
+        ([None, 0.5, 0.9], 1, True),
+        ([None, 0.9, 0.5], 1, False),
+        ([None, 0.7, 0.9], 2, False),
+        ([None, 0.8, 0.8], 2, True),
+        ([None, None, None], 1, False),
+    ],
+)
+def test_the_last_line_is_for_programs(
+    tmp_path: Path, means: list[float | None], patience: int, reached: bool
+) -> None:
+    steps = tuple(
+        step_of(number, reward_mean=0.25, reward_target_mean=mean, time=1000.0 + number)
+        for number, mean in enumerate(means, 1)
+    )
+    plan = plan_of(tmp_path, target=0.8, patience=patience)
+    before, after = Answers(("17 is", "a", "b"), 0), Answers(("17", "c", "d"), 3)
+    found = Run(steps, ())
+    summary = summarize(found, plan, run.Ended(9.0, before, after))
+    assert summary.target_reached == reached
+    assert astuple(summary.answers[0]) == ("What is 3 + 14?", "17 is", "17")
+    assert summarize(found, plan, run.Ended(9.0, None, after)).answers == ()
+    cpu = Machine("a CPU", 1 << 30)
+    known = {"setup": 61.26, "model": 0.0}
+    line = json.loads(last_line(found, summary, 990.0, known, cpu, plan.scale))
+    assert line.pop("end_seconds") > 0
+    assert line == {
+        "setup_seconds": 61.3,
+        "model_seconds": 0.0,
+        "start_seconds": -990.0,
+        "target_seconds": 13.0 if reached else None,
+        "reward": 0.25 if means[-1] is None else means[-1],
+        "steps": 3,
+        "dtype": None,
+        "cpu": "a CPU",
+        "gpus": [],
+    }
 
 
 def test_the_help_names_the_steps_of_every_scale(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def test_what_pip_installs_is_links_within_the_environment(setup: ModuleType) ->
     setup.link_project()
     found = {path.name: path.readlink() for path in setup.PROJECT.iterdir()}
     names = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-    folders = ("clients", "proto", "server", "trainer")
+    folders = ("clients", "proto", "recipes", "server", "trainer")
     assert found == {name: setup.ROOT / name for name in (*names, *folders)}
     assert setup.PROJECT.is_relative_to(setup.VENV)
     assert setup.editable()[-1] == str(setup.PROJECT)

@@ -11,10 +11,16 @@ FOLDERS = ("demo", "examples", "faults", "server/http", "server/vllm", "system",
 """Folders of tests/ that are left out as a whole."""
 
 FILES = """
-    cli/test_cli.py cli/test_health.py cli/test_mistakes.py cli/test_weights.py common/test_allocator.py
+    cli/test_answers.py cli/test_cli.py cli/test_completion.py cli/test_health.py cli/test_mistakes.py
+    cli/test_weights.py common/test_allocator.py
+    launch/test_command.py launch/test_init.py launch/test_one_command.py
+    launch/test_notebook.py launch/test_python_runs.py
+    machine/test_doctor.py machine/test_hub.py
     client/environments/test_games.py client/external/test_ends.py client/external/test_external.py
     client/external/test_http.py client/plugins/test_whole_rollouts.py client/test_client_restart.py
     client/plugins/test_plugins.py client/test_client_wire.py client/test_worker_load.py
+    preflight/test_check.py recipes/test_recipes.py rewards/test_mathematics.py
+    rewards/test_programs.py
     project/test_generated_code.py project/test_imports.py project/test_packages.py
     project/test_reference.py project/test_setup.py project/test_site.py
     server/core/test_overload.py server/groups/test_recovery.py server/groups/test_wire_leases.py
@@ -36,7 +42,8 @@ FILES = """
     trainer/exchange/test_many_hubs.py trainer/metrics/test_mlflow.py trainer/metrics/test_wandb.py
     trainer/policy/test_lora.py trainer/policy/test_megatron_end_to_end.py
     trainer/policy/test_megatron_policy.py trainer/policy/test_ranks.py
-    trainer/test_end_to_end.py trainer/test_resume.py trainer/test_stopping.py
+    trainer/test_end_to_end.py trainer/test_resume.py trainer/test_session.py
+    trainer/test_stopping.py
     trainer/weights/test_sparse_collective.py
 """.split()  # noqa: SIM905 - one line per name would be longer than what it lists.
 """Files of tests/ that are left out as a whole."""

@@ -7,7 +7,14 @@ import contextlib
 import io
 import json
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +24,6 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from penstock.trainer.__main__ import _walk
 from penstock.trainer.assembly import Link, make_publisher
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.aio import ComputeThread
@@ -36,6 +42,7 @@ from penstock.trainer.learner import Learner
 from penstock.trainer.loop import TrainingLoop
 from penstock.trainer.metrics.metrics import MetricsWriter
 from penstock.trainer.policy.protocol import StepResult
+from penstock.trainer.session import connected
 from penstock.trainer.state.ledger import Ledger
 from penstock.trainer.weights.probe import Probe
 from penstock.trainer.weights.publisher import Publisher
@@ -140,11 +147,13 @@ async def running(
     evaluation: Sequence[dict[str, object]] = (),
     max_lag: int = 4,
     data: dict[str, object] | None = None,
+    drive: Callable[[TrainingLoop], Awaitable[None]] | None = None,
 ) -> AsyncGenerator[Run]:
     config = TrainerConfig.model_validate(
         {
             "run": {"steps": steps, "out": str(folder)},
             "model": {"path": "none"},
+            "metrics": {"sample_every_steps": 0},
             "data": {"group_size": 2, "reasoning_gym": {"name": "chain_sum"}, **(data or {})},
             "groups": groups or {},
             "train": {"groups_per_step": 1},
@@ -218,7 +227,7 @@ async def running(
             compute=compute,
             ledger=ledger,
             probe=chosen,
-            collect=lambda step, version, _: lambda: saved.append((step, version, policy.steps)),
+            collect=lambda step, version, *_: lambda: saved.append((step, version, policy.steps)),
             stopping=stopping,
             saved_step=step,
             share_prefixes=False,
@@ -232,7 +241,13 @@ async def running(
             metrics=metrics,
             evaluator=evaluator,
         )
-        walk = asyncio.create_task(_walk(loop, stopping))
+
+        async def walking() -> None:
+            async with connected(loop, stopping) as ready:
+                if ready is not None:
+                    await (drive(ready) if drive else ready.run())
+
+        walk = asyncio.create_task(walking())
         try:
             yield Run(
                 policy,

@@ -115,6 +115,8 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Demo]:
 
 
 @pytest.mark.timeout(180)
+# The target looks at the attempts of four steps, and any reward reaches this one.
+@pytest.mark.parametrize("demo", [("--steps", "9", "--target", "0")], indirect=True)
 def test_a_tiny_model_goes_once_round_and_traces_reach_from_the_agent_to_the_step(
     collector: Collector, demo: Demo
 ) -> None:
@@ -134,7 +136,36 @@ def test_a_tiny_model_goes_once_round_and_traces_reach_from_the_agent_to_the_ste
     assert any(record["applied"] for record in metrics)
     assert (demo.out / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "reward, last" in printed
+    check_words(demo, printed, summary)
     check_traces(collector)
+
+
+def check_words(demo: Demo, printed: str, summary: dict[str, Any]) -> None:
+    """The demo says what it does, shows what was learned, and ends with its figures and what to try."""
+    for words in (
+        "computes in float32",
+        "ends when the mean reward is 0,",
+        "vLLM takes 20 to 60 s",
+    ):
+        assert words in printed
+    assert re.search(r"server +serves at \S+ after \d+ s", printed)
+    assert "reached in 4 steps" in printed
+    assert "at most" in printed
+    assert "step 4/4" in printed
+    assert summary["target_reached"]
+    answers = summary["answers"]
+    assert [one["prompt"] for one in answers] == ["one", "two", "three"]
+    assert any(one["before"] != one["after"] for one in answers)
+    order = ("Three prompts that were not trained", "demo.png", "Next:", "penstock demo --lora")
+    places = [printed.index(words) for words in order]
+    assert places == sorted(places)
+    line = json.loads(printed.splitlines()[-1])
+    assert line["steps"] == 4
+    assert line["dtype"] == "float32"
+    assert 0 <= line["start_seconds"] <= line["target_seconds"] <= line["end_seconds"]
+    assert line["setup_seconds"] is None
+    # Attempts that are given back at the end are not failures.
+    assert "WORKER_STOPPED" not in (demo.out / "worker.log").read_text()
 
 
 def check_traces(collector: Collector) -> None:

@@ -35,6 +35,7 @@ from penstock.server.engine.protocol import (
 from penstock.server.journals import open_journal
 from penstock.server.lifecycle import Lifecycle, bind
 from penstock.trainer.batching.batching import TrainingGroup
+from penstock.trainer.state.checkpoint import restore
 from penstock.trainer.state.ledger import StepEntry, read_ledger
 from penstock.wire.reasons import Reason
 from tests.support.fakes import ByteRenderer, FakeEngine
@@ -605,6 +606,41 @@ async def test_a_killed_trainer_resumes_from_its_checkpoint(tiny: Path, tmp_path
         assert versions == sorted(set(versions))
         assert versions[-1] > before
     assert [step["step"] for step in records(tmp_path)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("target", "groups", "last"),
+    [
+        # Eight attempts a step: the second step has enough of them, and then it must hold.
+        ({"reward": 0.0, "attempts": 9, "patience": 2}, {}, 3),
+        ({"reward": 0.0}, {}, 6),
+        ({"reward": 1e6, "attempts": 1}, {}, 6),
+        # Groups that are dropped because every answer is right count for the target.
+        ({"reward": 0.5, "attempts": 9}, {"drop_without_spread": True}, 1),
+    ],
+    ids=["held", "too few attempts", "out of reach", "groups that are not trained"],
+)
+async def test_a_run_ends_once_its_reward_has_been_at_the_target_for_long_enough(
+    tiny: Path, tmp_path: Path, target: dict[str, Any], groups: dict[str, Any], last: int
+) -> None:
+    async def mostly_right(task: Task, trajectory: Trajectory) -> float:
+        return float(task.index not in (2, 5) or trajectory.sample_index > 0)
+
+    sections = {"run": {"steps": 6, "target": target}, "checkpoint": {"every_steps": 4}}
+    async with serving(tiny) as server, working(server.address, mostly_right):
+        path = configure(tmp_path, tiny, server.address, groups=groups, **sections)
+        code, out, err = await (await start_trainer(path)).end()
+        assert code == 0, err
+        assert server.engine.versions == list(range(1, last + 1))
+        assert sampled(server.engine) == trained(tmp_path)
+    reached = f"reached run.target.reward = {target['reward']:g}; ending after step {last} of"
+    assert (reached in err) == (last < 6)
+    assert f"step {last}/{last}" in out
+    # The estimate is only an upper bound.
+    assert "at most" in out or last < 3
+    saved = restore(tmp_path / "out" / "checkpoints")
+    assert saved is not None and saved.state.step == last
+    assert saved.state.ending.mean == records(tmp_path)[-1]["reward_target_mean"]
 
 
 async def test_dry_run_prints_what_load_config_reads_back(tiny: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -173,6 +174,40 @@ async def test_an_interrupted_run_ends_bitwise_as_one_that_was_not(
     for record in records(tmp_path):
         expected = steps[record["step"] - 1]
         assert [record[name] for name in FIGURES] == [expected[name] for name in FIGURES]
+
+
+@one_loop
+async def test_an_interrupted_run_reaches_its_target_at_the_step_at_which_it_would_have(
+    model: Path, nursery: Nursery, undisturbed: tuple[Any, Any, Any], tmp_path: Path
+) -> None:
+    means = [record["reward_mean"] for record in undisturbed[2]]
+    # The window is two steps of four attempts.
+    windows = [(one + other) / 2 for one, other in itertools.pairwise(means)]
+    reward = max(windows[1:-1]) - 1e-9
+    last = 2 + next(place for place, mean in enumerate(windows) if mean >= reward)
+    assert 2 <= last < STEPS
+    run = {"target": {"reward": reward, "attempts": 8}}
+    async with synchronous(tmp_path, model, run=run) as stand:
+        points = ["train.noted=kill@2", "train.published=kill@1", "checkpoint.before_notice=kill@1"]
+        for place, point in enumerate(points):
+            code = await go(nursery, stand, resume=place > 0, failpoints=point)
+            assert code in (KILLED, 0), (point, stand.said)
+        assert await go(nursery, stand) == 0, stand.said
+        assert f"reached run.target.reward = {reward:g}; ending after step {last} of" in stand.said
+        assert stand.server.engine.versions == list(range(1, last + 1))
+        ended = model_of(stand)
+        # Resumed once more, it has nothing left to do.
+        assert await go(nursery, stand) == 0, stand.said
+        assert stand.server.engine.versions == list(range(1, last + 1))
+        assert model_of(stand) == ended
+        # With a target out of reach, it continues to its last step as if it had never ended.
+        stand.config.write_text(stand.config.read_text().replace(f"{reward!r}", "1e9"))
+        assert await go(nursery, stand) == 0, stand.said
+        assert stand.server.engine.versions == list(range(1, STEPS + 1))
+        assert model_of(stand) == undisturbed[0]
+    steps = records(tmp_path)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["reward_target_mean"] for step in steps] == [None, *map(pytest.approx, windows)]
 
 
 @one_loop

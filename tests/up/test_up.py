@@ -19,10 +19,11 @@ from penstock.demo.tiny import write_model
 from penstock.up import checks as up_checks
 from penstock.up.cast import Programs, make_cast
 from penstock.up.config import UpConfigInvalid, command_line, load
+from penstock.up.looking import status
 from penstock.up.processes import Command, FirstMatch, Process
 from penstock.up.state import FolderUnusable, locked
 from penstock.up.supervisor import Listens
-from penstock.up.up import status, up
+from penstock.up.up import up
 from tests.faults.test_supervised_run import check
 
 FILE = """
@@ -137,11 +138,11 @@ def test_a_command_that_does_not_come_to_a_dry_run_is_named(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(up_checks, "CHECK_SECONDS", 0.2)
-    programs = Programs(train=("/bin/sh", "-c", "sleep 60", "train"))
+    programs = Programs(serve=("/bin/sh", "-c", "sleep 60", "serve"))
     with pytest.raises(
-        UpConfigInvalid, match=r"\[train\]: its --dry-run did not finish within 0.2"
+        UpConfigInvalid, match=r"\[serve\]: its --dry-run did not finish within 0.2"
     ):
-        up_checks.check_trainer(load(config, []), programs)
+        up_checks.resolve(load(config, []), programs)
 
 
 def test_options_are_written_as_a_command_takes_them() -> None:
@@ -184,7 +185,7 @@ async def test_a_folder_that_holds_a_run_is_gone_on_with_only_where_that_is_said
 def test_a_folder_that_is_none_is_named(config: Path, tmp_path: Path, option: str) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "out").touch()
-    programs = Programs(("true",), ("true",), ("true",), ("true",))
+    programs = Programs(("true",), ("true",), ("true",), ("true",), check=())
     with (
         pytest.raises(FolderUnusable, match=r"up\.out: .*out: File exists"),
         locked(tmp_path / "out"),
@@ -270,7 +271,7 @@ serve = script("server", "echo 'penstock serving x on 127.0.0.1:77 (weight versi
 # The worker is there before the step that the test waits for.
 worker = script("worker", f": > {sys.argv[2]}.begun")
 trainer = script("trainer", f"until test -e {sys.argv[2]}.begun; do sleep 0.02; done; echo step 1/9")
-sys.exit(up(Path(sys.argv[1]), [], False, False, Programs(serve, worker, trainer)))
+sys.exit(up(Path(sys.argv[1]), [], False, False, Programs(serve, worker, trainer, check=())))
 """
 
 

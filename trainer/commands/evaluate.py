@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import Address, security_options, style_options
+from penstock.cli.options import Address, data_options, security_options, style_options
 from penstock.client.environments.settings import environment_options
+from penstock.common.answers import Exit, as_json, complain, json_option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from penstock.trainer.evaluation.record import EvaluationRecord
     from penstock.wire.security import Security
 
-OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+PROGRAM = "penstock eval"
+OK, FAILED, MISUSED, INTERRUPTED = Exit.DONE, Exit.FAILED, Exit.MISUSED, Exit.INTERRUPTED
 
 
 class Finite(click.FloatRange):
@@ -77,23 +79,7 @@ class Scoring:
 @click.option(
     "--max-model-len", metavar="N", type=click.IntRange(min=1), help="With --model: context length."
 )
-@click.option(
-    "--data",
-    metavar="DATA",
-    help="A *.jsonl or *.parquet file, a folder of *.parquet files, or PKG.MODULE:FUNCTION.",
-)
-@click.option(
-    "--prompt-field",
-    metavar="NAME",
-    show_default="prompt",
-    help="With --data: field of each row with the text of the prompt.",
-)
-@click.option(
-    "--messages-field",
-    metavar="NAME",
-    show_default="messages",
-    help="With --data: field of each row with a list of messages.",
-)
+@data_options(required=False)
 @click.option(
     "--task", metavar="NAME", help="Instead of --data: a reasoning-gym data set, or 'sums'."
 )
@@ -187,6 +173,7 @@ class Scoring:
     help="How long to wait for a lost server before giving up.",
 )
 @click.option("--dry-run", is_flag=True, help="Check everything except the server, and exit.")
+@json_option
 @security_options
 def evaluate(
     security: Security,
@@ -223,8 +210,8 @@ def evaluate(
     if only and config_file is None:
         raise click.UsageError("--only requires --config")
     given = Given(**said)
-    if given.fields and data is None:
-        raise click.UsageError("--prompt-field and --messages-field require --data")
+    if given.columns is not None and data is None:
+        raise click.UsageError("--columns requires --data")
     if config_file is None:
         sets = [open_set(data, task, given, attempts)]
     else:
@@ -253,22 +240,16 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     from penstock.client.errors import PenstockError
     from penstock.client.scoring import BadFunction
-    from penstock.common.explaining import complain
     from penstock.trainer.core.errors import ConfigInvalid
     from penstock.wire.security import CredentialsUnusable
 
     logging.basicConfig(level=logging.INFO, format="penstock eval: %(message)s", stream=sys.stderr)
     try:
-        evaluate.main(arguments, prog_name="penstock eval", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return MISUSED
-    except (ConfigInvalid, BadFunction, CredentialsUnusable) as error:
-        complain("penstock eval", error)
-        return MISUSED
+        evaluate.main(arguments, prog_name=PROGRAM, standalone_mode=False)
+    except (click.ClickException, ConfigInvalid, BadFunction, CredentialsUnusable) as error:
+        return complain(PROGRAM, error, MISUSED)
     except PenstockError as error:
-        sys.stderr.write(f"penstock eval: {error}\n")
-        return FAILED
+        return complain(PROGRAM, error, FAILED)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     return OK
@@ -381,12 +362,12 @@ def _report(record: EvaluationRecord) -> int:
 
     from penstock.trainer.evaluation.writer import as_line
 
-    Console(highlight=False).print(_table(record))
+    if not as_json():
+        Console(highlight=False).print(_table(record))
     sys.stdout.write(json.dumps(as_line(record)) + "\n")
     if not record.figures.samples:
         counted = ", ".join(f"{r} {n}" for r, n in sorted(record.failure_reasons.items()))
-        sys.stderr.write(f"penstock eval: no sample could be scored: {counted}\n")
-        return FAILED
+        return complain(PROGRAM, f"no sample could be scored: {counted}", FAILED)
     return OK
 
 

@@ -17,12 +17,11 @@ from penstock.client.sampling import SamplingParams
 from penstock.common.explaining import in_short
 from penstock.trainer.commands.evaluate_alone import Extent
 from penstock.trainer.config.data import (
-    JsonlConfig,
     MixableConfig,
-    ParquetConfig,
     PythonConfig,
     ReasoningGymConfig,
 )
+from penstock.trainer.config.data_options import parse_columns, source_of
 from penstock.trainer.config.evaluation import EvaluationConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.factory import open_source
@@ -58,14 +57,7 @@ class Given:
     stop: tuple[str, ...] = ()
     system_prompt: str | None = None
     passes_from: float | None = None
-    prompt_field: str | None = None
-    messages_field: str | None = None
-
-    @property
-    def fields(self) -> dict[str, str]:
-        """Settings of the rows of `--data`."""
-        named = {"prompt_field": self.prompt_field, "messages_field": self.messages_field}
-        return {name: field for name, field in named.items() if field is not None}
+    columns: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,8 @@ def open_set(data: str | None, task: str | None, given: Given, attempts: int) ->
     if data is None:
         source = open_source(_task(task or ""), SEED, "--task")
     else:
-        source = open_source(_data(data, given.fields), SEED, "--data")
+        config = source_of(data, parse_columns(given.columns))
+        source = open_source(config, SEED, "--data")
     temperature = 0.0 if _first(given.samples, 1) == 1 else 1.0
     sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
     defaults = EvaluationConfig.model_construct(name=task or source.name)
@@ -154,22 +147,6 @@ def _task(task: str) -> MixableConfig:
         return MixableConfig(reasoning_gym=ReasoningGymConfig(name=task, seed=TASK_SEED))
     except ValidationError as error:
         raise ConfigInvalid(f"--task {task}: {in_short(error)}") from error
-
-
-def _data(data: str, fields: dict[str, str]) -> MixableConfig:
-    """Returns the source of a `--data` value. Raises ConfigInvalid if it has no known form."""
-    path = Path(data)
-    if path.is_dir() or path.suffix == ".parquet":
-        return MixableConfig(parquet=ParquetConfig.model_validate({"path": path, **fields}))
-    if path.suffix in (".jsonl", ".json"):
-        return MixableConfig(jsonl=JsonlConfig.model_validate({"path": path, **fields}))
-    try:
-        return MixableConfig(python=PythonConfig.model_validate({"function": data, **fields}))
-    except ValidationError:
-        raise ConfigInvalid(
-            f"--data {data}: expected a *.jsonl or *.parquet file, a folder of *.parquet files, or "
-            "PKG.MODULE:FUNCTION"
-        ) from None
 
 
 def _first(given: T | None, otherwise: T) -> T:

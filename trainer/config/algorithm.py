@@ -11,7 +11,7 @@ from typing import Annotated, Literal, assert_never, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.common.section import Section
+from penstock.common.section import FunctionName, Section
 from penstock.trainer.config.data import Scalar
 
 Level = Literal["token", "sequence"]
@@ -23,7 +23,7 @@ class CustomFunction(Section):
 
     kind: Literal["custom"]
     """A function you provide."""
-    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    function: FunctionName
     """Where to find the function, as pkg.module:function; the working directory is searched too."""
     options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
     """Keyword arguments of each call."""
@@ -79,6 +79,7 @@ class CriticConfig(Section):
 class Gae(Section):
     """Generalized advantage estimation, per token."""
 
+    also_called = ("ppo",)
     kind: Literal["gae"]
     """Uses a critic."""
     discount: float = Field(default=1.0, gt=0, le=1)
@@ -123,6 +124,7 @@ class _Clipped(Section):
 class PpoClip(_Clipped):
     """The clipped surrogate objective, per token."""
 
+    also_called = ("ppo",)
     kind: Literal["ppo_clip"] = "ppo_clip"
     """Proximal policy optimization."""
     clip_low: float = Field(default=0.2, ge=0, le=1)

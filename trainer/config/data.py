@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.common.section import Section
+from penstock.common.section import FunctionName, Section
 
 Scalar = bool | int | float | str
 Options = dict[str, Scalar | list[Scalar]]
@@ -42,22 +42,33 @@ class ReasoningGymConfig(Section):
     """Settings of the data set itself, such as min_digits."""
 
 
-class RowsConfig(Section):
-    """Which fields of each row are read. Fields that are not the prompt become metadata."""
+class ColumnsConfig(Section):
+    """Columns that have other names than those in docs/guides/data.md. A dot leads into a column."""
 
-    prompt_field: str = "prompt"
-    """Field with the text of the user's message. Used if `messages_field` is absent."""
-    messages_field: str = "messages"
-    """Field with a list of {"role", "content"} objects."""
+    prompt: str = ""
+    """Column with the prompt: a text, or a list of messages. Empty finds the usual names."""
+    answer: str = ""
+    """Column with the right answer, which becomes `answer` in the metadata. Empty finds the usual
+    names."""
+
+
+class RowsConfig(Section):
+    """Which columns of each row are read. Columns that are not the prompt become metadata."""
+
+    columns: ColumnsConfig = ColumnsConfig()
+    """The columns with the prompt and the right answer."""
     shuffle: bool = True
     """Whether each pass over the rows has a new order, drawn from the run's seed."""
+
+
+COMPRESSED_ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 
 
 class JsonlConfig(RowsConfig):
     """A file with one JSON object per line."""
 
     path: Path
-    """Path of the file."""
+    """Path of the file. If its name ends in .gz, .zst, .bz2 or .xz, it is decompressed."""
 
 
 class ParquetConfig(RowsConfig):
@@ -83,10 +94,10 @@ class HuggingFaceConfig(RowsConfig):
 class PythonConfig(RowsConfig):
     """The return value of a function you provide."""
 
-    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
-    """Where to find the function, as pkg.module:function. Modules of the working directory are
-    found too. It returns a sequence or any other iterable. `shuffle` applies to sequences only; an
-    iterable keeps its order."""
+    function: FunctionName
+    """Where to find the function, as pkg.module:function or file.py:function. Modules of the working
+    directory are found too. It returns a sequence or any other iterable. `shuffle` applies to
+    sequences only; an iterable keeps its order."""
     options: Options = Field(default_factory=Options)
     """Keyword arguments of the call."""
 

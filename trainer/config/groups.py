@@ -7,14 +7,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from penstock.common.section import Section
+from penstock.common.section import FunctionName, Section
 from penstock.trainer.config.data import Options
 
 
 class FilterConfig(Section):
     """A function you provide that decides which groups to drop."""
 
-    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    function: FunctionName
     """Where to find the function, as pkg.module:function. Modules of the working directory are
     found too. It takes a group and returns a reason to drop it, or None."""
     options: Options = Field(default_factory=Options)

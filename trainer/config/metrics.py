@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from penstock.common.section import Section
+from penstock.common.section import FunctionName, Section
 from penstock.trainer.config.data import Scalar
 
 
@@ -43,7 +43,7 @@ class CustomTrackerConfig(Section):
 
     kind: Literal["custom"]
     """A tracker supplied by you, as a class or function."""
-    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    function: FunctionName
     """Class or function that creates the tracker, as pkg.module:function; see `tracker.Tracker`."""
     options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
     """Keyword arguments of that call."""
@@ -60,6 +60,9 @@ class MetricsConfig(Section):
     every_steps: int = Field(default=1, ge=1)
     """Steps per reported point, on the terminal, in TensorBoard and in trackers. Each figure is
     aggregated by its own rule. `metrics.jsonl` has every step."""
+    sample_every_steps: int = Field(default=10, ge=0)
+    """Steps between two samples on the terminal: a prompt, an answer and its reward. The first step
+    has one too. Zero shows none."""
     load_every_seconds: float = Field(default=1.0, ge=0)
     """Interval at which the server is asked for its engine's load; zero disables it."""
     trackers: tuple[TrackerConfig, ...] = ()

@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.common.models import missing_folder
 from penstock.common.settings import Origins, Place
 from penstock.common.suggestions import unreadable
+from penstock.machine.models import ModelUnusable, look_up
 from penstock.trainer.config.data import MixableConfig
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.core.errors import ConfigInvalid
@@ -26,6 +27,14 @@ def check_paths(config: TrainerConfig, origins: Origins) -> None:
         wrong.append(f"{origins.named(('model', 'path'))}: {what}")
     if wrong:
         raise ConfigInvalid("\n".join(wrong))
+
+
+def check_hub(config: TrainerConfig, origins: Origins) -> None:
+    """Raises ConfigInvalid if the model is a name that cannot be loaded from the cache or the hub."""
+    try:
+        look_up(config.model.path)
+    except ModelUnusable as error:
+        raise ConfigInvalid(f"{origins.named(('model', 'path'))}: {error}") from error
 
 
 def _data(config: TrainerConfig) -> Iterator[tuple[Place, Path]]:

@@ -28,6 +28,18 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 LONGEST_NAMES = 200
 
 
+class TargetConfig(Section):
+    """The reward at which a run ends before its last step. The last checkpoint, the last evaluation and the
+    final model are written as usual."""
+
+    reward: float = Field(allow_inf_nan=False)
+    """Mean reward that must be reached. Groups that are not trained count too."""
+    attempts: int = Field(default=256, ge=1)
+    """Attempts over which the mean is taken: the fewest latest steps that have at least this many."""
+    patience: int = Field(default=1, ge=1)
+    """Consecutive steps after which the mean must be at the target."""
+
+
 class RunConfig(Section):
     """The training run itself."""
 
@@ -37,6 +49,8 @@ class RunConfig(Section):
     """Folder for metrics, checkpoints and the final model."""
     steps: int = Field(default=100, ge=1)
     """Number of optimizer steps, each of which makes one weight version."""
+    target: TargetConfig | None = None
+    """Ends the run once its reward is high enough. Without this table, all steps run."""
     seed: int = Field(default=0, ge=0)
     """Seed of torch and of the order of the data."""
     save_model: bool = True

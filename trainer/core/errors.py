@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 from penstock.common.functions import FunctionInvalid
 
@@ -99,3 +100,12 @@ class EverythingFailed(TrainerError):
 
 class EverythingDropped(TrainerError):
     """Too many groups of a step were dropped, and the configuration says to stop then."""
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors in a group, and in the groups within it; the first one cancelled the other tasks."""
+    if not isinstance(error, BaseExceptionGroup):
+        yield error
+        return
+    for each in cast("BaseExceptionGroup[BaseException]", error).exceptions:
+        yield from leaves(each)

@@ -194,6 +194,7 @@ class Gatherer:
             group = read_group(delivery, trainer_version=held, max_lag=max_lag)
             record.failures += group.failures
             record.tokens_received += group.policy_tokens
+            record.rewards += group.attempt_rewards
             if not group.samples:
                 record.groups_failed += 1
                 await self._refuse_failed(delivery)

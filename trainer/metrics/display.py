@@ -49,6 +49,10 @@ class Display:
         if self._live is not None:
             self._live.refresh()
 
+    def end_with(self, step: int) -> None:
+        """Takes this step for the last one: the run has reached its target."""
+        self._steps = step
+
     def doing(self, what: str) -> None:
         """Shows what the run is doing, now that every step is done."""
         self._doing = what
@@ -61,9 +65,13 @@ class Display:
             text = _line(step, self._steps, point)
             remaining = self._pace.remaining() if step < self._steps else None
             left = "" if remaining is None else f"  {remaining}"
-            self._console.print(text + left, soft_wrap=True, highlight=False, markup=False)
+            self.print(text + left)
             return
         self._rows = [*self._rows, (step, point)][-ROWS_SHOWN:]
+
+    def print(self, text: str) -> None:
+        """Prints lines, above the live table if there is one."""
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
     def close(self) -> None:
         """Stops drawing and leaves the last state on screen."""

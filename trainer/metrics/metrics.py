@@ -70,13 +70,16 @@ class MetricsWriter:
         """Return a context in which the server's load is sampled."""
         return nullcontext() if self.load is None else self.load.running()
 
-    def begin_step(self, step: int, afterwards: float | None = 0.0) -> Span:
+    def begin_step(
+        self, step: int, afterwards: float | None = 0.0, *, may_end_early: bool = False
+    ) -> Span:
         """Start the step's span, in a separate trace. `write` ends it.
 
         `afterwards` is how many seconds the run takes after its last step; None if that is unknown.
+        `may_end_early` is whether it ends before its last step if it reaches its target.
         """
         self._pace.begin(step)
-        self._pace.afterwards = afterwards
+        self._pace.afterwards, self._pace.may_end_early = afterwards, may_end_early
         return self._tracer.start_span("penstock.step", attributes={"penstock.step": step})
 
     def write(self, record: StepRecord, span: Span) -> None:
@@ -91,6 +94,8 @@ class MetricsWriter:
         self._trace(record, span)
         self._instruments.record(record)
         self._add(record.step, line)
+        if record.sample:
+            self.display.print(record.sample)
 
     def restore(self, step: int, line: Mapping[str, object]) -> None:
         """Write the figures of the last finished step, which the checkpoint holds.
@@ -125,6 +130,12 @@ class MetricsWriter:
         if step % self.every_steps == 0:
             self._send()
         self.display.step(step)
+
+    def end_with(self, step: int) -> None:
+        """Take this step for the last one. Its record may still follow."""
+        self.display.end_with(step)
+        if self.trackers is not None:
+            self.trackers.steps = step
 
     def close(self) -> None:
         """Send the remaining steps, flush, and end the display whatever else fails."""

@@ -1,15 +1,16 @@
 """Estimates a run's remaining time from the durations of its steps.
 
 A step lasts until the next one begins, so it includes checkpoints, evaluations and anything else in
-between. Only steps of this process count. The first one, in which the server has yet to sample the data,
-counts only until there are enough others.
+between. Only steps of this process count, except the first one: in it, the server has yet to sample the
+data, and the libraries warm up. There is no estimate before the second step has ended.
 
 The remaining time is the number of steps left times the weighted mean of the durations, minus the time
 that the current step has taken so far. Each older step weighs less, by DECAY. The mean is used rather than
 the median, so that an occasional long step, such as one with a checkpoint, counts with its share. The
 bounds, which include the error of the mean itself, would hold for four of five runs if the remaining steps
 were drawn from those seen. The evaluation of the last weights is added with its previous duration. If that
-is unknown, the estimate ends before the evaluation, and the text states that.
+is unknown, the estimate ends before the evaluation, and the text states that. The text of a run that
+ends early once it has reached its target is "at most", with the upper bound.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ class Remaining:
     most: float | None = None
     whole: bool = True
     """Whether the run ends then; otherwise an evaluation of unknown duration follows."""
+    may_end_early: bool = False
 
     def __str__(self) -> str:
         left = "left" if self.whole else "left before the last evaluation"
+        if self.may_end_early:
+            most = self.seconds if self.most is None else self.most
+            return f"at most {in_words(most)} {left}"
         if self.least is None or self.most is None:
             return f"roughly {in_words(self.seconds)} {left}"
         about, least, most = in_words(self.seconds), in_words(self.least), in_words(self.most)
@@ -57,21 +62,22 @@ class Pace:
         self._step = 0
         self._begun = 0.0
         self._first: float | None = None
-        self._first_counts = True
+        self._warm = False
         self.afterwards: float | None = 0.0
         """Seconds that the run takes after its last step; None if unknown."""
+        self.may_end_early = False
+        """Whether the run ends before its last step if it reaches its target."""
 
     def begin(self, step: int) -> None:
         """Begin a step, which ends the previous one."""
         now = self._clock()
         if self._first is None:
             self._first = now
+        elif not self._warm:
+            self._warm = True
         else:
-            kept = self._durations
-            if self._first_counts and len(kept) == FEWEST:
-                self._first_counts, kept = False, kept[1:]
             # Replaced, never modified: a display reads the list in another thread.
-            self._durations = [*kept, now - self._begun][-REMEMBERED:]
+            self._durations = [*self._durations, now - self._begun][-REMEMBERED:]
         self._step, self._begun = step, now
 
     @property
@@ -80,7 +86,7 @@ class Pace:
         return 0.0 if self._first is None else self._clock() - self._first
 
     def remaining(self) -> Remaining | None:
-        """Estimate the remaining time; None before the first step has ended."""
+        """Estimate the remaining time; None before the second step has ended."""
         if not self._durations:
             return None
         seen, running = self._durations, self._clock() - self._begun
@@ -95,12 +101,13 @@ class Pace:
         afterwards, whole = self.afterwards or 0.0, self.afterwards is not None
         seconds = max(mean - running, 0.0) + (left - 1) * mean + afterwards
         if len(seen) < FEWEST:
-            return Remaining(seconds, whole=whole)
+            return Remaining(seconds, whole=whole, may_end_early=self.may_end_early)
         spread = sum(w * (d - mean) ** 2 for w, d in zip(weights, seen, strict=True)) / total
         independent = total**2 / sum(w * w for w in weights)
         variance = spread * independent / (independent - 1)
         off = DEVIATIONS * math.sqrt(variance * (left + left**2 / independent))
-        return Remaining(seconds, max(seconds - off, afterwards), seconds + off, whole)
+        least = max(seconds - off, afterwards)
+        return Remaining(seconds, least, seconds + off, whole, self.may_end_early)
 
 
 def in_words(seconds: float) -> str:

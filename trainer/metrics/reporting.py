@@ -138,7 +138,7 @@ class Trackers:
     made: Mapping[str, Tracker]
     """The trackers, by the name under which lost points are counted."""
     steps: int
-    """Number of steps in the whole run."""
+    """The run's last step, as far as it is known."""
     _threads: list[TrackerThread] = field(default_factory=list[TrackerThread])
     _last_step: int = 0
 

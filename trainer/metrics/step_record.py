@@ -60,6 +60,13 @@ class StepRecord:
     groups_kept_in_need: int = figure(
         0, SUM, "groups", "Groups kept in the batch only because too many others were dropped."
     )
+    reward_target_mean: float | None = figure(
+        None,
+        LAST,
+        "reward",
+        "Mean reward that `run.target` looks at: over its latest attempts, including refused groups; null "
+        "without a target, and before there are enough attempts.",
+    )
     result: StepResult = field(default_factory=StepResult)
     seconds: float = figure(
         0.0, MEAN, "s", "Time from the start of a step's gathering to the start of the next step's."
@@ -143,8 +150,13 @@ class StepRecord:
     time_upload_end: float = figure(0.0, MAX, MOMENT, "When the weights were staged.")
     time_switch_start: float = figure(0.0, MIN, MOMENT, "When the switch was requested.")
     time_switch_end: float = figure(0.0, MAX, MOMENT, "When the switch was answered.")
+    rewards: list[float] = field(default_factory=list[float])
+    """Rewards of all attempts read for the step, including refused groups; not written to a line."""
     traceparents: list[str] = field(default_factory=list[str])
     """Trace context of each trajectory in the batch; used for traces, not written to a line."""
+
+    sample: str = ""
+    """A sample of the batch, for the terminal; empty if none is due."""
 
     def finish(self, seconds: float) -> None:
         """Set the figures that depend on the step's whole length in seconds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -19,8 +19,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from penstock.common.arithmetic import computes_bfloat16
 from penstock.common.models import missing_folder
+from penstock.machine.processor import computes_bfloat16
 from penstock.trainer.config.trainer import ModelConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.policy.token_model import CausalModel, TokenModel
@@ -85,6 +85,11 @@ def load_tokenizer(path: str) -> SavedTokenizer:
     except Exception as error:
         # The underlying library has no narrower type for an unreadable file.
         raise cannot_load(path, error) from error
+
+
+def load_decoder(path: str) -> Callable[[Sequence[int]], str]:
+    """Load what turns tokens into text, special ones included. Raises ConfigInvalid."""
+    return cast("Any", load_tokenizer(path)).decode
 
 
 def save_tokenizer(tokenizer: SavedTokenizer, folder: Path) -> None:

@@ -37,6 +37,7 @@ from safetensors import SafetensorError
 from penstock.common.failpoints import hit
 from penstock.common.folders import make_folder, sync_folder
 from penstock.trainer.core.errors import CheckpointUnusable, StorageFailed, storing
+from penstock.trainer.state.ending import Ending
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class TrainerState:
     record: Mapping[str, object] = field(default_factory=dict[str, object])
     """The figures of `step` that are known before its switch is answered, which is when they are written to
     the metrics; empty if they are already written."""
+    ending: Ending = field(default_factory=Ending)
+    """How close the run was to its target; empty without one."""
 
 
 _STATE = TypeAdapter(TrainerState)

@@ -8,7 +8,6 @@ Exit status: 0; 1 if a record is corrupt; 2 if there is no journal, or if the ou
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any, ParamSpec
 
 import click
 
+from penstock.common.answers import Exit, as_json, complain, show
 from penstock.server.groups.buffer import BufferedGroup
 from penstock.server.groups.recovery import Recovered
 from penstock.server.journal.disk.reading import NoJournal, StoredJournal, open_stored
@@ -36,7 +36,7 @@ from penstock.server.journal.tools.export import group_rows, open_writer, state_
 P = ParamSpec("P")
 
 EXPORTS = (".jsonl", ".parquet")
-OK, CORRUPT, UNREADABLE = 0, 1, 2
+OK, CORRUPT, UNREADABLE = Exit.DONE, Exit.FAILED, Exit.MISUSED
 
 
 class NotExported(Exception):
@@ -49,11 +49,10 @@ def _guarded(command: Callable[P, int]) -> Callable[P, int]:
         try:
             return command(*args, **kwargs)
         except SegmentCorrupt as error:
-            status, problem = CORRUPT, f"corrupt: {error}; `penstock journal verify` shows details"
+            said = f"corrupt: {error}; `penstock journal verify` shows details"
+            return complain("penstock journal", said, CORRUPT)
         except (NoJournal, NotExported) as error:
-            status, problem = UNREADABLE, str(error)
-        sys.stderr.write(f"penstock journal: {problem}\n")
-        return status
+            return complain("penstock journal", error, UNREADABLE)
 
     return run
 
@@ -62,17 +61,14 @@ def _guarded(command: Callable[P, int]) -> Callable[P, int]:
 
 
 @_guarded
-def list_stored(folder: Path, as_json: bool) -> int:
+def list_stored(folder: Path) -> int:
     """Print what a journal holds; returns the exit status."""
     with open_stored(folder) as journal:
         contents = read_contents(journal)
-    if as_json:
-        click.echo(json.dumps(contents, indent=2))
-    elif sys.stdout.isatty():
+    if sys.stdout.isatty() and not as_json():
         _show_tables(contents)
     else:
-        for line in _lines(contents):
-            click.echo(line)
+        show("\n".join(_lines(contents)), contents)
     return OK
 
 
@@ -209,27 +205,21 @@ class SegmentReport:
 
 
 @_guarded
-def verify(folder: Path, as_json: bool) -> int:
+def verify(folder: Path) -> int:
     """Check every record of every segment and print the result; returns the exit status."""
     with open_stored(folder) as journal:
         reports, missing = check_all(journal.segments)
     corrupt = _any_corrupt(reports) or bool(missing)
-    if as_json:
-        found = {
-            "folder": str(folder),
-            "whole": not corrupt,
-            "writer": journal.writer,
-            "missing": missing,
-            "obsolete_files": [path.name for path in journal.obsolete],
-            "segments": [asdict(report) for report in reports],
-        }
-        click.echo(json.dumps(found, indent=2))
-    else:
-        for line in _report_lines(journal, reports):
-            click.echo(line)
-        for problem in missing:
-            click.echo(problem)
-        click.echo("corrupt" if corrupt else "whole")
+    found = {
+        "folder": str(folder),
+        "whole": not corrupt,
+        "writer": journal.writer,
+        "missing": missing,
+        "obsolete_files": [path.name for path in journal.obsolete],
+        "segments": [asdict(report) for report in reports],
+    }
+    lines = (*_report_lines(journal, reports), *missing, "corrupt" if corrupt else "whole")
+    show("\n".join(lines), found)
     return CORRUPT if corrupt else OK
 
 
@@ -333,7 +323,8 @@ def export(folder: Path, out: Path, state: str) -> int:
             rows = _export(journal, chosen, out)
         except OSError as error:
             raise NotExported(f"{out}: {error.strerror or error}") from error
-    click.echo(f"{out}: {len(chosen)} groups, {rows} trajectories")
+    found = {"out": str(out), "groups": len(chosen), "trajectories": rows}
+    show(f"{out}: {len(chosen)} groups, {rows} trajectories", found)
     return OK
 
 

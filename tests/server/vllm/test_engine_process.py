@@ -77,6 +77,9 @@ async def kill_and_check(process: asyncio.subprocess.Process) -> None:
     """Kill the server with SIGKILL and check that none of its child processes survives."""
     family = psutil.Process(process.pid).children(recursive=True)
     assert family
+    # vLLM may export spans from it; without a name they are those of "unknown_service".
+    services = {child.environ().get("OTEL_SERVICE_NAME") for child in family}
+    assert "penstock-engine" in services
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=10)

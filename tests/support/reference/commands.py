@@ -63,7 +63,8 @@ def _below(name: str, command: click.Command) -> Iterator[tuple[str, click.Comma
 
 
 def _section(name: str, command: click.Command) -> Iterator[str]:
-    context = click.Context(command, info_name=name)
+    # A command keeps the help option of its first context, for later tests too.
+    context = click.Context(command, info_name=name, help_option_names=["-h", "--help"])
     yield f"```\n{' '.join((name, *command.collect_usage_pieces(context)))}\n```"
     yield markdown.paragraphs(command.help or "")
     options = _options(command)

@@ -58,7 +58,7 @@ SECTIONS = (
                 "OTEL_SERVICE_NAME",
                 "`serve`, `train`, `rollout`",
                 "Name of the service in traces and metrics. The default is penstock-server, "
-                "penstock-trainer or penstock-rollout.",
+                "penstock-trainer or penstock-rollout, and penstock-engine for vLLM's own process.",
             ),
             (
                 "VLLM_CPU_KVCACHE_SPACE",
@@ -73,13 +73,29 @@ SECTIONS = (
             ),
             (
                 "CUDA_VISIBLE_DEVICES",
-                "`up`",
-                "The GPUs to divide among the processes. `up` sets it for each of them.",
+                "`up`, `serve`, `doctor`",
+                "The GPUs to use. `up` divides them among its processes and sets it for each.",
+            ),
+            (
+                "HF_HUB_CACHE",
+                "`serve`, `train`, `doctor`",
+                "Folder of the Hugging Face hub's models. The default is `hub` in HF_HOME.",
+            ),
+            (
+                "HF_HOME",
+                "`serve`, `train`, `doctor`",
+                "Folder of the Hugging Face hub's client. The default is `huggingface` in XDG_CACHE_HOME.",
+            ),
+            (
+                "VLLM_USE_MODELSCOPE",
+                "`serve`, `train`",
+                "vLLM loads models from ModelScope. Penstock then does not look a name up on the hub.",
             ),
             (
                 "XDG_CACHE_HOME",
-                "`demo`, `eval --model`",
-                "Parent of the folder for converted models, outside of a virtual environment.",
+                "`demo`, `eval --model`, `serve`, `train`, `doctor`",
+                "Parent of the folder for converted models, outside of a virtual environment, and of the "
+                "hub's. The default is ~/.cache.",
             ),
             (
                 "PENSTOCK_FAILPOINTS",

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.reference import commands, configuration, environment, errors, protocol
+from tests.support.reference import (
+    commands,
+    configuration,
+    environment,
+    errors,
+    exit_statuses,
+    protocol,
+)
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docs" / "reference"
@@ -16,5 +23,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration-up.md": configuration.up_page,
     "environment.md": environment.page,
     "errors.md": errors.page,
+    "exit-statuses.md": exit_statuses.page,
     "protocol.md": lambda: protocol.page(ROOT / "proto"),
 }

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from penstock.client.values import from_struct
 from penstock.trainer.config.data import (
+    ColumnsConfig,
     DataConfig,
     HuggingFaceConfig,
     JsonlConfig,
@@ -92,10 +93,11 @@ def test_jsonl_takes_prompts_and_messages(tmp_path: Path) -> None:
     [
         ("{", r":1: "),
         ("[1]", "expected an object"),
-        ({"text": "x"}, "expected 'messages', or a string in 'prompt'"),
-        ({"prompt": 3}, "a string in 'prompt'"),
+        ({"text": "x"}, 'no prompt in messages, prompt, .*; the row has text; .*prompt = "text"'),
+        ({}, "no prompt in .*; the row has no columns"),
+        ({"prompt": 3}, "'prompt' is neither a text nor a list of messages: 3"),
         ({"messages": []}, "a list of messages"),
-        ({"messages": ["x"]}, "a role and a content, got 'x'"),
+        ({"messages": ["x"]}, "a role and a text as content, got 'x'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
         ('{"prompt": "x", "score": NaN}', r":1: .*not JSON compliant"),
         # Text that JSON can express but a task cannot.
@@ -183,11 +185,11 @@ def table(count: int, name: str = "row") -> pyarrow.Table:
 def test_parquet_is_read_from_a_file_and_from_a_folder(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table(3, "b"), tmp_path / "2.parquet")
     pyarrow.parquet.write_table(table(2, "a"), tmp_path / "1.parquet")
-    config = ParquetConfig(path=tmp_path, prompt_field="question", shuffle=False)
+    config = ParquetConfig(path=tmp_path, columns=ColumnsConfig(prompt="question"), shuffle=False)
     source = open_parquet(config, seed=0)
     assert texts(source, range(6)) == ["a 0", "a 1", "b 0", "b 1", "b 2", "a 0"]
     answer = {"value": 1, "on": "2020-01-01"}
-    assert source.problem(1).metadata == {"answer": answer}
+    assert source.problem(1).metadata == {"answer": answer, "messages": None}
     one = open_parquet(config.model_copy(update={"path": tmp_path / "1.parquet"}), seed=0)
     assert texts(one, range(3)) == ["a 0", "a 1", "a 0"]
     assert one.identity != source.identity
@@ -252,8 +254,8 @@ def test_a_parquet_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 or not")
     with pytest.raises(ConfigInvalid, match=r"data\.parquet\.path: .*a\.parquet"):
         open_parquet(ParquetConfig(path=tmp_path), seed=0)
-    pyarrow.parquet.write_table(table(3), tmp_path / "a.parquet")
-    with pytest.raises(ConfigInvalid, match=r"row 1: expected 'messages', or a string in 'prompt'"):
+    pyarrow.parquet.write_table(pyarrow.table({"ask": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigInvalid, match=r"row 1: no prompt in messages, prompt, "):
         open_parquet(ParquetConfig(path=tmp_path), seed=0)
 
 
@@ -721,7 +723,7 @@ def test_data_are_known_by_what_they_say_and_how_they_are_ordered(tmp_path: Path
     before = name()
     assert name() == before != name(seed=2)
     assert name(shuffle=False) == name(seed=2, shuffle=False) != before
-    assert name(prompt_field="ask") != before
+    assert name(columns=ColumnsConfig(prompt="ask")) != before
     write(tmp_path, {"prompt": "two?", "ask": "two?"})
     assert name() != before
     gym = [ReasoningGymConfig(name="chain_sum", size=5, seed=seed) for seed in (3, 4)]

@@ -37,6 +37,19 @@ def test_what_comes_after_the_last_step_is_named() -> None:
     assert "evaluating" not in drawn(display)
 
 
+def test_a_run_that_reached_its_target_has_done_every_step() -> None:
+    display = Display(terminal(), 9, Pace(9))
+    try:
+        display.step(1)
+        assert "step 1 of 9" in drawn(display)
+        display.end_with(2)
+        display.step(2)
+        assert "step 2 of 2" in drawn(display)
+        assert "every step done, in" in drawn(display)
+    finally:
+        display.close()
+
+
 def test_updates_that_are_not_finite_are_in_the_line() -> None:
     console = Console(file=io.StringIO(), width=500)
     display = Display(console, 2, Pace(2))

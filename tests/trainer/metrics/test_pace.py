@@ -8,6 +8,8 @@ import pytest
 
 from penstock.trainer.metrics.pace import Pace, in_words
 
+FIRST = 1e6
+
 
 class Clock:
     def __init__(self) -> None:
@@ -21,7 +23,8 @@ def after(*durations: float, steps: int, step: int = 0) -> tuple[Pace, Clock]:
     """A pace that has seen steps of these durations, in a run of `steps`, and begins the next one."""
     clock = Clock()
     pace = Pace(steps, clock)
-    for number, duration in enumerate(durations, step + 1):
+    # The first step of a process counts for nothing.
+    for number, duration in enumerate((FIRST, *durations), step):
         pace.begin(number)
         clock.now += duration
     pace.begin(step + len(durations) + 1)
@@ -29,7 +32,11 @@ def after(*durations: float, steps: int, step: int = 0) -> tuple[Pace, Clock]:
 
 
 def test_nothing_is_said_before_a_step_is_over() -> None:
-    pace, _ = after(steps=10)
+    clock = Clock()
+    pace = Pace(10, clock)
+    assert pace.remaining() is None
+    pace.begin(1)
+    clock.now += 5.0
     assert pace.remaining() is None
 
 
@@ -56,13 +63,26 @@ def test_a_few_steps_give_no_bounds() -> None:
     assert str(remaining).startswith("roughly 3")
 
 
-def test_the_first_step_counts_only_until_there_are_others() -> None:
-    pace, _ = after(100.0, 2.0, 2.0, steps=13)
-    remaining = pace.remaining()
-    assert remaining is not None and remaining.seconds > 300
-    pace, _ = after(100.0, 2.0, 2.0, 2.0, steps=14)
+def test_the_first_step_never_counts_because_everything_warms_up_in_it() -> None:
+    pace, _ = after(steps=10)
+    assert pace.remaining() is None
+    pace, _ = after(2.0, steps=11)
     remaining = pace.remaining()
     assert remaining is not None and remaining.seconds == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("durations", [(2.0,), (2.0, 2.0, 2.0, 2.0), (1.0, 3.0, 2.0, 4.0)])
+def test_a_run_with_a_target_takes_at_most_as_long_as_all_its_steps(
+    durations: tuple[float, ...],
+) -> None:
+    pace, _ = after(*durations, steps=200)
+    pace.may_end_early = True
+    remaining = pace.remaining()
+    assert remaining is not None
+    most = remaining.seconds if remaining.most is None else remaining.most
+    assert str(remaining) == f"at most {in_words(most)} left"
+    pace.afterwards = None
+    assert str(pace.remaining()) == f"at most {in_words(most)} left before the last evaluation"
 
 
 def test_a_long_step_every_so_often_counts_with_its_share() -> None:
@@ -92,7 +112,7 @@ def test_after_a_resume_only_the_own_steps_count() -> None:
     pace, clock = after(5.0, 5.0, 5.0, 5.0, steps=100, step=90)
     remaining = pace.remaining()
     assert remaining is not None and remaining.seconds == pytest.approx(30.0)
-    assert pace.elapsed == clock.now - 1000.0 == 20.0
+    assert pace.elapsed == clock.now - 1000.0 == FIRST + 20.0
 
 
 def test_recent_steps_weigh_more() -> None:

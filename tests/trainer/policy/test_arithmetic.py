@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.common import arithmetic
-from penstock.common.arithmetic import computes_bfloat16
 from penstock.demo import settings
 from penstock.server.vllm import options as vllm_options
 from penstock.server.vllm.options import describe_options, engine_arguments
@@ -22,17 +19,6 @@ from tests.support.tiny_model import make_tiny_model
 from tests.trainer.state.test_checkpoint import plan
 
 CPU = torch.device("cpu")
-
-
-def test_what_the_processor_has_is_what_linux_says_of_it() -> None:
-    words = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
-    assert computes_bfloat16("cpu") == bool(words & set(arithmetic.CPU_FEATURES))
-
-
-@pytest.mark.parametrize("name", [*arithmetic.CPU_FEATURES, "avx2"])
-def test_one_instruction_set_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {name: True, "architecture": "any"})
-    assert computes_bfloat16("cpu") == (name != "avx2")
 
 
 @pytest.mark.parametrize(

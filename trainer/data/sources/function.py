@@ -19,7 +19,7 @@ from penstock.common.functions import find_function
 from penstock.trainer.config.data import PythonConfig
 from penstock.trainer.core.errors import ConfigInvalid, blaming
 from penstock.trainer.data.sources.problem import Problem, Source, setting
-from penstock.trainer.data.sources.rows import RowSource, as_json, read_problem
+from penstock.trainer.data.sources.rows import RowSource, as_json, columns_read, read_problem
 
 # An iterator is identified by its first entries, because it need not end.
 ENTRIES_COMPARED = 64
@@ -63,9 +63,9 @@ class IteratorSource:
             content.update(text.encode() + b"\n")
             read_problem(entry, config, self.name, self._place(index))
         options = json.dumps(config.options, sort_keys=True)
-        fields = f"{config.messages_field} or {config.prompt_field}"
         self.identity = (
-            f"iterator {config.function} {options}, begins {content.hexdigest()}, {fields}"
+            f"iterator {config.function} {options}, begins {content.hexdigest()}"
+            f"{columns_read(config)}"
         )
 
     def problem(self, index: int) -> Problem:

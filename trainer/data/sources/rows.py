@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -12,7 +13,7 @@ from typing import Protocol, cast
 import numpy as np
 import xxhash
 
-from penstock.common.suggestions import listed
+from penstock.common.suggestions import did_you_mean, listed
 from penstock.trainer.config.data import RowsConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.problem import ROLES, Problem
@@ -21,8 +22,14 @@ from penstock.trainer.data.sources.problem import ROLES, Problem
 MOST_NESTED = 30
 
 
+PROMPTS = ("messages", "prompt", "question", "problem")
+"""Columns with the prompt; of several, the first."""
+ANSWERS = ("answer", "label", "reward_model.ground_truth", "ground_truth", "solution")
+"""Columns with the right answer; of several, the first."""
 PROMPT_WORDS = ("prompt", "question", "problem", "instruction", "query", "input", "task")
-"""Words in the names of fields that data sets use for the prompt."""
+"""Words in the names of other columns that data sets use for the prompt."""
+GSM8K = re.compile(r"(?:^|\n)####[ \t]*(\S.*?)\s*$")
+"""How a worked solution of GSM8K ends."""
 
 
 class Rows(Protocol):
@@ -57,9 +64,8 @@ class RowSource:
         if not len(self.rows):
             raise ConfigInvalid(f"{self.place(0)}: there are no rows")
         order = f"order {self.seed}" if self.config.shuffle else "as written"
-        fields = f"{self.config.messages_field} or {self.config.prompt_field}"
         digest = self.digest or content.hexdigest()
-        self.identity = f"{self.kind} {digest}, {fields}, {order}"
+        self.identity = f"{self.kind} {digest}{columns_read(self.config)}, {order}"
         self._pass, self._order = -1, list[int]()
 
     @property
@@ -80,10 +86,17 @@ class RowSource:
         return self._order
 
 
-def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Problem:
-    """Reads a row: the prompt, and all other fields as metadata. A string is a prompt without metadata.
+def columns_read(config: RowsConfig) -> str:
+    """The columns that the configuration names, for the identity of a source."""
+    named = config.columns.model_dump(exclude_defaults=True)
+    return "".join(f", {name} from {column}" for name, column in named.items())
 
-    Raises ConfigInvalid if the row has no prompt or a task cannot hold it.
+
+def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Problem:
+    """Reads a row: the prompt, and all other columns as metadata. A string is a prompt without metadata.
+
+    The right answer, if there is one, is `answer` in the metadata. Raises ConfigInvalid if the row has no
+    prompt or a task cannot hold it.
     """
     if isinstance(row, str):
         _check_sendable(row, place)
@@ -91,34 +104,79 @@ def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Prob
     if not isinstance(row, Mapping):
         raise ConfigInvalid(f"{place}: expected an object, got {repr(row)[:80]}")
     fields = dict(cast("Mapping[str, object]", row))
-    # A table has a column for every row, so it may be present and empty.
-    if (conversation := fields.pop(config.messages_field, None)) is not None:
-        messages = _messages(conversation, place)
-    elif isinstance(prompt := fields.pop(config.prompt_field, None), str):
-        messages = (("user", prompt),)
-    else:
-        raise ConfigInvalid(
-            f"{place}: expected {config.messages_field!r}, or a string in {config.prompt_field!r}; "
-            f"{_fields_to_name(cast('Mapping[str, object]', row))}"
-        )
+    messages = _prompt(fields, config.columns.prompt, place)
+    said = None
+    if len(messages) > 1 and messages[-1][0] == "assistant":
+        # A conversation to imitate: the policy gives this answer itself.
+        *messages, (_, said) = messages
+    _set_answer(fields, config.columns.answer, said, place)
     metadata = cast("dict[str, object]", json.loads(as_json(fields, place), parse_int=_exact))
     for _, content in messages:
         _check_sendable(content, place)
     _check_sendable(metadata, place)
-    return Problem(messages, metadata, name)
+    return Problem(tuple(messages), metadata, name)
 
 
-def _fields_to_name(row: Mapping[str, object]) -> str:
-    """The fields of a row without a prompt, and the settings that would name one of them."""
-    chats = [name for name, value in row.items() if _is_chat(value)]
-    texts = [name for name, value in row.items() if isinstance(value, str)]
+def _prompt(fields: dict[str, object], column: str, place: str) -> list[tuple[str, str]]:
+    """Reads the prompt, and removes its column."""
+    names = [column] if column else PROMPTS
+    found = next((name for name in names if _at(fields, name) is not None), None)
+    if found is None:
+        raise ConfigInvalid(f"{place}: {_without(fields, 'prompt', column, PROMPTS)}")
+    value = _at(fields, found)
+    for name in names[: names.index(found) + 1]:
+        # A table has a column for every row, so those before may be present and empty.
+        fields.pop(name, None)
+    if isinstance(value, str):
+        return [("user", value)]
+    if isinstance(value, np.ndarray):
+        value = cast("object", value.tolist())
+    if not isinstance(value, list | tuple):
+        raise ConfigInvalid(
+            f"{place}: {found!r} is neither a text nor a list of messages: {repr(value)[:80]}"
+        )
+    return _messages(cast("Sequence[object]", value), place)
+
+
+def _set_answer(fields: dict[str, object], column: str, said: str | None, place: str) -> None:
+    """Puts the right answer into `answer`; of a worked solution of GSM8K, only the number."""
+    found = [
+        a for name in ([column] if column else ANSWERS) if (a := _at(fields, name)) is not None
+    ]
+    if column and not found:
+        raise ConfigInvalid(f"{place}: {_without(fields, 'answer', column, ANSWERS)}")
+    answer = next(iter(found), said)
+    if isinstance(answer, str) and (last := GSM8K.search(answer)) is not None:
+        fields.setdefault("solution", answer)
+        answer = re.sub(r"(?<=\d),(?=\d{3})", "", last[1])
+    if answer is not None:
+        fields["answer"] = answer
+
+
+def _at(fields: object, name: str) -> object:
+    """The value of a column, or the one that a name with dots leads to. None if there is none."""
+    if not isinstance(fields, Mapping):
+        return None
+    table = cast("Mapping[str, object]", fields)
+    if name in table:
+        return table[name]
+    first, dot, rest = name.partition(".")
+    return _at(table.get(first), rest) if dot else None
+
+
+def _without(fields: Mapping[str, object], what: str, column: str, usual: Sequence[str]) -> str:
+    """What a row that lacks the prompt or the answer has, and how to name the column to use."""
+    has = f"the row has {listed(map(str, fields)) or 'no columns'}"
+    if column:
+        return f"no {what} in {column!r}; {has}{did_you_mean(column, fields)}"
+    chats = [name for name, value in fields.items() if _is_chat(value)]
+    texts = [name for name, value in fields.items() if isinstance(value, str)]
     likely = [name for name in texts if any(word in name.lower() for word in PROMPT_WORDS)]
-    has = f"the row has {listed(map(str, row)) or 'no fields'}"
-    if chats:
-        return f'{has}: set messages_field = "{chats[0]}"'
-    if likely or len(texts) == 1:
-        return f'{has}: set prompt_field = "{(likely or texts)[0]}"'
-    return f"{has}: name one of them with prompt_field or messages_field"
+    name = next(iter([*chats, *likely, *texts]), "COLUMN")
+    return (
+        f"no {what} in {', '.join(usual)}; {has}; "
+        f'name it with columns = {{ {what} = "{name}" }}, or --columns {what}={name}'
+    )
 
 
 def _is_chat(value: object) -> bool:
@@ -186,15 +244,29 @@ def _check_sendable(value: object, place: str, depth: int = 0) -> None:
             _check_sendable(each, place, depth + 1)
 
 
-def _messages(value: object, place: str) -> tuple[tuple[str, str], ...]:
-    items = cast("list[object]", value) if isinstance(value, list | tuple) else []
+def _messages(items: Sequence[object], place: str) -> list[tuple[str, str]]:
     messages: list[tuple[str, str]] = []
     for item in items:
         fields = cast("Mapping[str, object]", item if isinstance(item, Mapping) else {})
-        role, content = fields.get("role"), fields.get("content")
-        if role not in ROLES or not isinstance(content, str):
-            raise ConfigInvalid(f"{place}: a message needs a role and a content, got {item!r}")
+        role, content = fields.get("role"), _text(fields.get("content"))
+        if role not in ROLES or content is None:
+            raise ConfigInvalid(
+                f"{place}: a message needs a role and a text as content, got {item!r}"
+            )
         messages.append((str(role), content))
     if not messages:
-        raise ConfigInvalid(f"{place}: expected a list of messages, got {value!r}")
-    return tuple(messages)
+        raise ConfigInvalid(f"{place}: expected a list of messages, got {items!r}")
+    return messages
+
+
+def _text(content: object) -> str | None:
+    """The text of a message, also of one that consists of parts. None if it has anything but text."""
+    if isinstance(content, str):
+        return content
+    parts = (
+        [_at(part, "text") for part in cast("list[object]", content)]
+        if isinstance(content, list)
+        else []
+    )
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if texts and len(texts) == len(parts) else None

@@ -12,25 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.doctor import doctor
 from penstock.cli.health import health
 from penstock.cli.journal import journal
 from penstock.cli.loading import exit_with
-from penstock.cli.options import Address, security_options, style_options
-from penstock.cli.shell import PassThrough, completion, help_command
+from penstock.cli.looking import check, logs, runs
+from penstock.cli.options import Address, overrides_option, security_options, style_options
+from penstock.cli.reward import reward
+from penstock.cli.shell import Commands, PassThrough, completion, help_command
+from penstock.cli.training import init, train
 from penstock.client.environments.settings import environment_options
 from penstock.client.external.options import command_options
+from penstock.common.answers import show
 from penstock.common.distribution import installed_version
 
 if TYPE_CHECKING:
     from penstock.wire.security import Security
-
-_OVERRIDES = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Override a value of CONFIG. Can be repeated.",
-)
 
 _STATUS = "Exit status: 0 if it succeeded; 1 if it failed; 2 if the command line is invalid."
 
@@ -39,7 +36,9 @@ _UPLOAD_EXTRAS = "server (or trainer)"
 _ALL_EXTRAS = "server,trainer,cpu"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.group(
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+)
 @click.version_option(installed_version(), "-V", "--version", prog_name="penstock")
 def main() -> None:
     """Reinforcement learning for language models over one typed gRPC protocol.
@@ -59,41 +58,6 @@ def serve(options: tuple[str, ...]) -> None:
     [--config FILE] [--listen HOST:PORT] [--dry-run] [any option of the engine, such as --model]
     """
     exit_with("penstock.server.__main__", "main", _SERVE_EXTRAS, list(options))
-
-
-@main.command(
-    epilog="Exit status: 0 if training is done; 1 if an error stopped it; 2 if CONFIG is invalid; "
-    "3 if it was stopped on request."
-)
-@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--resume", is_flag=True, help="Resume from the run's last checkpoint.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and exit.")
-@click.option(
-    "--ranks",
-    type=click.IntRange(min=1),
-    default=1,
-    help="Number of processes to train with on this host. Use torchrun for several hosts.",
-)
-@_OVERRIDES
-def train(
-    config: Path, resume: bool, dry_run: bool, ranks: int, overrides: tuple[str, ...]
-) -> None:
-    """Train a policy as configured in CONFIG, a TOML file.
-
-    The file names one or several rollout servers, the model and the source of the tasks. Settings
-    it omits have defaults, which --dry-run prints. Reward, lag and times are printed for every step
-    and written to the run's folder.
-    """
-    exit_with(
-        "penstock.trainer.__main__",
-        "train",
-        "trainer",
-        config,
-        list(overrides),
-        resume,
-        dry_run,
-        ranks,
-    )
 
 
 @main.command(
@@ -253,11 +217,10 @@ def weights() -> None:
 
 @weights.command("show", epilog=_STATUS)
 @click.argument("address", metavar="HOST:PORT", type=Address())
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @security_options
-def show_weights(security: Security, address: str, as_json: bool) -> None:
+def show_weights(security: Security, address: str) -> None:
     """Show the weight versions of the server at HOST:PORT and the uploads it accepts."""
-    exit_with("penstock.cli.weights", "show", _UPLOAD_EXTRAS, address, as_json, security)
+    exit_with("penstock.cli.weights", "show", _UPLOAD_EXTRAS, address, security)
 
 
 @weights.command("push", epilog=_STATUS)
@@ -319,9 +282,9 @@ def demo(options: tuple[str, ...]) -> None:
 @click.option(
     "--status",
     is_flag=True,
-    help="Show the processes of the run in that folder and exit. CONFIG may be the folder itself.",
+    help="Show how far the run in that folder is, and its processes. CONFIG may be the folder itself.",
 )
-@_OVERRIDES
+@overrides_option
 def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple[str, ...]) -> None:
     """Run server, workers and trainer as configured in CONFIG, a TOML file, and keep them running.
 
@@ -330,7 +293,7 @@ def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple
     the weights of the run before it serves. Exits when the trainer is done.
     """
     if status:
-        exit_with("penstock.up.up", "status", _ALL_EXTRAS, config, list(overrides))
+        exit_with("penstock.up.looking", "status", _ALL_EXTRAS, config, list(overrides))
     if config.is_dir():
         raise click.UsageError(
             f"{config} is a folder, and CONFIG a TOML file; --status shows the run in a folder"
@@ -338,8 +301,15 @@ def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple
     exit_with("penstock.up.up", "up", _ALL_EXTRAS, config, list(overrides), resume, dry_run)
 
 
+main.add_command(check)
+main.add_command(runs)
+main.add_command(logs)
+main.add_command(reward)
+main.add_command(train)
+main.add_command(init)
 main.add_command(health)
 main.add_command(journal)
+main.add_command(doctor)
 main.add_command(help_command)
 main.add_command(completion)
 
@@ -400,7 +370,7 @@ def revoke_token(path: Path, name: str) -> None:
 @main.command("version", epilog="Exit status: 0.")
 def show_version() -> None:
     """Print the version of the penstock package."""
-    click.echo(installed_version())
+    show(installed_version(), {"version": installed_version()})
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from penstock.cli.options import Address, security_options
+from penstock.common.answers import Exit, complain, show
 
 if TYPE_CHECKING:
     from penstock.wire.security import Security
@@ -36,27 +36,20 @@ SERVING = b"\x08\x01"
     metavar="SECONDS",
     help="Time limit for the answer.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @security_options
-def health(security: Security, address: str, alive: bool, timeout: float, as_json: bool) -> None:
+def health(security: Security, address: str, alive: bool, timeout: float) -> None:
     """Ask the server at HOST:PORT whether it serves.
 
     A server does not serve while it starts, drains, or waits for the weights of the run's trainer.
     No token is needed.
     """
-    from penstock.wire.failure import as_line
-
     try:
         serves = asyncio.run(_check(address, security, timeout))
     except _NoAnswer as error:
-        said = as_line(str(error), address) if as_json else f"penstock health: {address}: {error}"
-        click.echo(said, err=True)
-        sys.exit(1)
-    if as_json:
-        click.echo(json.dumps({"address": address, "serving": serves}))
-    else:
-        click.echo(f"{address}: {'SERVING' if serves else 'NOT_SERVING'}")
-    sys.exit(0 if serves or alive else 1)
+        sys.exit(complain("penstock health", error, Exit.FAILED, address))
+    state = "SERVING" if serves else "NOT_SERVING"
+    show(f"{address}: {state}", {"address": address, "serving": serves})
+    sys.exit(Exit.DONE if serves or alive else Exit.FAILED)
 
 
 class _NoAnswer(Exception):

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from penstock.cli.loading import exit_with
+from penstock.cli.shell import Commands
 
 
 class _JournalFolder(click.Path):
@@ -34,7 +35,7 @@ _STATUS = (
 )
 
 
-@click.group()
+@click.group(cls=Commands)
 def journal() -> None:
     """Show, check and export the journal of a server; see docs/operations/journal.md.
 
@@ -44,21 +45,19 @@ def journal() -> None:
 
 @journal.command("list", epilog=_STATUS)
 @_JOURNAL
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def list_journal(folder: Path, as_json: bool) -> None:
+def list_journal(folder: Path) -> None:
     """List the tasks, groups and open trajectories in the journal in FOLDER."""
-    exit_with("penstock.server.journal.tools.command", "list_stored", "server", folder, as_json)
+    exit_with("penstock.server.journal.tools.command", "list_stored", "server", folder)
 
 
 @journal.command("verify", epilog=_STATUS)
 @_JOURNAL
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def verify_journal(folder: Path, as_json: bool) -> None:
+def verify_journal(folder: Path) -> None:
     """Check every record of the journal in FOLDER.
 
     A torn end is not corruption: it was never acknowledged.
     """
-    exit_with("penstock.server.journal.tools.command", "verify", "server", folder, as_json)
+    exit_with("penstock.server.journal.tools.command", "verify", "server", folder)
 
 
 @journal.command(

@@ -57,6 +57,32 @@ def style_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def data_options(*, required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds the prompts, `data`, and their `columns`: both texts, or None."""
+    data = click.option(
+        "--data",
+        required=required,
+        metavar="DATA",
+        help="A *.jsonl or *.parquet file, a folder of *.parquet files, or PKG.MODULE:FUNCTION.",
+    )
+    columns = click.option(
+        "--columns",
+        metavar="prompt=NAME,answer=NAME",
+        show_default="the usual names",
+        help="With --data: columns of its rows with the prompt and the right answer.",
+    )
+    return lambda command: data(columns(command))
+
+
+overrides_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a value of CONFIG. Can be repeated.",
+)
+"""`--set`."""
+
 _SECURITY = (
     click.option(
         "--tls",

@@ -21,6 +21,7 @@ from penstock.client.errors import PenstockError
 from penstock.client.scoring import BadFunction, load_function, single_turn
 from penstock.client.worker import Worker, WorkerMisconfigured, WorkerSettings
 from penstock.common import telemetry
+from penstock.common.answers import Exit, complain
 from penstock.common.distribution import pip_install
 from penstock.wire.security import CredentialsUnusable, Security
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     AnyWorker = Worker | WholeRollout
 
 logger = logging.getLogger("penstock.rollout")
+PROGRAM = "penstock rollout"
 
 
 @dataclass(frozen=True)
@@ -63,24 +65,20 @@ class RolloutOptions:
 
 def rollout(options: RolloutOptions) -> int:
     """Runs a worker until it is stopped. Returns the exit status."""
-    logging.basicConfig(
-        level=logging.INFO, format="penstock rollout: %(message)s", stream=sys.stderr
-    )
+    logging.basicConfig(level=logging.INFO, format=f"{PROGRAM}: %(message)s", stream=sys.stderr)
     try:
         for server in options.servers:
             options.security.check(server)
         make_workers = [_load(share) for share in _divide(options)]
         telemetry.configure("penstock-rollout")
     except (BadFunction, CredentialsUnusable) as error:
-        logger.error("%s", error)
-        return 2
+        return complain(PROGRAM, error)
     except ImportError as error:
-        logger.error(
-            "OTEL_EXPORTER_OTLP_ENDPOINT is set, but %s: install opentelemetry-sdk and "
+        return complain(
+            PROGRAM,
+            f"OTEL_EXPORTER_OTLP_ENDPOINT is set, but {error}; install opentelemetry-sdk and "
             "opentelemetry-exporter-otlp-proto-grpc",
-            error,
         )
-        return 2
     try:
         return asyncio.run(_work(options, make_workers))
     finally:
@@ -190,17 +188,13 @@ async def _work(
     try:
         await working
     except asyncio.CancelledError:
-        logger.warning(
-            "stopped without draining; attempts in flight return to the server when their leases expire"
-        )
-        return 1
+        said = "stopped without draining; attempts in flight return to the server when their leases expire"
+        return complain(PROGRAM, said, Exit.FAILED)
     except WorkerMisconfigured as error:
         divided = f" (--concurrency {concurrency} is divided among {len(workers)} servers)"
-        logger.error("%s%s", error, divided if len(workers) > 1 else "")
-        return 2
+        return complain(PROGRAM, f"{error}{divided if len(workers) > 1 else ''}")
     except PenstockError as error:
-        logger.error("%s", error)
-        return 1
+        return complain(PROGRAM, error, Exit.FAILED)
     finally:
         for calls in opened:
             await calls.close()

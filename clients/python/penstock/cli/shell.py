@@ -1,17 +1,44 @@
-"""The commands `help` and `completion`, and the class of commands whose options another parser reads."""
+"""The commands `help` and `completion`, and the classes of all commands."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any, cast
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from penstock.common.answers import Exit, answering_programs, complain, json_option, wants_json
 from penstock.common.suggestions import did_you_mean
 
 VARIABLE = "_PENSTOCK_COMPLETE"
 """The environment variable in which a shell's script asks for completions."""
+
+
+class Commands(click.Group):
+    """Commands that all take --json, and whose errors are JSON then."""
+
+    group_class = type
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        reads_options = not isinstance(cmd, click.Group | PassThrough)
+        if reads_options and not any("--json" in param.opts for param in cmd.params):
+            json_option(cmd)
+        super().add_command(cmd, name)
+
+    def main(self, *given: Any, standalone_mode: bool = True, **named: Any) -> Any:
+        arguments = given[0] if given else named.get("args")
+        if not standalone_mode or not wants_json(sys.argv[1:] if arguments is None else arguments):
+            return super().main(*given, standalone_mode=standalone_mode, **named)
+        with answering_programs():
+            try:
+                status = super().main(*given, standalone_mode=False, **named)
+            except click.ClickException as error:
+                status = complain("penstock", error, error.exit_code)
+            except click.Abort:
+                status = complain("penstock", "interrupted", Exit.FAILED)
+        sys.exit(status)
 
 
 class PassThrough(click.Command):
@@ -34,7 +61,8 @@ class PassThrough(click.Command):
             parser = cast("click.Command", getattr(importlib.import_module(module), command))
         except ModuleNotFoundError:
             return []
-        return parser.shell_complete(click.Context(parser, info_name=self.name), incomplete)
+        context = click.Context(parser, info_name=self.name, **parser.context_settings)
+        return parser.shell_complete(context, incomplete)
 
 
 @click.command("help", epilog="Exit status: 0; 2 if there is no such command.")

@@ -20,6 +20,8 @@ from typing import cast
 import click
 import tomli_w
 
+from penstock.common.answers import as_json
+from penstock.common.answers import show as show_result
 from penstock.common.token_file import (
     NAME,
     TokenFile,
@@ -54,7 +56,7 @@ def create(path: Path, name: str, role: str, expires: str) -> None:
         tokens = cast("dict[str, object]", document.setdefault("tokens", {}))
         tokens[name] = {"role": role, "sha256": hash_token(token).hex(), "expires": ends}
         _write(path, document)
-    click.echo(token)
+    show_result(token, {"token": token, "name": name, "role": role, "expires": _time(ends)})
     click.echo(f"{path}: {name}, {role}, until {_time(ends)}; it will not be shown again", err=True)
 
 
@@ -62,13 +64,17 @@ def show(path: Path) -> None:
     """Prints names, roles and expiry times. Raises click.ClickException."""
     _, found = _read(path)
     now = datetime.now(UTC)
+    lines: list[str] = []
+    tokens: list[dict[str, object]] = []
     for entry in found.tokens:
-        ends = f"expired {_time(entry.expires)}"
-        if entry.expires > now:
-            ends = f"until {_time(entry.expires)}"
-        click.echo(f"{'token':<12} {entry.name:<32} {entry.role:<8} {ends}")
+        ends, expired = _time(entry.expires), entry.expires <= now
+        word = "expired" if expired else "until"
+        lines.append(f"{'token':<12} {entry.name:<32} {entry.role:<8} {word} {ends}")
+        tokens.append({"name": entry.name, "role": entry.role, "expires": ends, "expired": expired})
     for name, role in found.certificates.items():
-        click.echo(f"{'certificate':<12} {name:<32} {role:<8}".rstrip())
+        lines.append(f"{'certificate':<12} {name:<32} {role:<8}".rstrip())
+    if lines or as_json():
+        show_result("\n".join(lines), {"tokens": tokens, "certificates": dict(found.certificates)})
 
 
 def revoke(path: Path, name: str) -> None:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
 import grpc
 
 from penstock.cli.checkpoint import MappedTensor, read_checkpoint
 from penstock.client.client import state_of, version_of
 from penstock.client.errors import DeadlineExceeded, from_rpc
+from penstock.common.answers import Exit, complain
+from penstock.common.answers import show as show_result
 from penstock.common.checkpoint import CheckpointUnreadable
 from penstock.common.memory_file import MemoryFile
 from penstock.v1 import rollout_service_pb2, weights_pb2
 from penstock.wire import methods
-from penstock.wire.failure import as_line
 from penstock.wire.reasons import Reason
 from penstock.wire.security import CredentialsUnusable, Security, open_channel
 from penstock.wire.words import IN_FLIGHT
@@ -57,15 +56,15 @@ class PushOptions:
     security: Security
 
 
-def show(address: str, as_json: bool, security: Security) -> int:
+def show(address: str, security: Security) -> int:
     """Prints a server's weight versions. Returns the exit status."""
 
     async def work() -> None:
         async with open_channel(address, security) as channel:
             info = await _server_info(channel)
-        click.echo(json.dumps(_figures(info), indent=2) if as_json else _table(address, info))
+        show_result(_table(address, info), _figures(info))
 
-    return _run(address, work(), as_json=as_json)
+    return _run(address, work())
 
 
 def push(options: PushOptions) -> int:
@@ -85,24 +84,18 @@ def push(options: PushOptions) -> int:
     return _run(options.address, work())
 
 
-def _run(address: str, work: Coroutine[None, None, None], *, as_json: bool = False) -> int:
+def _run(address: str, work: Coroutine[None, None, None]) -> int:
     """Runs the command. Returns its exit status, and explains a failure on stderr."""
     try:
         asyncio.run(work)
     except grpc.aio.AioRpcError as error:
-        problem: Exception = from_rpc(error, address)
+        problem: Exception = from_rpc(error)
         if isinstance(problem, DeadlineExceeded) and not problem.reason:
-            problem = PushRefused(f"no answer from {address} in time")
+            problem = PushRefused("no answer in time")
+        return complain("penstock weights", problem, Exit.FAILED, address)
     except (PushRefused, CheckpointUnreadable, CredentialsUnusable) as error:
-        problem = error
-    else:
-        return 0
-    if as_json:
-        said = str(problem).removeprefix(f"no connection to {address}: ")
-        sys.stderr.write(f"{as_line(said, address)}\n")
-    else:
-        sys.stderr.write(f"penstock weights: {problem}\n")
-    return 1
+        return complain("penstock weights", error, Exit.FAILED)
+    return Exit.DONE
 
 
 async def _server_info(channel: grpc.aio.Channel) -> Info:
@@ -146,7 +139,16 @@ async def _push(channel: grpc.aio.Channel, options: PushOptions) -> None:
     # The server counts changes only against versions it received, not against the engine's initial
     # weights.
     is_first = not info.full_weight_version and not info.staged_weight_versions
-    click.echo(_outcome(version, last, len(tensors), is_first=is_first))
+    show_result(
+        _outcome(version, last, len(tensors), is_first=is_first),
+        {
+            "version": version,
+            "active_weight_version": last.active_weight_version,
+            "pause_seconds": last.pause.ToNanoseconds() / 1e9,
+            "tensors": len(tensors),
+            "changed_tensors": None if is_first else last.changed_tensor_count,
+        },
+    )
 
 
 def _sources(options: PushOptions, info: Info, tensors: Sequence[MappedTensor]) -> list[str]:

@@ -152,7 +152,7 @@ def as_failed(error: BaseException, task: Task | None = None) -> Failed:
     message = str(error)
     key: object = error.args[0] if isinstance(error, KeyError) and error.args else None
     if task is not None and isinstance(key, str) and key not in task.metadata:
-        names = listed(task.metadata) or "nothing"
+        names = listed(sorted(task.metadata)) or "nothing"
         message += f"; the task's metadata has {names}{did_you_mean(key, task.metadata)}"
     return Failed(reason, as_utf8(message[:_MESSAGE_LENGTH]))
 

@@ -11,6 +11,9 @@ from penstock.client.outcome import Failed, Outcome
 
 logger = logging.getLogger("penstock.rollout")
 
+STOPPED = "WORKER_STOPPED"
+"""Reason of attempts that a worker gives back when it is stopped."""
+
 
 @dataclass
 class Statistics:
@@ -61,15 +64,19 @@ class Reporter:
         if scored:
             mean = (done.reward_sum - before.reward_sum) / scored
             reward = f"reward {mean:.3f} over the last {scored}"
-        failures = ", ".join(f"{reason} {n}" for reason, n in done.failures.most_common(4))
+        # The server gives these to other workers, so nothing is wrong with them.
+        stopped = done.failures[STOPPED]
+        common = [(reason, n) for reason, n in done.failures.most_common(5) if reason != STOPPED]
+        failures = ", ".join(f"{reason} {n}" for reason, n in common[:4])
         logger.info(
-            "%d attempts ended: %s, %d failed%s, %d lost; "
+            "%d attempts ended: %s, %d failed%s, %d lost%s; "
             "%.1f attempts/s, %.0f tokens/s, %d in flight",
             done.ended_count,
             reward,
-            done.failed_count,
+            done.failed_count - stopped,
             f" ({failures})" if failures else "",
             done.lost_count,
+            f", {stopped} given back" if stopped else "",
             ended / seconds,
             (done.token_count - before.token_count) / seconds,
             running_count,

@@ -207,6 +207,7 @@ class TurnStream:
         chat = self.kind is PromptKind.MESSAGES
         span = tracer.start_span("penstock.turn", kind=trace.SpanKind.CLIENT)
         span.set_attribute("gen_ai.operation.name", "chat" if chat else "text_completion")
+        span.set_attribute("gen_ai.provider.name", "penstock")
         span.set_attribute("gen_ai.conversation.id", self.trajectory_id)
         span.set_attribute("penstock.turn_index", progress.index)
         span.set_attribute("server.address", self.calls.address)

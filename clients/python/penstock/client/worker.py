@@ -32,7 +32,7 @@ from penstock.client.scoring import (
     is_group_reward,
     to_log,
 )
-from penstock.client.statistics import Reporter, Statistics
+from penstock.client.statistics import STOPPED, Reporter, Statistics
 from penstock.client.tasks import Purpose, Task
 from penstock.wire.reasons import Reason
 
@@ -179,7 +179,7 @@ class Worker(LeaseListener):
 
     async def _give_back_waiting(self) -> None:
         """Fails the attempts that wait for siblings. The server makes their whole groups again."""
-        stopped = Failed("WORKER_STOPPED", "its siblings did not end in time")
+        stopped = Failed(STOPPED, "its siblings did not end in time")
         waiting = self._book.waiting()
         self._book.clear()
         await asyncio.gather(*(self._close(attempt, stopped) for attempt in waiting))
@@ -260,7 +260,7 @@ class Worker(LeaseListener):
                 return Failed("CANCELLED", "the function cancelled itself")
             if not self._draining:
                 raise
-            return Failed("WORKER_STOPPED", "the worker was stopped")
+            return Failed(STOPPED, "the worker was stopped")
         except (Exception, SystemExit) as error:
             if timeout.expired():
                 return Failed("ATTEMPT_TIMEOUT", f"not done within {seconds:g} s")

@@ -8,7 +8,6 @@ This is the only place that words pydantic's errors, for the server, the trainer
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -74,12 +73,6 @@ def check(section: type[S], table: Table, origins: Origins, *above: str) -> S:
     raise SettingInvalid(without_passwords(redact("\n".join(lines))))
 
 
-def complain(program: str, error: object) -> None:
-    """Writes an error to stderr, each of its lines after the program's name."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    sys.stderr.write("".join(f"{program}: {line}\n" for line in lines))
-
-
 def in_short(error: ValidationError) -> str:
     """What is wrong with a single value whose name the caller says."""
     problem = error.errors(include_url=False)[0]
@@ -133,7 +126,8 @@ class _Problem:
                 kinds = [
                     kind.strip("' ") for kind in str(self._context["expected_tags"]).split(",")
                 ]
-                return f"there is no kind {tag!r}{_one_of(tag, kinds)}"
+                meant = [k for s in self._sections() for k in _kinds(s) if tag in _other_names(s)]
+                return f"there is no kind {tag!r}{_one_of(tag, kinds, meant)}"
             case "literal_error" | "enum":
                 return f"expected one of {self._context['expected']}{self._meant()}"
             case "string_too_short" if self._context.get("min_length") == 1:
@@ -344,8 +338,12 @@ def _settings(section: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator
             yield from _settings(inner[0], (*above, name))
 
 
-def _one_of(word: str, names: list[str]) -> str:
-    meant = did_you_mean(word, names)
+def _other_names(section: type[BaseModel]) -> tuple[str, ...]:
+    return section.also_called if issubclass(section, Section) else ()
+
+
+def _one_of(word: str, names: list[str], same: list[str]) -> str:
+    meant = f"; did you mean {same[0]}?" if same else did_you_mean(word, names)
     return f"{f'{meant} It' if meant else '; it'} is one of {', '.join(names)}"
 
 

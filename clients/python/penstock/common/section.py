@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, cast, get_args
+from typing import Annotated, ClassVar, TypeAlias, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FunctionName: TypeAlias = Annotated[str, Field(pattern=r"^[^:]+:[\w.]+$")]
+"""A function as `common.functions` finds it: pkg.module:function, or folder/file.py:function."""
 
 
 class NotBoolean:
@@ -26,6 +29,8 @@ class Section(BaseModel):
     )
     hint: ClassVar[str] = ""
     """What to write, for a message that the section is missing."""
+    also_called: ClassVar[tuple[str, ...]] = ()
+    """Other names for its `kind`, which are refused with this one as the suggestion."""
 
     @model_validator(mode="before")
     @classmethod

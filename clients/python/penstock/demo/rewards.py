@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.client.environments.reasoning import data_set, extract_answer, last_integer
+from penstock.client.environments.reasoning import data_set, extract_answer
+from penstock.rewards.texts import numeric
 
 if TYPE_CHECKING:
     from penstock.client import BlockingTrajectory, Task
 
 
-def last_integer_is_answer(task: Task, trajectory: BlockingTrajectory) -> float:
-    """1 if the last integer of the answer is the expected one, else 0."""
-    return float(last_integer(trajectory.text) == int(task.metadata["answer"]))
+last_integer_is_answer = numeric()
+"""1 if the last number of the answer is the expected one, else 0."""
 
 
 def reasoning_gym_score(task: Task, trajectory: BlockingTrajectory) -> float:

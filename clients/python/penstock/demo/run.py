@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.client import PenstockError
 from penstock.demo import settings
 from penstock.demo.activity import record_activity
-from penstock.demo.tasks import write_printable, write_sums
+from penstock.demo.answers import Answers, ask
+from penstock.demo.tasks import held_out, write_printable, write_sums
+from penstock.machine.gpus import DEVICES
+from penstock.up.placement import LocalPlacement
 from penstock.up.processes import Command, break_off, end
 from penstock.up.supervisor import Cast, Listens, Restarts, Supervisor
 from penstock.up.telling import cancel_on_signals, log_events, say, show
@@ -21,9 +27,31 @@ if TYPE_CHECKING:
 
     from penstock.demo.settings import Plan
 
+REPORT_SECONDS = 15.0
+EXPECTED = {
+    ("server", "starting"): "; vLLM takes 20 to 60 s to load",
+    (
+        "trainer",
+        "starting",
+    ): "; it loads the model, and the first step takes longer than the others",
+}
+"""What follows an event of a process, added to the console's line."""
 
-async def run_plan(plan: Plan, console: Console) -> float:
-    """Runs the plan to its end; returns the seconds from the server's start to the trainer's end.
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run went, besides what it wrote into its folder."""
+
+    seconds: float
+    """From the server's start to the trainer's end."""
+    before: Answers | None
+    """Of the first weights to the prompts of `held_out`; None if the server did not answer."""
+    after: Answers | None
+    """Of the last weights."""
+
+
+async def run_plan(plan: Plan, console: Console) -> Ended:
+    """Runs the plan to its end.
 
     A server or a worker that dies is restarted (`supervisor`). At the end, the trainer and the worker
     stop before the server, so that neither calls a server that is gone.
@@ -34,34 +62,66 @@ async def run_plan(plan: Plan, console: Console) -> float:
     cancel_on_signals()
     started = time.monotonic()
     _announce(plan, console)
-    activity: list[asyncio.Task[None]] = []
+    loading = asyncio.create_task(_report_loading(console))
+    beside: list[asyncio.Task[None]] = []
+    first: list[asyncio.Task[Answers | None]] = []
+    served: list[str] = []
 
     def serving(address: str) -> None:
+        loading.cancel()
+        served.append(address)
         plan.trainer_config_file.write_text(settings.trainer_config(plan, address))
         sampling = record_activity(address, plan.out / "activity.jsonl")
-        activity.append(asyncio.create_task(sampling))
+        beside.append(asyncio.create_task(sampling))
+        first.append(asyncio.create_task(_ask(plan, address, console)))
 
+    visible = os.environ.get(DEVICES)
     supervisor = Supervisor(
         _cast(plan),
         Restarts(),
-        log_events(plan.out / "events.log", partial(say, console)),
+        log_events(plan.out / "events.log", partial(_explain, console, started)),
+        placement=LocalPlacement(settings.devices(plan, visible.split(",") if visible else None)),
         on_serving=serving,
         on_trainer_line=partial(show, console),
     )
     stop = break_off
     try:
         await supervisor.run()
+        seconds = time.monotonic() - started
+        trainer, workers, _, _ = supervisor.started
+        await end([*workers, *trainer])
+        answers = await first[0], await _ask(plan, served[0], console)
         stop = end
     except asyncio.CancelledError:
         say(console, "demo", "interrupted; stopping the processes")
         raise KeyboardInterrupt from None
     finally:
-        seconds = time.monotonic() - started
-        for task in activity:
+        for task in (loading, *beside, *first):
             task.cancel()
         trainer, workers, server, _ = supervisor.started
         await stop([*server, *workers, *trainer])
-    return seconds
+    return Ended(seconds, *answers)
+
+
+async def _ask(plan: Plan, address: str, console: Console) -> Answers | None:
+    try:
+        return await ask(address, held_out(plan.task), plan.scale.max_tokens)
+    except PenstockError as error:
+        say(console, "server", f"does not answer the held-out prompts: {error}")
+        return None
+
+
+async def _report_loading(console: Console) -> None:
+    begun = time.monotonic()
+    while True:
+        await asyncio.sleep(REPORT_SECONDS)
+        say(console, "server", f"vLLM is loading, {time.monotonic() - begun:.0f} s so far")
+
+
+def _explain(console: Console, started: float, who: str, what: str) -> None:
+    """Says an event, and what to expect of it."""
+    seconds = f" after {time.monotonic() - started:.0f} s" if what.startswith("serves at") else ""
+    say(console, who, what + seconds + EXPECTED.get((who, what), ""))
 
 
 def _announce(plan: Plan, console: Console) -> None:
@@ -69,11 +129,18 @@ def _announce(plan: Plan, console: Console) -> None:
         write_sums(plan.tasks_file)
     elif plan.task == settings.PRINTABLE:
         write_printable(plan.tasks_file)
-    here = Path.cwd()
-    model = plan.model.relative_to(here) if plan.model.is_relative_to(here) else plan.model
-    say(console, "model", str(model))
+    say(console, "model", str(near(plan.model)))
     what = "an adapter" if plan.lora else "all weights"
-    say(console, "task", f"{plan.task}, {plan.steps} steps of {what}, into {plan.out}")
+    steps = f"{plan.steps} steps of {what}"
+    if plan.target is not None:
+        steps = f"ends when the mean reward is {plan.target:g}, after at most {steps}"
+    say(console, "task", f"{plan.task}, {steps}, into {near(plan.out)}")
+
+
+def near(path: Path) -> Path:
+    """The path relative to the current folder, if it is in there."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _cast(plan: Plan) -> Cast:

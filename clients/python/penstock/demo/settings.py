@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import tomli_w
 
+from penstock.machine.processor import cores
 from penstock.up.cast import ENVIRONMENT, penstock
+from penstock.up.placement import share_devices
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from penstock.up.supervisor import Listens
@@ -25,7 +26,16 @@ PRINTABLE = "printable"
 # Server and trainer share few cores. The server samples in small steps that gain little from a second
 # thread. With a small model it is idle long before the trainer, which may use all the cores.
 SERVER_THREADS = 1
-TRAINER_THREADS = len(os.sched_getaffinity(0))
+TRAINER_THREADS = max(1, int(cores()))
+
+SHARED_GPU = 0.4
+"""The server's share of a GPU's memory, if the trainer computes on the same one."""
+
+TARGET = 0.8
+"""Mean reward at which a run on `sums` ends."""
+
+TARGET_STEPS = 4
+"""Steps over which the reward is averaged for the target."""
 
 PATIENCE_SECONDS = 600
 """How long trainer and worker wait for a restarted server; loading a model takes a while."""
@@ -68,12 +78,14 @@ class Scale:
 
 
 SMALL_MODEL = Scale(
-    steps=90,
+    steps=50,
     groups_per_step=8,
     group_size=8,
     max_tokens=24,
     max_model_len=256,
-    learning_rate=2e-5,
+    # Higher than for other tasks, so that few steps suffice. In a longer run the rate would still be high
+    # after thirty steps, and the reward unsteady.
+    learning_rate=5e-5,
     lora_learning_rate=4e-4,
     warmup_steps=2,
     max_lag=4,
@@ -123,6 +135,17 @@ class Plan:
     """Ranks over which each tensor is split; megatron only."""
     pipeline_parallel: int = 1
     """Ranks over which the layers are divided; megatron only."""
+    target: float | None = None
+    """Mean reward at which the run ends; None if it takes all its steps."""
+    patience: int = 1
+    """Steps for which the reward must be at the target."""
+    gpus: int = 0
+    """GPUs of the machine; zero if server and trainer compute on the CPU."""
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether server and trainer compute on the same GPU."""
+        return 0 < self.gpus <= self.ranks
 
     @property
     def reward(self) -> str:
@@ -154,6 +177,7 @@ def serve_command(plan: Plan, listens: Listens | None) -> tuple[str, ...]:
         *("--set", f"journal.folder={plan.out / 'journal'}"),
         *("--set", f"journal.durability={plan.durability}"),
         *(("--dtype", plan.scale.dtype) if plan.scale.dtype else ()),
+        *(("--gpu-memory-utilization", str(SHARED_GPU)) if plan.shares_gpu else ()),
         *("--max-model-len", str(plan.scale.max_model_len)),
         *("--max-num-seqs", str(plan.scale.attempts_in_flight)),
         *(lora_options(plan.scale) if plan.lora else ()),
@@ -182,6 +206,23 @@ def rollout_command(plan: Plan, address: str) -> tuple[str, ...]:
 def train_command(plan: Plan) -> tuple[str, ...]:
     ranks = ("--ranks", str(plan.ranks)) if plan.ranks > 1 else ()
     return penstock("train", str(plan.trainer_config_file), *ranks)
+
+
+def target_section(plan: Plan) -> dict[str, object]:
+    attempts = TARGET_STEPS * plan.scale.attempts_in_flight
+    return {"reward": plan.target, "attempts": attempts, "patience": plan.patience}
+
+
+def devices(plan: Plan, visible: Sequence[str] | None) -> dict[str, dict[str, str]]:
+    """Environment variables that give server and trainer their GPUs, by process; empty on a CPU.
+
+    `visible` are the names of the GPUs to choose from; None means all of the machine.
+    """
+    if not plan.gpus:
+        return {}
+    server = SHARED_GPU if plan.shares_gpu else 1
+    trainer = 1 - SHARED_GPU if plan.shares_gpu else plan.ranks
+    return share_devices({"server": server, "trainer": trainer}, visible)
 
 
 def environment(threads: int) -> Mapping[str, str]:
@@ -219,6 +260,7 @@ def trainer_config(plan: Plan, address: str) -> str:
                 "steps": plan.steps,
                 "seed": plan.seed,
                 "save_model": False,
+                **({"target": target_section(plan)} if plan.target is not None else {}),
             },
             "model": {
                 "path": str(plan.model),

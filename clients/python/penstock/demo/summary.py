@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass, fields
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from penstock.demo.settings import LORA_RANK
+from penstock.demo.tasks import held_out
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.table import Table
 
+    from penstock.demo.run import Ended
     from penstock.demo.settings import Plan
+
+SHOWN_CHARACTERS = 200
+"""Of a prompt and of an answer in the table; summary.json has them whole."""
 
 FIRST_STEPS = 2
 LAST_STEPS = 5
@@ -30,6 +36,8 @@ class Step:
 
     step: int
     reward_mean: float
+    reward_target_mean: float | None
+    """Mean that the target looks at; None without a target or before there are enough attempts."""
     lag_mean: float
     lag_max: int
     tokens: int
@@ -68,12 +76,26 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What the first and the last weights answered to a prompt, sampled greedily."""
+
+    prompt: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
 class Summary:
     """The figures of a run; `summary.json` has exactly these keys."""
 
     model: str
     task: str
     steps: int
+    target: float | None
+    """Mean reward at which the run was to end; None if it was to take all its steps."""
+    target_reached: bool
+    answers: tuple[Answer, ...]
+    """To prompts that were not trained; empty if the server did not answer them."""
     reward_first: float
     reward_last: float
     reward_by_step: tuple[float, ...]
@@ -101,6 +123,9 @@ class Summary:
         first, last = min(FIRST_STEPS, self.steps), min(LAST_STEPS, self.steps)
         table.add_row("reward, first", f"{self.reward_first:.3f} (mean of {first} steps)")
         table.add_row("reward, last", f"{self.reward_last:.3f} (mean of {last} steps)")
+        if self.target is not None:
+            reached = "reached" if self.target_reached else "not reached"
+            table.add_row("target", f"{self.target:g}, {reached} in {self.steps} steps")
         table.add_row("steps", f"{self.steps} in {self.seconds:.0f} s, start included")
         table.add_row("tokens", f"{self.tokens_per_second:.0f} per second")
         table.add_row(
@@ -112,6 +137,18 @@ class Summary:
         what = f"an adapter of rank {self.lora_rank}" if self.lora_rank else "all weights"
         table.add_row("update", f"{what}: {size:.1f} MB in the median")
         table.add_row("pause", f"{1000 * pause:.0f} ms in the median")
+        return table
+
+    def answers_as_table(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title="Three prompts that were not trained", title_justify="left")
+        for head in ("prompt", "before", "after"):
+            table.add_column(head, overflow="fold")
+        for one in self.answers:
+            texts = (one.prompt, one.before, one.after)
+            table.add_row(*(Text(textwrap.shorten(text, SHOWN_CHARACTERS)) for text in texts))
         return table
 
 
@@ -137,13 +174,22 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def summarize(run: Run, plan: Plan, seconds: float) -> Summary:
+def summarize(run: Run, plan: Plan, ended: Ended) -> Summary:
     """Computes the figures of a run that has at least one step."""
+    before, after = ended.before, ended.after
+    texts = zip(before.texts, after.texts, strict=True) if before and after else ()
+    means = [step.reward_target_mean for step in run.steps[-plan.patience :]]
     rewards = tuple(step.reward_mean for step in run.steps)
     return Summary(
         model=plan.model_name,
         task=plan.task,
         steps=len(run.steps),
+        target=plan.target,
+        target_reached=plan.target is not None
+        and all(mean is not None and mean >= plan.target for mean in means),
+        answers=tuple(
+            Answer(prompt, *pair) for prompt, pair in zip(held_out(plan.task), texts, strict=False)
+        ),
         reward_first=fmean(rewards[:FIRST_STEPS]),
         reward_last=fmean(rewards[-LAST_STEPS:]),
         reward_by_step=rewards,
@@ -153,7 +199,7 @@ def summarize(run: Run, plan: Plan, seconds: float) -> Summary:
         pause_seconds_by_step=tuple(step.pause_seconds for step in run.steps),
         upload_bytes_by_step=tuple(step.upload_bytes for step in run.steps),
         lora_rank=LORA_RANK if plan.lora else 0,
-        seconds=seconds,
+        seconds=ended.seconds,
         tokens_per_second=(
             sum(step.tokens for step in run.steps) / sum(step.seconds for step in run.steps)
         ),

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import json
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.demo.settings import PRINTABLE, SUMS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LARGEST_SUMMAND = 20
 PRINTABLE_PROMPTS = 64
+HELD_OUT_SUMS = ("What is 3 + 14?", "What is 8 + 5?", "What is 17 + 16?")
+HELD_OUT_SEED = 1_000_003
+"""Seed of the problems of a data set that are not trained; the data has the seed of the command line."""
+
+
+def held_out(task: str) -> tuple[str, ...]:
+    """Three prompts of a task that are not trained. `task` may be a data set of reasoning-gym."""
+    if task == SUMS:
+        return HELD_OUT_SUMS
+    if task == PRINTABLE:
+        return ("one", "two", "three")
+    import reasoning_gym
+
+    create = cast("Any", reasoning_gym).create_dataset
+    problems = create(task, seed=HELD_OUT_SEED, size=len(HELD_OUT_SUMS))
+    return tuple(str(problem["question"]) for problem in problems)
 
 
 def write_sums(path: Path) -> None:
-    """Writes all of `sums`, one a line."""
-    _write(path, sums())
+    """Writes all of `sums` but those that are held out, one a line."""
+    _write(path, [line for line in sums() if line["prompt"] not in HELD_OUT_SUMS])
 
 
 def sums() -> list[dict[str, object]]:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, cast
 
 import tomli_w
 
+from penstock.machine.gpus import DEVICES
 from penstock.up.cluster_config import Share
 from penstock.up.config import UpConfig, command_line
-from penstock.up.placement import DEVICES, LocalPlacement, share_devices
+from penstock.up.placement import LocalPlacement, share_devices
 from penstock.up.processes import Command
 from penstock.up.ranked_process import rank_name
 from penstock.up.supervisor import Cast, Listens
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
 
 def penstock(*arguments: str) -> tuple[str, ...]:
-    """The command line of this very installation."""
-    return (sys.executable, "-m", "penstock.cli", *arguments)
+    """The command line of this very installation. Without -P, a json.py in the working directory would
+    take the place of Python's."""
+    return (sys.executable, "-P", "-m", "penstock.cli", *arguments)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Programs:
     rollout: tuple[str, ...] = penstock("rollout")
     train: tuple[str, ...] = penstock("train")
     hub: tuple[str, ...] = penstock("serve")
+    check: tuple[str, ...] = penstock("check", "--json")
+    """Looks for what would stop the run before it is started; empty: nothing does."""
 
 
 ENVIRONMENT = {

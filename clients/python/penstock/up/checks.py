@@ -1,4 +1,5 @@
-"""Checks that `penstock up` makes before it starts anything.
+"""Checks that `penstock up` makes before it starts anything, and those parts of `penstock check` that read
+its file.
 
 Each section is checked by its command's own parser, and then that the sections agree with each other.
 
@@ -10,11 +11,12 @@ TLS and tokens, and the hub needs its engines' token. Otherwise the configuratio
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -29,18 +31,53 @@ from penstock.server.config.settings import load as load_serve
 from penstock.up import ray_placement
 from penstock.up.cast import Programs
 from penstock.up.config import UpConfig, UpConfigInvalid, UpOrigins, command_line
+from penstock.up.processes import ending
 from penstock.up.state import holds_run, is_running
 from penstock.wire.channel import is_loopback
 
 CHECK_SECONDS = 120.0
 
 
-def check(config: UpConfig, programs: Programs) -> None:
-    """Checks everything but the folder. Raises UpConfigInvalid."""
+def check_everything(
+    command: tuple[str, ...], path: Path, overrides: Sequence[str]
+) -> Sequence[str]:
+    """Runs `penstock check --json` on the file, or no command if it is empty. Returns remarks.
+
+    It is a process because it calls the user's functions. Raises UpConfigInvalid.
+    """
+    if not command:
+        return ()
+    settings = [part for override in overrides for part in ("--set", override)]
+    try:
+        done = subprocess.run(
+            (*command, str(path), *settings),
+            stdout=subprocess.PIPE,
+            timeout=CHECK_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UpConfigInvalid(
+            f"penstock check {path} did not finish within {CHECK_SECONDS:g} s; does a function wait "
+            "for something while it is imported?"
+        ) from error
+    try:
+        found = json.loads(done.stdout)
+        problems, remarks = found["problems"], found["remarks"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UpConfigInvalid(
+            f"penstock check {path} {ending(done.returncode)} without a result; does a function end "
+            "the process?"
+        ) from error
+    if problems:
+        raise UpConfigInvalid("\n".join(problems))
+    return remarks
+
+
+def check(config: UpConfig) -> None:
+    """Checks everything but the folder and the trainer. Raises UpConfigInvalid."""
     check_placement(config)
     check_servers(config)
     check_workers(config)
-    check_trainer(config, programs)
 
 
 def check_placement(config: UpConfig) -> None:
@@ -52,7 +89,7 @@ def check_placement(config: UpConfig) -> None:
 
 def check_servers(config: UpConfig) -> None:
     """Checks that the servers can be reached by the run's other processes, and by no others."""
-    server = _read("serve", config.serve, config)
+    server = _read("serve", config)
     if not config.cluster.one_node and is_loopback(server.listen):
         raise UpConfigInvalid(
             f"serve.listen: workers and trainer on other nodes cannot reach {server.listen}; set "
@@ -60,7 +97,7 @@ def check_servers(config: UpConfig) -> None:
         )
     if not config.engine_count:
         return
-    engine = _read("engines", config.engines, config)
+    engine = _read("engines", config)
     if config.engine_count > 1 and not engine.listen.endswith(":0"):
         raise UpConfigInvalid(
             f"engines.listen: several engine servers cannot share {engine.listen}; set HOST:0"
@@ -80,14 +117,27 @@ def _as_file(table: Table) -> Generator[str]:
         yield file.name
 
 
-def _read(section: str, table: Table, config: UpConfig) -> ServeConfig:
-    """Reads a section as `penstock serve` does, without the options of its engine."""
-    with _as_file(table) as path:
+@contextlib.contextmanager
+def in_terms_of(config: UpConfig, section: str) -> Generator[str]:
+    """A section as a file of its command. Errors about that file become UpConfigInvalid, about the file of
+    `penstock up`."""
+    tables = {"serve": config.serve, "engines": config.engines}
+    with _as_file(tables.get(section) or config.train_at("127.0.0.1:0")) as path:
         try:
+            yield path
+        except Exception as error:
+            if lines := _in_own_file(str(error), section, path, config.origins):
+                raise UpConfigInvalid(lines) from error
+            raise
+
+
+def _read(section: str, config: UpConfig) -> ServeConfig:
+    """Reads a section as `penstock serve` does, without the options of its engine."""
+    try:
+        with in_terms_of(config, section) as path:
             return load_serve(Path(path), [])
-        except ConfigError as error:
-            lines = _in_own_file(str(error), section, path, config.origins)
-            raise UpConfigInvalid(lines or f"[{section}]: {error}") from error
+    except ConfigError as error:
+        raise UpConfigInvalid(f"[{section}]: {error}") from error
 
 
 def _in_own_file(said: str, section: str, path: str, origins: UpOrigins) -> str:
@@ -103,11 +153,9 @@ def _in_own_file(said: str, section: str, path: str, origins: UpOrigins) -> str:
 
 def check_folder(out: Path, resume: bool) -> None:
     """Checks that the run may write to its folder. Raises FolderUnusable or UpConfigInvalid."""
-    if not holds_run(out):
-        return
-    if is_running(out):
+    if out.is_dir() and is_running(out):
         raise UpConfigInvalid(f"up.out: another `penstock up` is running in {out}")
-    if not resume:
+    if holds_run(out) and not resume:
         raise UpConfigInvalid(
             f"up.out: {out} holds another run; give --resume to continue it, or another folder"
         )
@@ -129,12 +177,6 @@ def check_workers(config: UpConfig) -> None:
         where = config.origins.of_option("rollout", named)
         said = f"rollout: {error.format_message()}"
         raise UpConfigInvalid(f"{where}: {said}" if where else said) from error
-
-
-def check_trainer(config: UpConfig, programs: Programs) -> None:
-    """Checks [train] with `penstock train --dry-run`."""
-    if config.train is not None:
-        _ask(programs.train, "train", config.train_at("127.0.0.1:0"), config)
 
 
 def resolve(config: UpConfig, programs: Programs) -> Table:

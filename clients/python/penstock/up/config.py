@@ -68,6 +68,8 @@ class UpSection(Section):
     """How long each process has to end after SIGTERM or Ctrl-C; a trainer finishes its step and saves."""
     trainer_ranks: int = Field(default=1, ge=1)
     """Processes that the trainer runs."""
+    check: bool = True
+    """Whether nothing starts while `penstock check` finds a problem with the file."""
 
 
 class Workers(Section):

@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from penstock.machine.gpus import DEVICES
 from penstock.up.processes import THIS_HOST, Command, Process, Running
-
-DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class PlacementFailed(Exception):
@@ -40,10 +39,10 @@ class LocalPlacement:
 
     def __init__(self, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """`environments` holds variables to add, by the command's name."""
-        self._environments = environments or {}
+        self.environments = environments or {}
 
     async def start(self, command: Command, on_line: Callable[[str], None] | None) -> Running:
-        added = self._environments.get(command.name, {})
+        added = self.environments.get(command.name, {})
         environment = {**command.environment, **added}
         try:
             return Process.start(replace(command, environment=environment), on_line)

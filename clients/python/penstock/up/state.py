@@ -1,4 +1,4 @@
-"""The state of a `penstock up` run: written at each change, and shown by `penstock up FILE --status`.
+"""The state of a `penstock up` run: written at each change, and shown by `penstock up RUN --status`.
 
 `state.json` in the run's folder is replaced atomically. A lock on `events.log` shows whether the run is
 alive, because the kernel releases it when the process ends. The lock also keeps a second `penstock up` out
@@ -11,17 +11,13 @@ import contextlib
 import fcntl
 import json
 import os
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.up.processes import read_tail, write_files
 from penstock.up.supervisor import Role
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 EVENTS = "events.log"
 STATE = "state.json"
@@ -119,29 +115,6 @@ def read_state(out: Path) -> dict[str, Any] | None:
             return json.loads((out / STATE).read_text())
         except FileNotFoundError:
             return None
-
-
-def show_state(out: Path) -> Table | None:
-    """The stored state as a table; None if nothing ever ran in the folder. Raises FolderUnusable."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    told = read_state(out)
-    if told is None:
-        return None
-    running = is_running(out)
-    title = f"{out}, {told['placement']}" + ("" if running else ": not running; this was last")
-    table = Table(title=title)
-    for column in ("role", "state", "since", "restarts", "where", "pid", "last words"):
-        table.add_column(column, no_wrap=True, ratio=1 if column == "last words" else None)
-    for each in told["roles"]:
-        role = RoleState(**each)
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(role.since))
-        where = role.address or role.host
-        pid = str(role.pid or "")
-        cells = (role.name, role.state, since, str(role.restarts), where, pid)
-        table.add_row(*cells, escape(last_words(Path(role.log))) if role.log else "")
-    return table
 
 
 def last_words(log: Path) -> str:

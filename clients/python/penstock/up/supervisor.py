@@ -44,6 +44,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
+from penstock.common.answers import Exit
 from penstock.up.placement import LocalPlacement, Placement
 from penstock.up.processes import (
     Command,
@@ -62,7 +63,7 @@ SERVING = re.compile(r"^penstock serving .* on (\S+:\d+)")
 ENDPOINTS = re.compile(r"^penstock endpoints on https?://\S+:(\d+)")
 """The line that follows if the server has HTTP endpoints, with their port."""
 
-BAD_CONFIGURATION = 2
+BAD_CONFIGURATION = Exit.MISUSED
 """Exit status of every `penstock` command for an unusable configuration."""
 
 WRITE_AGAIN_SECONDS = 1.0

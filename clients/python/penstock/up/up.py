@@ -23,19 +23,21 @@ from typing import TYPE_CHECKING
 
 import tomli_w
 
-from penstock.common.explaining import complain
+from penstock.common.answers import Exit, complain, show_toml
 from penstock.up.cast import Programs, local_placement, make_cast, shares
-from penstock.up.checks import check, check_folder, resolve
+from penstock.up.checks import check, check_everything, check_folder, resolve
 from penstock.up.config import UpConfig, UpConfigInvalid, load
 from penstock.up.placement import Placement, PlacementFailed
 from penstock.up.processes import ProcessFailed, end_in_turn
 from penstock.up.ray_placement import open_ray
-from penstock.up.state import EVENTS, FolderUnusable, locked, show_state, write_state
+from penstock.up.state import EVENTS, FolderUnusable, locked, write_state
 from penstock.up.supervisor import BAD_CONFIGURATION, Restarts, Supervisor
 from penstock.up.telling import Tell, cancel_on_signals, log_events, say, show
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+PROGRAM = "penstock up"
 
 
 def up(
@@ -52,41 +54,22 @@ def up(
     try:
         config = load(path, overrides)
         if dry_run:
-            check(config, programs)
-            sys.stdout.write(tomli_w.dumps(resolve(config, programs)))
-            return 0
+            check(config)
+            show_toml(tomli_w.dumps(resolve(config, programs)))
+            return Exit.DONE
         check_folder(config.up.out, resume)
-        check(config, programs)
+        command = programs.check if config.up.check else ()
+        for remark in check_everything(command, path, overrides):
+            sys.stderr.write(f"penstock up: note: {remark}\n")
         with locked(config.up.out):
             asyncio.run(_run(config, programs, resume, Console(highlight=False)))
     except (UpConfigInvalid, FolderUnusable) as error:
-        complain("penstock up", error)
-        return BAD_CONFIGURATION
+        return complain(PROGRAM, error, BAD_CONFIGURATION)
     except (ProcessFailed, PlacementFailed) as error:
-        sys.stderr.write(f"penstock up: {error}\n")
-        return 1
+        return complain(PROGRAM, error, Exit.FAILED)
     except asyncio.CancelledError:
-        sys.stderr.write("penstock up: killed the processes that were still running\n")
-        return 1
-    return 0
-
-
-def status(path: Path, overrides: list[str]) -> int:
-    """Shows the state of the run in a folder, or in the one that a file names. Returns the exit status, 1
-    if there was no run."""
-    from rich.console import Console
-
-    try:
-        out = path if path.is_dir() else load(path, overrides).up.out
-        table = show_state(out)
-    except (UpConfigInvalid, FolderUnusable) as error:
-        complain("penstock up", error)
-        return BAD_CONFIGURATION
-    if table is None:
-        sys.stderr.write(f"penstock up: nothing has run in {out}\n")
-        return 1
-    Console(highlight=False).print(table)
-    return 0
+        return complain(PROGRAM, "killed the processes that were still running", Exit.FAILED)
+    return Exit.DONE
 
 
 async def _run(config: UpConfig, programs: Programs, resume: bool, console: Console) -> None:

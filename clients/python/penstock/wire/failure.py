@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -68,12 +67,6 @@ class Failure:
         if self.retry_after_seconds is not None:
             return True
         return not self.reason and not any(words in self.message for words in _TOO_LARGE)
-
-
-def as_line(error: str, where: str) -> str:
-    """An error for programs: one line of JSON. What follows a semicolon in `error` is its hint."""
-    said, _, hint = error.partition("; ")
-    return json.dumps({"error": said, "where": where, "hint": hint})
 
 
 def connection_problem(details: str) -> str:

@@ -93,7 +93,8 @@ def find_sandbox(
 
 
 def _visible(read: Sequence[Path]) -> list[Path]:
-    own = Path(__file__).resolve().parent
+    # The packages of penstock, which a checkout only links into the environment.
+    own = Path(__file__).resolve().parents[2]
     prefixes = [sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).parent)]
     paths = [*(Path(path) for path in (*_SYSTEM, *prefixes)), own, *read]
     # Outer folders come first, because a mount hides earlier mounts below it.

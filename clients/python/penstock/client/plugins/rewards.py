@@ -75,7 +75,7 @@ def verl_reward(function: Callable[..., Any], args: Mapping[str, Any]) -> Agent:
         row = task.metadata
         model: Any = row.get("reward_model")
         holder = cast("Mapping[str, Any]", model) if isinstance(model, Mapping) else row
-        truth = holder.get("ground_truth")
+        truth = holder.get("ground_truth", row.get("answer"))
         value = await call_plugin(
             function,
             data_source=str(row.get("data_source") or task.data_source),

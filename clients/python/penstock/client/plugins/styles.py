@@ -76,6 +76,17 @@ def load_slime(
 ) -> SlimeAgent:
     if args.get("group_rm") and not whole_group:
         raise BadFunction("--args sets group_rm: use --group-reward instead")
+    scored_by = (
+        generate,
+        reward,
+        args.get("custom_generate_function_path"),
+        args.get("custom_rm_path"),
+    )
+    if args.get("rm_type") and not any(scored_by):
+        raise BadFunction(
+            f"--args sets rm_type = {args['rm_type']!r}, and Penstock has none of slime's own rewards; "
+            "give a function with --reward, or custom_rm_path in --args"
+        )
     modules.install()
     found = [
         _find_generate(generate) if generate else None,

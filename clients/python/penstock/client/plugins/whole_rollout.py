@@ -42,7 +42,7 @@ from penstock.client.plugins.episode import Episode
 from penstock.client.plugins.samples import RolloutFnTrainOutput, Sample, flatten
 from penstock.client.plugins.slime_functions import run
 from penstock.client.scoring import as_failed
-from penstock.client.statistics import Reporter, Statistics
+from penstock.client.statistics import STOPPED, Reporter, Statistics
 from penstock.client.tasks import Purpose
 from penstock.client.worker import WorkerSettings
 
@@ -387,7 +387,7 @@ class WholeRollout:
         self._reporter.report(sum(len(g.attempts) for g in self._groups.values()))
 
     async def _give_up(self) -> None:
-        stopped = Failed("WORKER_STOPPED", "the worker was stopped")
+        stopped = Failed(STOPPED, "the worker was stopped")
         held = [a for group in list(self._groups.values()) for a in list(group.attempts.values())]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(5.0):
