@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -313,19 +313,23 @@ def test_a_torch_that_is_broken_is_named(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("task", "last"), [(settings.SUMS, "train"), ("chain_sum", "demo")])
 def test_every_command_that_is_proposed_next_can_be_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, last: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    commands = [line for line, _ in next_commands(plan_of(tmp_path))]
-    assert len(commands) == 3
-    for line in commands:
-        program, *arguments = shlex.split(line)
-        assert shutil.which(program) is not None
-        if Path(program).name == "penstock":
-            name, *options = arguments
-            assert name == "demo"
+    plan = replace(plan_of(tmp_path, task=task), model=tmp_path / "model")
+    write_model(plan.model)
+    tasks.write_sums(plan.tasks_file)
+    commands = [shlex.split(line) for line, _ in next_commands(plan)]
+    assert all(shutil.which(program) is not None for program, *_ in commands)
+    named = [arguments for program, *arguments in commands if Path(program).name == "penstock"]
+    assert [name for name, *_ in named] == ["demo", last]
+    for name, *options in named:
+        if name == "demo":
             check_task(demo.make_context(name, options).params["task"] or settings.SUMS)
+        else:
+            subprocess.run([*commands[-1], "--dry-run"], check=True)
 
 
 async def test_prompts_are_asked_as_messages_and_without_randomness(tmp_path: Path) -> None:

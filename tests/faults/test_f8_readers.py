@@ -71,8 +71,6 @@ STREAMS, QUICK_STREAMS = 8, 1
 BUDGET_BYTES = 8 << 20
 """Memory that a non-reading caller may cost the server."""
 SPEED = 0.95
-QUICK_SPEED = 0.5
-"""Requirement for a run that is too short for a stricter one."""
 PATIENCE_SECONDS = 30.0
 NUMBERS = itertools.count()
 
@@ -212,12 +210,13 @@ async def test_speed_and_memory(
     # Slices of a round see the same other load. Interruptions hit each server equally often.
     pairs = [bare / read for bare, read in zip(speeds["unread"], speeds["read"], strict=True)]
     alone = [bare / alone for bare, alone in zip(speeds["unread"], speeds["alone"], strict=True)]
-    share = median(pairs) if report.count else max(pairs)
+    share = median(pairs)
     grown, budget = peak - before, BUDGET_MIB << 20
-    wanted = SPEED if report.count else QUICK_SPEED
-    if share < wanted or grown > budget:
+    # `make faults` alone judges speed: slices of a fifth of a second follow the load of the machine.
+    slow = bool(report.count) and share < SPEED
+    if slow or grown > budget:
         report.failed("F8 fake", name, report.seed, node, 0, 1)
-    assert share >= wanted, speeds
+    assert not slow, speeds
     assert grown <= budget
     figures = (
         f"for {lasted:.0f} s; others {share:.2f} of the speed beside callers that read, "

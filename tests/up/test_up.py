@@ -119,7 +119,7 @@ def test_a_journal_in_a_stream_gets_no_folder(config: Path) -> None:
         ("cluster.address=h:1", r'address needs placement = "ray"'),
         ("train.path=/no/such/file", "No such file"),
         ("restarts=1", r"restarts: unknown setting; did you mean up\.restarts\?"),
-        ("up.restarts.most=1", "is a value, not a section"),
+        ("up.restarts.most=1", "up.restarts is 3 already, and not a table"),
     ],
 )
 def test_what_is_wrong_is_named(config: Path, override: str, complaint: str) -> None:

@@ -153,7 +153,7 @@ def test_what_cannot_be_served_is_said_in_a_line(
         (["leases.secnods=1"], "secnods"),
         (["weights.in_flight=sometimes"], "sometimes"),
         (["novalue"], "key=value"),
-        (["listen=a:1", "listen.x=1"], "listen is a value, not a section"),
+        (["listen=a:1", "listen.x=1"], "listen is 'a:1' already, and not a table"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_named(settings: list[str], said: str) -> None:

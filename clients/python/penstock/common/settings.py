@@ -185,9 +185,14 @@ def _read(path: Path) -> tuple[Table, str]:
 
 
 def _put(table: Table, names: Sequence[str], value: object, option: str) -> None:
-    for name in names[:-1]:
+    for depth, name in enumerate(names[:-1], 1):
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
-            raise SettingInvalid(f"{option}: {name} is a value, not a section; it is {inner!r}")
+            above = ".".join(names[:depth])
+            kind = f"; for a table of that kind, set {above}.kind={inner}"
+            raise SettingInvalid(
+                f"{option}: {above} is {inner!r} already, and not a table"
+                f"{kind if isinstance(inner, str) else ''}"
+            )
         table = cast("Table", inner)
     table[names[-1]] = value

@@ -327,10 +327,14 @@ def next_commands(plan: Plan) -> list[tuple[str, str]]:
         own = Path(sys.executable).with_name(program)
         return program if shutil.which(program) == str(own) else str(near(own))
 
+    penstock = here("penstock")
+    own = f"--model {near(plan.model)} --data {near(plan.tasks_file)} --reward {plan.reward}"
     return [
         (f"{here('tensorboard')} --logdir {near(plan.out)}/tensorboard", "every figure as a curve"),
-        (f"{here('penstock')} demo --task chain_sum --steps 20", "another task of reasoning-gym"),
-        (f"{here('penstock')} demo --lora", "train and upload an adapter of 5 MB"),
+        (f"{penstock} demo --task chain_sum --steps 20", "another task of reasoning-gym"),
+        (f"{penstock} train {own}", "the same with your model, data or reward")
+        if plan.has_tasks_file
+        else (f"{penstock} demo --lora", "train and upload an adapter of 5 MB"),
     ]
 
 

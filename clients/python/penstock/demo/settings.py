@@ -153,6 +153,11 @@ class Plan:
         return f"penstock.demo.rewards:{names.get(self.task, 'reasoning_gym_score')}"
 
     @property
+    def has_tasks_file(self) -> bool:
+        """Whether the task is the demo's own."""
+        return self.task in {SUMS, PRINTABLE}
+
+    @property
     def tasks_file(self) -> Path:
         """The prompts, if the task is the demo's own."""
         return self.out / "tasks.jsonl"
@@ -242,7 +247,7 @@ def trainer_config(plan: Plan, address: str) -> str:
     probe_tokens = 0 if plan.lora and plan.ranks > 1 else scale.probe_tokens
     source: dict[str, object] = (
         {"jsonl": {"path": str(plan.tasks_file)}}
-        if plan.task in {SUMS, PRINTABLE}
+        if plan.has_tasks_file
         else {"reasoning_gym": {"name": plan.task, "seed": plan.seed}}
     )
     adapter = {"lora": {"rank": LORA_RANK, "alpha": LORA_ALPHA}} if plan.lora else {}
