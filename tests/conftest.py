@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import AsyncGenerator
 from pathlib import Path, PurePosixPath
 
@@ -23,6 +24,10 @@ from tests.faults.report import (  # noqa: F401
 )
 from tests.support.harness import Harness, serve
 from tests.support.slow import is_slow, is_slow_file
+
+# A shell starts background jobs with SIGINT ignored, and so would be every process that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Programs fetched by `.ci/programs.py`, used if the machine has none installed.
 PROGRAMS = Path(__file__).resolve().parents[1] / ".venv" / "share" / "programs"
