@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.rewards.judging import Candidate, CandidateError, Check, run_checks
+from penstock.rewards.judging import CandidateError, Check, run_checks
+from penstock.rewards.processes import Candidate
 
 PARSES = 0.05
 DEFINES = 0.05
@@ -84,7 +85,7 @@ def judge(problem: Mapping[str, Any], code: str, folder: Path, seconds: float = 
     path = Path(tempfile.mkdtemp(prefix="solution-", dir=folder)) / "solution.py"
     # A Python string may contain a lone surrogate, which UTF-8 cannot encode.
     path.write_text(preamble(problem) + "\n" + code, encoding="utf-8", errors="replace")
-    candidate = Candidate(path, function, time.monotonic() + seconds)
+    candidate = Candidate(function, path, time.monotonic() + seconds)
     try:
         candidate.start()
         # Some tests use the prompt's helper functions.
@@ -93,7 +94,7 @@ def judge(problem: Mapping[str, Any], code: str, folder: Path, seconds: float = 
     except CandidateError as error:
         return Verdict(parses=True, error=f"Your code does not run: {error}")
     finally:
-        candidate.end()
+        candidate.process.end()
 
 
 def preamble(problem: Mapping[str, Any]) -> str:

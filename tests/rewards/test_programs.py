@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from penstock.client import Task
 from penstock.client.external import sandbox
 from penstock.client.external.sandbox import SandboxMissing
-from penstock.rewards import unit_tests
+from penstock.rewards import programs, unit_tests
 from penstock.rewards.programs import called_function
 
 TESTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
@@ -74,10 +75,21 @@ def test_human_eval_has_a_function_that_checks(strict: Any) -> None:
 def test_a_test_that_trips_over_the_answer_fails_and_a_broken_one_is_told(strict: Any) -> None:
     tests = "for key in add(1, 2):\n    assert key\n"
     assert score(strict, "add = lambda a, b: None", tests) == 0.0
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ValueError, match="the tests raise ZeroDivisionError: division by zero"):
         score(strict, RIGHT, "1 / 0\nassert add(1, 2) == 3")
     with pytest.raises(TypeError, match=r"metadata\['tests'\] must be Python code"):
         score(strict, RIGHT, 5)
+
+
+def test_tests_run_in_a_process_of_their_own_and_end_with_it(
+    partial: Any, strict: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "GRACE_SECONDS", 0.5)
+    assert score(strict, RIGHT, f"import os\nassert add(os.getpid(), 0) != {os.getpid()}") == 1.0
+    assert score(partial, RIGHT, "assert add(1, 2) == 3\nwhile True: pass") == 0.0
+    with pytest.raises(ValueError, match="the tests end their process"):
+        score(strict, RIGHT, "import os\nassert add(1, 2) == 3\nos._exit(0)")
+    assert score(strict, RIGHT, "print('checks (True,)')\nassert add(1, 2) == 4") == 0.0
 
 
 def test_the_function_that_the_tests_call_is_found() -> None:

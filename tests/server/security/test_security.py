@@ -668,6 +668,12 @@ LOADS_CODE = {
     "cli/shell.py": {"import_module"},
     # Functions written for slime, which name others in arguments from the operator.
     "client/plugins/slime_functions.py": {"import_module"},
+    # The names that a package offers, from its own source.
+    "__init__.py": {"import_module"},
+    "rewards/__init__.py": {"import_module"},
+    # An answer's code and the tests of it, in processes that do nothing else.
+    "rewards/candidate.py": {"compile", "exec"},
+    "rewards/judging.py": {"compile", "exec"},
     # The source of the installed megatron-core.
     "policy/megatron/hook.py": {"compile"},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -57,7 +58,7 @@ async def test_a_pipeline_of_two_ranks_goes_round(tmp_path: Path) -> None:
         )
         code, out, err = await (await start_ranks(path, 2)).end(SECONDS)
         assert code == 0, err
-        assert out.count("step ") == 3
+        assert len(re.findall(r"^step \d", out, re.MULTILINE)) == 3
         assert server.engine.versions == [1, 2, 3]
         # The engine has exactly the bits that were trained.
         assert sampled(server.engine) == trained(tmp_path)
@@ -104,7 +105,7 @@ async def test_a_run_goes_on_in_another_layout_and_not_with_the_other_backend(
         ).end(SECONDS)
         assert code == 0, err
         assert "was computed with 2 ranks, this run continues with 1" in err
-        assert out.count("step ") == 2
+        assert len(re.findall(r"^step \d", out, re.MULTILINE)) == 2
         assert server.engine.versions == [1, 2, 3, 4, 5]
         assert sampled(server.engine) == trained(tmp_path)
     assert [step["step"] for step in records(tmp_path)] == [1, 2, 3, 4, 5]

@@ -1,28 +1,28 @@
-"""Judges code by tests, without ever running it in this process.
+"""Runs a data set's tests of a function that runs elsewhere.
 
-The tests are the data set's, and they run here. The function that they call is in another process
-(`candidate.py`), which gets arguments and returns values. So code can pass a test only by returning the
-right value. It has no access to the tests' source or the result. Each `assert` is one check and counts
-separately.
+    python judging.py TESTS
+
+The tests run in this process, the function that they call in another one (`candidate.py`), which gets
+arguments and returns values. So code can pass a test only by returning the right value. It has no access to
+the source of the tests or to the result. Each `assert` is one check and counts separately.
+
+As a program, it writes a line `call ARGUMENTS` for each call, and reads its reply as a line from stdin. At
+the end it writes `checks` with a tuple of those that passed, or `raised WHAT` if the tests are broken. What
+the tests print is discarded.
 """
 
 from __future__ import annotations
 
 import ast
 import os
-import select
-import signal
-import subprocess
+import resource
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-# More than any value that a test expects.
-_MOST_BYTES = 1 << 20
+MEMORY_BYTES = 4 << 30
+"""Address space of the tests, which may import numpy."""
 
 
 class CandidateError(Exception):
@@ -40,85 +40,64 @@ class Check:
 
 
 @dataclass
-class Candidate:
+class Called:
     """Calls the function in its process, like an ordinary function."""
 
-    path: Path
     function: str
-    deadline: float
-    """In the time of `time.monotonic`; applies to all calls together."""
-    prefix: Sequence[str] = ()
-    """The beginning of the command line, such as a sandbox's."""
-    last: str = ""
+    last: str = field(default="", init=False)
     """The last call and its result, in words."""
-    _buffer: bytes = field(default=b"", init=False)
 
-    def __post_init__(self) -> None:
-        program = Path(__file__).with_name("candidate.py")
-        self._process = subprocess.Popen(
-            [*self.prefix, sys.executable, "-I", "-S", str(program), str(self.path), self.function],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=self.path.parent,
-            env={"PATH": os.defpath},
-            start_new_session=True,
-        )
-
-    def start(self) -> None:
-        """Waits until the code is loaded. Raises CandidateError."""
-        said = self._read()
-        if said != "ready":
-            raise CandidateError(said.removeprefix("raised "))
+    def ask(self, arguments: str) -> str:
+        """The reply to a call: `ok VALUE` or `raised WHAT`."""
+        raise NotImplementedError
 
     def __call__(self, *arguments: object) -> object:
-        """Calls the function. Raises CandidateError."""
+        """Raises CandidateError."""
         call = f"{self.function}({', '.join(map(repr, arguments))})"
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(f"{arguments!r}\n".encode())
-            self._process.stdin.flush()
-            said = self._read()
-        except OSError:
-            said = "raised the process has ended"
-        except CandidateError as error:
-            said = f"raised {error}"
-        kind, _, what = said.partition(" ")
+        kind, _, what = self.ask(repr(arguments)).partition(" ")
         self.last = f"{call} returned {what}" if kind == "ok" else f"{call} failed: {what}"
         if kind != "ok":
             raise CandidateError(self.last)
         return ast.literal_eval(what)
 
-    def end(self) -> None:
-        """Kills the process and its process group."""
-        # It leads its group, which may outlive it. Its id is not reused until it has been waited for.
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                # Unread input is discarded.
-                with suppress(BrokenPipeError):
-                    stream.close()
-        self._process.wait()
 
-    def _read(self) -> str:
-        """The next line of output. Raises CandidateError at the deadline, or if the process ends."""
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        while b"\n" not in self._buffer:
-            left = self.deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                self.deadline = 0.0
-                raise CandidateError("it takes too long")
-            data = os.read(descriptor, 65536)
-            if not data or len(self._buffer) > _MOST_BYTES:
-                raise CandidateError("the process has ended")
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line.decode(errors="replace")
+@dataclass
+class _Relayed(Called):
+    """The function, of which the process that started this one asks."""
+
+    calls: TextIO
+    replies: TextIO
+
+    def ask(self, arguments: str) -> str:
+        say(self.calls, f"call {arguments}")
+        return self.replies.readline().rstrip("\n")
 
 
-def run_checks(tests: str, candidate: Candidate, preamble: str = "") -> list[Check]:
+def main(path: str, function: str) -> None:
+    """Runs the tests of a file."""
+    calls = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
+    replies = os.fdopen(os.dup(0), encoding="utf-8")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    with open(path, encoding="utf-8") as file:  # noqa: PTH123 - pathlib takes longer to import.
+        tests = file.read()
+    try:
+        checks = run_checks(tests, _Relayed(function, calls, replies))
+    except Exception as error:
+        say(calls, f"raised {type(error).__name__}: {error}")
+    else:
+        say(calls, f"checks {tuple(check.passed for check in checks)!r}")
+
+
+def say(stream: TextIO, line: str) -> None:
+    """Writes one line, whatever is in it."""
+    stream.write(line.replace("\n", " ") + "\n")
+    stream.flush()
+
+
+def run_checks(tests: str, candidate: Called, preamble: str = "") -> list[Check]:
     """Runs the tests after `preamble`, and their `check(candidate)` if they define it. Records each
     assertion separately. Raises whatever the tests raise before they call the function."""
     checks: list[Check] = []
@@ -163,3 +142,7 @@ class _Noting(ast.NodeTransformer):
         source = ast.Constant(ast.unparse(node.test))
         call = ast.Call(ast.Name("__note__", ast.Load()), [test, source], [])
         return ast.copy_location(ast.Expr(call), node)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from penstock.client.external.sandbox import SandboxMissing, find_sandbox
 from penstock.client.external.settings import SandboxUse
 from penstock.rewards.attempt import Answered, PlainReward
-from penstock.rewards.judging import Candidate, CandidateError, run_checks
+from penstock.rewards.judging import CandidateError
+from penstock.rewards.processes import Candidate, judge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.rollout")
 
 SECONDS = 10.0
+GRACE_SECONDS = 2.0
+"""For tests to end after a function that took all the time."""
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
@@ -38,8 +41,8 @@ def unit_tests(
     `check(candidate)` is called too. With `partial`, the reward is the share of the tests that pass.
     `seconds` limits all tests of an answer together.
 
-    The tests run in the worker, the answer's function in another process: in bubblewrap's sandbox, if
-    it works here ("auto"), always ("require", which raises SandboxMissing otherwise) or never ("off").
+    The tests and the answer's function run in two processes, each in bubblewrap's sandbox: if it works
+    here ("auto"), always ("require", which raises SandboxMissing otherwise) or never ("off").
     """
     box = _find(SandboxUse(sandbox))
 
@@ -95,18 +98,25 @@ def _tests(task: Task, field: str) -> str:
 def _run(
     code: str, function: str, tests: str, seconds: float, sandbox: Sandbox | None
 ) -> Sequence[bool]:
-    """Whether each test passes; empty if the code cannot be loaded."""
-    with tempfile.TemporaryDirectory(prefix="penstock-tests-") as name:
-        folder = Path(name)
-        path = folder / "solution.py"
+    """Whether each test passes; empty if the code cannot be loaded, or the tests do not end."""
+    deadline = time.monotonic() + seconds
+    # A folder for each, because a sandbox shows its own, and code that reads the tests could pass them.
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-answer-") as answer,
+        tempfile.TemporaryDirectory(prefix="penstock-tests-") as judging,
+    ):
+        path = Path(answer) / "solution.py"
         # A Python string may contain a lone surrogate, which UTF-8 cannot encode.
         path.write_text(code, encoding="utf-8", errors="replace")
-        prefix = sandbox.command(folder) if sandbox else ()
-        candidate = Candidate(path, function, time.monotonic() + seconds, prefix)
+        folder = Path(judging)
+        candidate = Candidate(
+            function, path, deadline, sandbox.command(path.parent) if sandbox else ()
+        )
         try:
             candidate.start()
-            return [check.passed for check in run_checks(tests, candidate)]
+            prefix = sandbox.command(folder) if sandbox else ()
+            return judge(tests, candidate, folder, deadline + GRACE_SECONDS, prefix)
         except CandidateError:
             return ()
         finally:
-            candidate.end()
+            candidate.process.end()
