@@ -1,8 +1,8 @@
 """Gathers the pages of the documentation site in build/pages: `make site` builds them with zensical.
 
 The pages of docs/ keep their places. Pages beside the code they describe, such as proto/README.md, get a
-place among them (`ELSEWHERE`), with the pictures they show. A link to any other file leads to the repository
-on the web, because the documentation site has no such file.
+place among them (`ELSEWHERE`), with the pictures they show. A link to any other file leads to the
+repository on the web, because the documentation site has no such file.
 """
 
 from __future__ import annotations
