@@ -1,8 +1,8 @@
 """Gathers the pages of the documentation site in build/pages: `make site` builds them with zensical.
 
 The pages of docs/ keep their places. Pages beside the code they describe, such as proto/README.md, get a
-place among them (`ELSEWHERE`). A link to any other file leads to the repository on the web, because the
-documentation site has no such file.
+place among them (`ELSEWHERE`), with the pictures they show. A link to any other file leads to the
+repository on the web, because the documentation site has no such file.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def main() -> None:
     for path, place in ELSEWHERE.items():
         if place != "index.md":
             write(ROOT / path, Path(place), settings["repo_url"])
+    shutil.copy(ROOT / ".ci" / "site.css", PAGES)
 
 
 def write(source: Path, place: Path, repository: str) -> None:
@@ -56,6 +57,9 @@ def write(source: Path, place: Path, repository: str) -> None:
             there = f"docs/{ELSEWHERE[there]}"
         if there.startswith("docs/"):
             link = os.path.relpath(there.removeprefix("docs/"), place.parent)
+        elif there.endswith(".png"):
+            shutil.copy(ROOT / there, target.parent)
+            link = Path(there).name
         else:
             link = f"{repository}/blob/main/{there}"
         return f"{match[1]}{link}{hash_}{fragment}{match[3]}"

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
+import click
 import pytest
 
 from penstock.server.config.settings import ServeConfig
@@ -131,6 +132,17 @@ def test_every_command_has_a_section_and_names_its_exit_status() -> None:
         assert ("Exit status: 0" in text) == (kinds[name.split()[-1]] == "command"), name
 
 
+def test_every_option_in_the_help_of_a_command_is_in_its_section() -> None:
+    found = sections("cli.md")
+    shared = found[commands.CONNECTION]
+    for name, command in commands.commands():
+        text = found[name] + (shared if commands.CONNECTION.lower() in found[name] else "")
+        cells = " ".join(re.findall(r"^\| `(-[^|]+)", text, re.MULTILINE))
+        help_text = command.get_help(click.Context(command, info_name=name))
+        listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", help_text, re.MULTILINE)
+        assert set(listed) - {"--help"} <= set(re.findall(r"--[\w-]+", cells)), name
+
+
 def test_no_command_is_shown_by_the_stub_that_passes_its_arguments_on() -> None:
     stubs = [
         name
@@ -163,11 +175,21 @@ def keys(pattern: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("page", SETTINGS)
 def test_every_key_of_the_sources_is_on_the_page(page: str) -> None:
-    shown = {row[0].strip("`").rpartition(".")[2] for row in rows(read(page))}
-    shown |= set(re.findall(r"^`[\w.]+\.(\w+)` selects one", read(page), re.MULTILINE))
-    wanted = list(keys(SETTINGS[page]))
-    assert len(wanted) > 15
-    assert [(kind, key) for kind, key in wanted if key not in shown] == []
+    tables: dict[str, set[str]] = {}
+    paths = [row[0].strip("`") for row in rows(read(page))]
+    for path in paths + re.findall(r"^`([\w.]+)` selects one", read(page), re.MULTILINE):
+        table, _, key = path.rpartition(".")
+        tables.setdefault(table, set()).add(key)
+    wanted: dict[str, set[str]] = {}
+    for kind, key in keys(SETTINGS[page]):
+        wanted.setdefault(kind, set()).add(key)
+    assert sum(map(len, wanted.values())) > 15
+    lacking = {
+        kind: fields
+        for kind, fields in wanted.items()
+        if not any(fields <= table for table in tables.values())
+    }
+    assert lacking == {}
 
 
 RESOLVED = {
@@ -191,6 +213,47 @@ def test_every_key_of_a_resolved_configuration_is_on_the_page_with_its_path(page
     shown |= set(re.findall(r"^`([\w.]+)` selects one", read(page), re.MULTILINE))
     wanted = set(paths(RESOLVED[page].model_dump()))
     assert wanted - shown == set()
+
+
+# Metrics
+
+
+def test_every_figure_of_the_sources_is_on_the_page() -> None:
+    found = {
+        node.target.id
+        for path, source in product().items()
+        if path.is_relative_to(FOLDERS["penstock.trainer"])
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) in ("figure", "breakdown")
+    }
+    assert len(found) > 70
+    table = read("metrics.md").split("## Figures")[1]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == found
+
+
+def instruments() -> Iterator[str]:
+    """The names of all OpenTelemetry metrics."""
+    for path, source in product().items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and ".create_" in ast.unparse(node.func):
+                yield from (name for name in texts(*node.args) if name.startswith("penstock."))
+            elif path.name == "gauges.py" and isinstance(node, ast.Tuple):
+                match node.elts:
+                    case [ast.Constant(value=str(name)), _, _, _]:
+                        yield f"penstock.{name}"
+                    case _:
+                        pass
+
+
+def test_every_metric_of_the_sources_is_on_the_page_of_telemetry() -> None:
+    page = (ROOT / "docs/operations/telemetry.md").read_text()
+    table = page.split("\n## Metrics\n")[1].split("\n## ")[0]
+    found = set(instruments())
+    assert len(found) > 30
+    assert set(re.findall(r"`(penstock\.[\w.]+)`", table)) == found
 
 
 # Errors

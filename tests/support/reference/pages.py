@@ -11,6 +11,7 @@ from tests.support.reference import (
     environment,
     errors,
     exit_statuses,
+    metrics,
     protocol,
 )
 
@@ -24,5 +25,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "environment.md": environment.page,
     "errors.md": errors.page,
     "exit-statuses.md": exit_statuses.page,
+    "metrics.md": lambda: metrics.page(FOLDER / "metrics.md"),
     "protocol.md": lambda: protocol.page(ROOT / "proto"),
 }

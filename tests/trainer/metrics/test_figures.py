@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from penstock.trainer.core.figures import Figure, aggregate, as_json, scalars
 from penstock.trainer.metrics.step_record import FIGURES, StepRecord
-from tests.support.write_metrics_page import PAGE, table, with_table
 
 BY_NAME = {each.name: each for each in FIGURES}
 KEYS = ("gsm8k", "code", "chat")
@@ -35,12 +34,6 @@ def test_a_mean_is_weighted_by_a_sum(each: Figure) -> None:
         by = BY_NAME[each.rule.by]
         assert by.rule.kind == "sum"
         assert each.is_breakdown or not by.is_breakdown
-
-
-def test_the_page_has_every_figure() -> None:
-    page = PAGE.read_text()
-    assert with_table(page) == page, "python -m tests.support.write_metrics_page"
-    assert table().count("\n| `") == len(FIGURES)
 
 
 def any_line(random: Random, unknown: set[str]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def runs(folder: Path) -> None:
 )
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("roles", metavar="[ROLE]...", nargs=-1)
-@click.option("-f", "--follow", is_flag=True, help="Print what comes, until the run ends.")
+@click.option("-f", "--follow", is_flag=True, help="Also print new lines, until the run ends.")
 @click.option(
     "-n",
     "--lines",

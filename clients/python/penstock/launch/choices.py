@@ -90,7 +90,9 @@ def choose(
             f"context {model.context}; at most {model.context - data.longest} remain for an answer"
         )
     length = -(-(data.longest + tokens) // ROUNDED_TO) * ROUNDED_TO
-    passes = "" if data.rows is None else f", {steps * groups / data.rows:.2g} passes of the data"
+    passes = (
+        "" if data.rows is None else f", {_count(steps * groups / data.rows)} passes of the data"
+    )
     number = f"{model.parameters / 1e6:,.0f} million parameters"
     has = "has" if machine.bfloat16 else "has no"
     chosen: dict[str, tuple[object, str]] = {
@@ -180,6 +182,10 @@ def _training(
         )
     why = "as given" if given.learning_rate else "for a model of this size"
     return {**chosen, "train.train.learning_rate": (rate, why)}
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def _flat(table: Mapping[str, object], above: str = "") -> list[tuple[str, object]]:

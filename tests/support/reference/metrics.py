@@ -1,4 +1,4 @@
-"""Updates the table of figures on its page: `python -m tests.support.write_metrics_page`."""
+"""docs/reference/metrics.md: its table of figures is generated, the text around it is not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from penstock.trainer.core.figures import MOMENT
 from penstock.trainer.metrics.step_record import FIGURES
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 
@@ -22,11 +21,7 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def with_table(page: str) -> str:
+def page(path: Path) -> str:
     """The page with an up-to-date table."""
-    before, rest = page.split(BEGIN)
+    before, rest = path.read_text().split(BEGIN)
     return f"{before}{BEGIN}{table()}{END}{rest.split(END)[1]}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
