@@ -191,6 +191,7 @@ def test_a_broken_driver_is_a_warning(
         ("cuda", 1, State.OK, "9.9, built for CUDA 13.0"),
         ("old driver", 1, State.MISSING, "it cannot use the GPUs"),
         ("broken", 0, State.MISSING, "cannot be imported: ImportError: libtorch.so"),
+        ("vision", 0, State.MISSING, "torchvision does not fit it: operator nms does not exist"),
         ("dies", 0, State.MISSING, "cannot be imported: the import ended with -9"),
         ("hangs", 0, State.MISSING, "the import did not end within 1 s"),
     ],
@@ -212,12 +213,16 @@ class cuda:
     sources = {
         "cpu": known.format(cuda=None, devices=0),
         "cuda": known.format(cuda="13.0", devices=1),
+        "vision": known.format(cuda=None, devices=0),
         "old driver": known.format(cuda="13.0", devices=0),
         "broken": "raise ImportError('libtorch.so')",
         "dies": "import os; os.kill(os.getpid(), 9)",
         "hangs": "import time; time.sleep(60)",
     }
     (tmp_path / "torch.py").write_text(sources[module])
+    if module == "vision":
+        broken = "raise RuntimeError('operator nms does not exist')"
+        (tmp_path / "torchvision.py").write_text(broken)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     if module == "hangs":
         monkeypatch.setattr(gpus, "IMPORT_SECONDS", 1.0)

@@ -23,11 +23,19 @@ MIB = 1 << 20
 DEVICES = "CUDA_VISIBLE_DEVICES"
 TORCH = """
 import json, torch
+def vision():
+    try:
+        import torchvision
+    except ModuleNotFoundError as error:
+        return None if error.name == "torchvision" else str(error)
+    except Exception as error:
+        return str(error)
 cuda = torch.cuda.is_available()
 print(json.dumps({
     "version": torch.__version__,
     "cuda": torch.version.cuda,
     "devices": torch.cuda.device_count() if cuda else 0,
+    "vision": vision(),
 }))
 """
 
@@ -119,6 +127,11 @@ def check_torch(count: int) -> Finding:
         return Finding("torch", State.MISSING, f"cannot be imported: {torch['error']}", hint)
     build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built for a CPU"
     found = f"{torch['version']}, {build}"
+    if torch.get("vision"):
+        # `pip install 'penstock-rl[cpu]'` brings it for CUDA, and transformers then fails.
+        hint = "pip uninstall -y torchvision torchaudio torchcodec"
+        complaint = f"{found}: torchvision does not fit it: {torch['vision']}"
+        return Finding("torch", State.MISSING, complaint, hint)
     if count and not torch["cuda"]:
         hint = f"{pip_install(extras)}, or in a checkout: make setup ENGINE=cuda"
         return Finding("torch", State.WARNING, f"{found}: the GPUs are not used", hint)
