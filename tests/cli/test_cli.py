@@ -95,7 +95,7 @@ def test_a_missing_extra_is_named(stub):
     stub("penstock.server.__main__", main=absent)
     shown = invoke("serve")
     assert shown.exit_code == 2
-    assert "vllm is not installed" in shown.output and "penstock-rl[server,cpu]" in shown.output
+    assert "vllm is not installed" in shown.output and "penstock-rl[cpu]" in shown.output
 
 
 def test_a_missing_module_of_ours_is_a_defect_and_not_an_extra(stub):

@@ -62,7 +62,7 @@ def __getattr__(name: str) -> object:
         from penstock.common.distribution import pip_install
 
         raise ModuleNotFoundError(
-            f"penstock.{name} needs {error.name}: {pip_install('server,trainer,cpu')}",
+            f"penstock.{name} needs {error.name}: {pip_install('cpu')}",
             name=error.name,
         ) from error
 

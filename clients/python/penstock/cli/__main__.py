@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
 _STATUS = "Exit status: 0 if it succeeded; 1 if it failed; 2 if the command line is invalid."
 
-_SERVE_EXTRAS = "server,cpu (or server,cuda)"
+_ENGINE_EXTRAS = "cpu (or cuda)"
 _UPLOAD_EXTRAS = "server (or trainer)"
-_ALL_EXTRAS = "server,trainer,cpu"
 
 
 @click.group(
@@ -57,7 +56,7 @@ def serve(options: tuple[str, ...]) -> None:
 
     [--config FILE] [--listen HOST:PORT] [--dry-run] [any option of the engine, such as --model]
     """
-    exit_with("penstock.server.__main__", "main", _SERVE_EXTRAS, list(options))
+    exit_with("penstock.server.__main__", "main", _ENGINE_EXTRAS, list(options))
 
 
 @main.command(
@@ -204,7 +203,7 @@ def evaluate(options: tuple[str, ...]) -> None:
     (--server HOST:PORT | --model MODEL) (--data FILE | --task NAME) [--reward PKG.MODULE:FUNCTION]
     """
     if any(option.partition("=")[0] == "--model" for option in options):
-        extras, module = _ALL_EXTRAS, "penstock.demo.evaluate"
+        extras, module = _ENGINE_EXTRAS, "penstock.demo.evaluate"
     else:
         extras, module = "trainer", "penstock.trainer.commands.evaluate"
     exit_with(module, "main", extras, list(options))
@@ -269,7 +268,7 @@ def push_weights(security: Security, **options: Any) -> None:
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def demo(options: tuple[str, ...]) -> None:
     """Run server, worker and trainer on this machine and watch the reward climb."""
-    exit_with("penstock.demo.__main__", "main", _ALL_EXTRAS, list(options))
+    exit_with("penstock.demo.__main__", "main", _ENGINE_EXTRAS, list(options))
 
 
 @main.command(
@@ -293,12 +292,12 @@ def up(config: Path, resume: bool, dry_run: bool, status: bool, overrides: tuple
     the weights of the run before it serves. Exits when the trainer is done.
     """
     if status:
-        exit_with("penstock.up.looking", "status", _ALL_EXTRAS, config, list(overrides))
+        exit_with("penstock.up.looking", "status", _ENGINE_EXTRAS, config, list(overrides))
     if config.is_dir():
         raise click.UsageError(
             f"{config} is a folder, and CONFIG a TOML file; --status shows the run in a folder"
         )
-    exit_with("penstock.up.up", "up", _ALL_EXTRAS, config, list(overrides), resume, dry_run)
+    exit_with("penstock.up.up", "up", _ENGINE_EXTRAS, config, list(overrides), resume, dry_run)
 
 
 main.add_command(check)

@@ -9,7 +9,7 @@ import click
 from penstock.cli.loading import exit_with
 from penstock.cli.options import overrides_option
 
-_EXTRAS = "server,trainer,cpu"
+_EXTRAS = "cpu (or cuda)"
 
 
 @click.command(epilog="Exit status: 0; 1 if there is no run; 2 if FOLDER cannot be read.")

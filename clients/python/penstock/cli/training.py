@@ -11,7 +11,7 @@ import click
 from penstock.cli.loading import exit_with
 from penstock.cli.options import data_options, overrides_option
 
-_EXTRAS = "server,trainer,cpu"
+_EXTRAS = "cpu (or cuda)"
 _NEEDED = ("model", "data", "reward")
 _OPTIONS = (
     click.option("--model", metavar="MODEL", help="A model's folder, or its name on the hub."),
