@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -323,20 +322,20 @@ def test_a_check_that_a_function_ends_is_named() -> None:
 
 def test_a_check_takes_little_and_loads_nothing_heavy() -> None:
     code = (
-        "import sys; from penstock.cli.__main__ import main\n"
+        "import sys, time; from penstock.cli.__main__ import main\n"
         "main(['check', 'up.toml'], standalone_mode=False)\n"
     )
     # exit_with ends the process with a status.
     heavy = "('torch', 'vllm', 'transformers', 'ray', 'pyarrow', 'reasoning_gym')"
-    tail = f"finally: print([name for name in {heavy} if name in sys.modules])"
+    tail = f"finally: print([name for name in {heavy} if name in sys.modules], time.process_time())"
     script = "try:\n" + "".join(f"    {line}\n" for line in code.splitlines()) + tail
-    begun = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
-    # Two seconds of a core; other tests share it.
-    assert time.monotonic() - begun < 20
+    loaded, seconds = done.stdout.splitlines()[-1].split()
+    assert loaded == "[]", done.stderr
+    # Of a core, however many processes share it.
+    assert float(seconds) < 5
 
 
 def test_data_that_takes_long_is_left_to_the_trainer(

@@ -45,32 +45,27 @@ def loaded_by(*command: str) -> set[str]:
     return {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines() if "|" in line}
 
 
+HELP = """
+from click.testing import CliRunner
+from penstock.cli.__main__ import main
+for name in ("serve", "train", "rollout", "eval", "weights", "token", "demo", "up", "version"):
+    assert CliRunner().invoke(main, [name, "--help"]).output.startswith("Usage: "), name
+"""
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("heavy", "command"),
     [
-        ("-c", "import penstock.client"),
-        ("-c", "import penstock; penstock.connect, penstock.__version__"),
-        ("-m", "penstock.cli", "--help"),
-        ("-m", "penstock.cli", "version"),
-        *(
-            ("-m", "penstock.cli", name, "--help")
-            for name in (
-                "serve",
-                "train",
-                "rollout",
-                "eval",
-                "weights",
-                "token",
-                "demo",
-                "up",
-                "version",
-            )
-        ),
+        (HEAVY, ("-c", "import penstock.client")),
+        (HEAVY, ("-c", "import penstock; penstock.connect, penstock.__version__")),
+        (("torch", "vllm"), ("-m", "penstock.cli", "version")),
+        (("torch", "vllm"), ("-c", HELP)),
     ],
-    ids=" ".join,
+    ids=["client", "penstock", "version", "help"],
 )
-def test_neither_the_client_nor_a_help_page_loads_what_is_heavy(command):
-    heavy = HEAVY if command[0] == "-c" else ("torch", "vllm")
+def test_neither_the_client_nor_a_help_page_loads_what_is_heavy(
+    heavy: tuple[str, ...], command: tuple[str, ...]
+) -> None:
     modules = loaded_by(*command)
     # A module that importlib.import_module names is not in the times, but those that it imports are.
     assert "penstock.client.client" in modules
@@ -83,9 +78,7 @@ def test_plugins_of_other_systems_load_nothing_heavy_by_themselves():
     assert not [name for name in modules if name.startswith(heavy)]
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["loop", "weights.publisher", "weights.collective.transfer", "weights.collective.transport"],
-)
-def test_a_trainer_loads_vllm_only_when_it_sends_by_a_collective(module):
-    assert "vllm" not in loaded_by("-c", f"import penstock.trainer.{module}")
+def test_a_trainer_loads_vllm_only_when_it_sends_by_a_collective():
+    rooms = ("loop", "weights.publisher", "weights.collective.transfer")
+    names = [f"penstock.trainer.{name}" for name in (*rooms, "weights.collective.transport")]
+    assert "vllm" not in loaded_by("-c", f"import {', '.join(names)}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from click.testing import CliRunner
 
 from penstock.cli.__main__ import main
 from penstock.launch.init import recipes
+from penstock.up import checks
 from tests.support.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -57,10 +60,20 @@ def data_paths(table: Any) -> Iterator[Path]:
             yield from data_paths(value)
 
 
+def run_here(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """Runs a command in this process, which loads vLLM once for all of them."""
+    words = command[command.index("penstock.cli") + 1 :]
+    done = CliRunner().invoke(main, words)
+    return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_init_writes_it_and_up_takes_it(
     recipe: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if recipe != "default":
+        known = SimpleNamespace(run=run_here, TimeoutExpired=subprocess.TimeoutExpired)
+        monkeypatch.setattr(checks, "subprocess", known)
     monkeypatch.chdir(tmp_path)
     written = CliRunner().invoke(main, ["init", "run.toml", "--recipe", recipe])
     assert written.exit_code == 0, written.output
