@@ -156,7 +156,7 @@ def check_words(demo: Demo, printed: str, summary: dict[str, Any]) -> None:
     answers = summary["answers"]
     assert [one["prompt"] for one in answers] == ["one", "two", "three"]
     assert any(one["before"] != one["after"] for one in answers)
-    order = ("Three prompts that were not trained", "demo.png", "Next:", "penstock demo --lora")
+    order = ("Three prompts that were not trained", "demo.png", "Next:", "penstock train --model")
     places = [printed.index(words) for words in order]
     assert places == sorted(places)
     line = json.loads(printed.splitlines()[-1])
