@@ -48,6 +48,13 @@ def quieten() -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
+def prepare_engine_process() -> None:
+    """Called in the engine process before its first import of vLLM."""
+    quieten()
+    # Set there alone: what this process starts later must not export as the engine.
+    os.environ.setdefault("OTEL_SERVICE_NAME", "penstock-engine")
+
+
 for variable, default in DEFAULTS.items():
     os.environ.setdefault(variable, default)
 quieten()

@@ -210,9 +210,7 @@ def _build(arguments: AsyncEngineArgs, load: VllmLoad) -> AsyncLLM:
     if current_platform.is_cpu():
         environment.set_cpu_defaults()
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    # Otherwise the spans that vLLM exports from a process of its own are those of "unknown_service".
-    os.environ.setdefault("OTEL_SERVICE_NAME", "penstock-engine")
-    with binding_children(environment.quieten):
+    with binding_children(environment.prepare_engine_process):
         llm = _Engine(
             config,
             Executor.get_class(config),

@@ -237,15 +237,15 @@ async def vllm_site(folder: Path) -> AsyncGenerator[Site]:
     """A server around real vLLM, with a tied model. Every version has different weights."""
     pytest.importorskip("vllm")
     from penstock.server.text.renderer import Renderer, load_tokenizer
-    from penstock.server.vllm.engine import VllmEngine
     from penstock.server.vllm.options import engine_arguments
+    from tests.support.engines import start_engine
 
     path = make_tiny_model(folder / "model", tied=True)
     tensors = versions_of(path)
     loaded = config.load(None, ["listen=127.0.0.1:0"])
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
     before = engines_of(os.getpid())
-    engine = await VllmEngine.start(engine_arguments(["--model", str(path), *OPTIONS]))
+    engine = await start_engine(engine_arguments(["--model", str(path), *OPTIONS]))
     (process,) = [p for p in engines_of(os.getpid()) if p not in before]
     renderer = Renderer(load_tokenizer(str(path)), engine.description.eos_token_ids)
     serving = Serving(engine, renderer, loaded)

@@ -230,7 +230,3 @@ def main() -> None:
         say(pid=child)
         _, status = os.waitpid(child, 0)
         say(exit=os.waitstatus_to_exitcode(status))
-
-
-if __name__ == "__main__":
-    main()

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import KEEPALIVE_TIMEOUT_MS, client_options
+from tests.support.engines import ForkedProcess, forking
 from tests.support.harness import (
     GenerateRequest,
     GetServerInfoRequest,
@@ -43,7 +44,6 @@ from tests.support.tiny_model import make_tiny_model
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ROOT = Path(__file__).parents[3]
 DEADLINE_SECONDS = 4.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 PROMPT = list(b"weights in flight")
@@ -53,23 +53,14 @@ COUNTER = iter(range(1_000_000))
 class Spoken:
     """A process and the lines it prints."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: ForkedProcess) -> None:
         self.process = process
 
     async def line(self, seconds: float = 60) -> str:
-        assert self.process.stdout is not None
         async with asyncio.timeout(seconds):
             line = (await self.process.stdout.readline()).decode()
         assert line, "it ended"
         return line
-
-    async def kill(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
-        await self.process.wait()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        self.process._transport.close()  # type: ignore[attr-defined]
 
 
 class Trainer(Spoken):
@@ -78,10 +69,6 @@ class Trainer(Spoken):
     epoch = 0
     address = ""
     pid = 0
-
-    def write(self, text: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(text.encode() + b"\n")
 
     async def event(self, seconds: float = 60) -> dict[str, Any]:
         while True:
@@ -92,7 +79,9 @@ class Trainer(Spoken):
         """Start a trainer with a newer epoch than all previous ones."""
         self.epoch += 1
         command = {"do": do, "models": [str(path) for path in models], "versions": versions}
-        self.write(json.dumps({**command, "address": self.address, "epoch": self.epoch, **fields}))
+        self.process.write(
+            json.dumps({**command, "address": self.address, "epoch": self.epoch, **fields})
+        )
 
     async def end(self, seconds: float = 60) -> list[dict[str, Any]]:
         """The trainer's events until it ends."""
@@ -140,32 +129,35 @@ class Stand:
         return int(info.active_weight_version)
 
 
+def serve(model: str) -> None:
+    """`penstock serve`, in a process of its own."""
+    from penstock.server.__main__ import main
+
+    with forking():
+        main(
+            [
+                *("--model", model, "--dtype", "float32", "--max-model-len", "512"),
+                *("--kv-cache-memory-bytes", str(64 << 20), "--listen", "127.0.0.1:0"),
+                *("--set", f"weights.collective_seconds={DEADLINE_SECONDS}"),
+            ]
+        )
+
+
 async def start_server(model: Path) -> tuple[Spoken, str]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.cli", "serve", "--model", str(model)),
-        *("--dtype", "float32", "--max-model-len", "512", "--listen", "127.0.0.1:0"),
-        *("--kv-cache-memory-bytes", str(64 << 20)),
-        *("--set", f"weights.collective_seconds={DEADLINE_SECONDS}"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
-    )
-    server = Spoken(process)
-    seen = ""
+    server = Spoken(await ForkedProcess.start(functools.partial(serve, str(model))))
     while " on 127.0.0.1:" not in (line := await server.line(200)):
-        seen += line
+        pass
     return server, f"127.0.0.1:{line.rpartition(':')[2].split()[0]}"
 
 
 async def start_trainer() -> Trainer:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.support.collective_trainer"),
-        cwd=ROOT,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return Trainer(process)
+    return Trainer(await ForkedProcess.start(trainer_main))
+
+
+def trainer_main() -> None:
+    from tests.support.collective_trainer import main
+
+    main()
 
 
 def dense(path: Path, version: int) -> list[Any]:
@@ -211,7 +203,7 @@ async def stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Stan
     finally:
         for process in (trainer, server):
             if process is not None:
-                await process.kill()
+                await process.process.close()
 
 
 async def test_a_version_by_gloo_is_the_dense_upload_bit_for_bit_and_again(stand: Stand) -> None:
@@ -364,10 +356,10 @@ async def test_a_server_that_is_killed_half_way_is_noticed(stand: Stand) -> None
     await stand.trainer.begin("lose the server", [stand.models[0]], [99])
     while "event" not in await stand.trainer.event():
         pass
-    stand.server.process.send_signal(signal.SIGKILL)
+    stand.server.process.kill()
     await stand.server.process.wait()
     killed = time.time()
-    stand.trainer.write("go on")
+    stand.trainer.process.write("go on")
     events = await stand.trainer.end()
     assert events[0]["at"] - killed < 6.0 + 20.0
     assert events[1]["failed"] in ("GroupBroken", "UNAVAILABLE"), events

@@ -48,6 +48,7 @@ from penstock.server.weights.staging.stage import WeightStage
 from penstock.server.weights.switch import InFlight, ProbeMismatch, Update, WeightSwitch
 from penstock.wire import sparse
 from penstock.wire.reasons import Reason
+from tests.support.engines import start_engine
 from tests.support.processes import engines_of
 from tests.support.tiny_model import EOS_ID, VOCAB_SIZE, make_tiny_model
 
@@ -91,7 +92,7 @@ async def start(path: Path) -> VllmEngine:
     arguments = engine_arguments(["--model", str(path), *OPTIONS])
     # Replaces Penstock's own extension, which is the default.
     arguments.worker_extension_cls = "tests.support.stale_head.WorkerExtension"
-    return await VllmEngine.start(arguments)
+    return await start_engine(arguments)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -402,7 +403,6 @@ async def test_every_token_carries_the_version_whose_weights_sampled_it(
     engine: VllmEngine, models: dict[tuple[bool, int], Path], tmp_path: Path, interval: int
 ):
     base = engine_version(await run(engine, request()))
-    references: dict[int, Reference] = {}
     loaded = [Reference(models[False, seed]) for seed in range(3)]
     sampling = Sampling(max_tokens=UNDER_LOAD, temperature=1.0, ignore_eos=True)
     prompts = [(*PROMPT, index) for index in range(4)]
@@ -414,7 +414,6 @@ async def test_every_token_carries_the_version_whose_weights_sampled_it(
     for step in range(1, UPDATES + 1):
         await first_token(engine)
         version = base + step
-        references[version] = loaded[step % 3]
         weights = stage(models[False, step % 3], tmp_path, version)
         await switch(engine, weights, ahead=step % 2 == 0)
     seen: set[int] = set()
@@ -424,10 +423,11 @@ async def test_every_token_carries_the_version_whose_weights_sampled_it(
         assert result.versions == sorted(result.versions)
         assert len(result.token_ids) == UNDER_LOAD
         seen |= set(result.versions)
-        for version, reference in references.items():
-            mine = np.array(result.versions) == version
-            scored = reference.score(prompt, result.token_ids)
-            np.testing.assert_allclose(np.array(result.logprobs)[mine], scored[mine], atol=1e-3)
+        scores = [reference.score(prompt, result.token_ids) for reference in loaded]
+        for step in range(1, UPDATES + 1):
+            mine = np.array(result.versions) == base + step
+            wanted = scores[step % 3][mine]
+            np.testing.assert_allclose(np.array(result.logprobs)[mine], wanted, atol=1e-3)
     assert base + UPDATES in seen
     assert len(seen) >= UPDATES // 2
 

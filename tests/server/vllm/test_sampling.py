@@ -28,7 +28,7 @@ def uniform(*values: float) -> torch.Tensor:
 def test_shares_of_evenly_spaced_numbers_are_the_probabilities(vocabulary: int) -> None:
     torch.manual_seed(vocabulary)
     logprobs = logprobs_of(torch.randn(vocabulary) * 2)
-    count = 200_000
+    count = 40_000
     numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     found = torch.cat(
         [draw(logprobs.expand(len(part), -1), part) for part in numbers.split(20_000)]
