@@ -1,4 +1,4 @@
-"""`penstock train` with the megatron-core backend on two ranks, as a user starts it."""
+"""`penstock train --ranks` with the megatron-core backend, as a user starts it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ async def test_a_pipeline_of_two_ranks_goes_round(tmp_path: Path) -> None:
         )
         code, out, err = await (await start_ranks(path, 2)).end(SECONDS)
         assert code == 0, err
+        # Only rank 0 prints.
         assert out.count("step ") == 3
+        assert f"{out}{err}".count("the model after step 3 is in") == 1
         assert server.engine.versions == [1, 2, 3]
         # The engine has exactly the bits that were trained.
         assert sampled(server.engine) == trained(tmp_path)
