@@ -38,7 +38,7 @@ from tests.support.trainer_processes import ASKED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-FEW = 6
+FEW = 3
 """Interruptions in `make test`."""
 HUNDREDTHS = 100
 LIMIT_SECONDS = 1200

@@ -241,6 +241,8 @@ async def test_a_full_stream_refuses_and_keeps_what_it_has(
 async def test_a_server_that_was_taken_over_from_writes_nothing_more(
     tmp_path: Path, nats: NatsServer, report: Report
 ) -> None:
+    if report.count is None:
+        pytest.skip("waits long for an owner; `make faults` does it, test_jetstream_journal.py too")
     # As if the first server's machine had been dark for so long that another one took over.
     settings = nats.settings(new_stream())
     for name in ("first", "second"):

@@ -24,6 +24,8 @@ import psutil
 from penstock.demo.tasks import write_printable
 from penstock.demo.tiny import write_model
 from penstock.up.processes import Command, Process
+from tests.support.forked_command import NURSERY
+from tests.support.trainer_processes import nursery
 
 ROLES = ("engine-1", "engine-2", "hub", "worker", "trainer")
 MARK = "PENSTOCK_TEST_MARK"
@@ -159,7 +161,10 @@ async def cluster(folder: Path, placement: str, steps: int) -> AsyncGenerator[Cl
         running.changed.set()
 
     mark = uuid.uuid4().hex
-    process = Process.start(Command("up", command, folder / "up.log", {MARK: mark}), on_line)
+    environment = {MARK: mark}
+    if placement == "processes":
+        environment[NURSERY] = str(await asyncio.to_thread(nursery))
+    process = Process.start(Command("up", command, folder / "up.log", environment), on_line)
     running = Cluster(folder, process, asyncio.create_task(process.wait()), mark)
     try:
         yield running

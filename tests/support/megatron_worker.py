@@ -1,19 +1,23 @@
 """The processes that `test_megatron_policy` starts.
 
-    python -m tests.support.megatron_worker FOLDER RANK PART
+    python -m tests.support.megatron_worker FOLDER PART
 
     rank 0, alone:  rollouts and ten steps of the default policy for each case; megatron-core on one rank
     all:            the same steps on the cases' layouts; the checkpoints of one rank
 
 Rank 0 writes its results to FOLDER/found.json, by the name of the case; the test judges them.
-Loading megatron-core takes seconds, so one start runs everything.
+Loading megatron-core takes seconds, so one start runs everything, and the ranks are forked from a
+process that has loaded it.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +43,7 @@ from penstock.trainer.config.trainer import ModelConfig, TrainConfig
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.policy.fsdp import FsdpPolicy
 from penstock.trainer.policy.megatron import hook as megatron_hook
+from penstock.trainer.policy.process_group import end_with_parent
 from tests.support.policy_rollouts import roll_out
 from tests.support.tiny_model import make_byte_tokenizer
 
@@ -434,9 +439,43 @@ def forget_layout() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def main(folder: Path, rank: int, part: Part) -> None:
+def main(folder: Path, part: Part) -> int:
+    """Run the part on its ranks; return 0 if each has done its work."""
     megatron_hook.install()
     torch.set_num_threads(1)
+    from penstock.trainer.policy.megatron.policy import MegatronPolicy
+
+    assert MegatronPolicy, "loaded once for all ranks"
+    running = {fork(folder, rank, part) for rank in range(part.ranks)}
+    failed = 0
+    while running:
+        pid, status = os.wait()
+        running.remove(pid)
+        if status and not failed:
+            failed = 1
+            # The others would wait for it forever.
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    return failed
+
+
+def fork(folder: Path, rank: int, part: Part) -> int:
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        end_with_parent()
+        work(folder, rank, part)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def work(folder: Path, rank: int, part: Part) -> None:
     cases, resumed, ranks = part.cases, part.resumed, part.ranks
     found: dict[str, Any] = {"default": {}, "logits": {}}
     if rank == 0:
@@ -482,4 +521,4 @@ def main(folder: Path, rank: int, part: Part) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), PARTS[sys.argv[3]])
+    sys.exit(main(Path(sys.argv[1]), PARTS[sys.argv[2]]))

@@ -190,7 +190,7 @@ def write_for_long(folder: str) -> int:
     distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     sharding = Sharding()
     if leader is not None:
-        time.sleep(4)
+        time.sleep(2)
     sharding.wait()
     (Path(folder) / f"met-{place.rank}").touch()
     if leader is not None:

@@ -9,6 +9,9 @@ watcher, and the watcher forks the trainer: `penstock train` from its configurat
 code. The watcher answers with a line that has the trainer's pid, and after the end with a line that
 has its exit code. The code is negative if a signal ended the trainer. The nursery ends when its
 standard input closes, which happens when the tests end.
+
+`tests.support.forked_command` has it run any other `penstock` command, which is killed if the connection
+closes before it ends.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tests.faults.trainer_nursery import load
 from tests.support.tiny_model import make_tiny_model
@@ -170,6 +174,12 @@ def watch(connection: socket.socket, order: dict[str, Any], descriptors: list[in
     for descriptor in descriptors:
         os.close(descriptor)
     connection.sendall(f"{pid}\n".encode())
+    if "command" in order:
+        ended = os.pidfd_open(pid)
+        ready, _, _ = select.select([connection, ended], [], [])
+        if ended not in ready:
+            os.kill(pid, signal.SIGKILL)
+            os._exit(0)
     _, status = os.waitpid(pid, 0)
     connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
@@ -183,9 +193,20 @@ def become_trainer(order: dict[str, Any], descriptors: list[int]) -> None:
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(order["env"])
-        from penstock.trainer.__main__ import train
+        if "command" in order:
+            os.chdir(order["folder"])
+            # As of `penstock up`, which reads the lines.
+            cast("TextIOWrapper", sys.stdout).reconfigure(line_buffering=True)
+            from penstock.cli.__main__ import main
 
-        code = train(Path(order["config"]), [], order["resume"], False)
+            main(order["command"])
+            code = 0
+        else:
+            from penstock.trainer.__main__ import train
+
+            code = train(Path(order["config"]), [], order["resume"], False)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         import traceback
 

@@ -234,7 +234,7 @@ async def test_an_engine_server_that_never_served_stops_everything(tmp_path: Pat
 
 @pytest.mark.timeout(180)
 async def test_a_run_goes_on_to_its_end_though_each_of_it_is_killed(tmp_path: Path) -> None:
-    steps = 60
+    steps = 15
     async with cluster(tmp_path, "processes", steps) as running:
         await running.until(lambda: running.steps >= 2)
 

@@ -25,6 +25,8 @@ from penstock.up.state import FolderUnusable, locked
 from penstock.up.supervisor import Listens
 from penstock.up.up import up
 from tests.faults.test_supervised_run import check
+from tests.support.forked_command import NURSERY
+from tests.support.trainer_processes import nursery
 
 FILE = """
 [up]
@@ -240,7 +242,8 @@ async def test_a_run_goes_on_to_its_end_though_everything_is_killed(
             wanted(line)
 
     command = (sys.executable, "-m", "tests.support.up_with_fakes", str(config))
-    process = Process.start(Command("up", command, tmp_path / "up.log"), on_line)
+    environment = {NURSERY: str(await asyncio.to_thread(nursery))}
+    process = Process.start(Command("up", command, tmp_path / "up.log", environment), on_line)
     try:
         await steps[3].wait(process)
         os.kill(pid_of(out, "tests.support.fake_serve"), signal.SIGKILL)

@@ -280,7 +280,10 @@ async def test_a_trainer_that_dies_half_way_changes_nothing(stand: Stand, where:
 
 
 async def test_a_new_trainer_joins_and_succeeds(stand: Stand) -> None:
-    version = await stand.active()
+    # The server holds another model than the one that the new trainer sends.
+    version = await stand.active() + 1
+    await stand.trainer.begin("send", [stand.models[1]], [version])
+    assert (await stand.trainer.end())[0].get("active") == version
     versions = [version + 1, version + 2]
     await stand.trainer.begin("transport", [stand.models[0]], versions)
     events = await stand.trainer.end()

@@ -404,18 +404,13 @@ def test_a_worker_s_token_counts_over_that_of_a_trainers_file(
     assert main(arguments) == 0
 
 
-def score_row(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """Has the signature that verl calls."""
-    return {"rows": 1.0, "rows-alone": 1.0, "held-out": 1.0, "named": 3.0}[data_source]
-
-
 async def test_every_set_of_a_file_has_a_table_and_a_line_and_functions_of_another_system_score_it(
     tmp_path: Path, harness: Harness
 ) -> None:
     file = trainer_file(tmp_path, f"127.0.0.1:{harness.port}")
     status, out, err = await run(
         *("-m", "penstock.cli", "eval", "--config", str(file), "--style", "verl"),
-        *("--reward", "tests.trainer.evaluation.test_evaluate_command:score_row", "--prompts", "4"),
+        *("--reward", "tests.support.verl_reward:score_row", "--prompts", "4"),
         *("--only", "mixed", "--only", "rows-alone", "--attempts", "1"),
     )
     assert status == 0, err

@@ -1,4 +1,4 @@
-"""`penstock train` with the megatron-core backend on two ranks, as a user starts it."""
+"""`penstock train --ranks` with the megatron-core backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.trainer.state.checkpoint import read_state, verify
+from tests.support.forked_command import NURSERY
 from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_processes import ENVIRONMENT, nursery
 from tests.trainer.test_end_to_end import (
     Trainer,
     configure,
@@ -30,13 +32,16 @@ SECONDS = 250
 
 
 async def start_ranks(config: Path, ranks: int, *options: str) -> Trainer:
-    command = ("-m", "penstock.cli", "train", str(config), "--ranks", str(ranks), *options)
+    """Rank 0 is forked from a nursery, and starts the other as a process of its own."""
+    command = ("-m", "tests.support.forked_command", "train", str(config), "--ranks", str(ranks))
+    where = await asyncio.to_thread(nursery)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
+        *options,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1", NURSERY: str(where)},
     )
     return Trainer(process)
 
@@ -62,6 +67,8 @@ async def test_a_pipeline_of_two_ranks_goes_round(tmp_path: Path) -> None:
         assert server.engine.versions == [1, 2, 3]
         # The engine has exactly the bits that were trained.
         assert sampled(server.engine) == trained(tmp_path)
+    # Only rank 0 prints.
+    assert f"{out}{err}".count("the model after step 3 is in") == 1
     steps = records(tmp_path)
     assert [step["weight_version"] for step in steps] == [1, 2, 3]
     assert all(step["applied"] and step["kl_reference"] is not None for step in steps)

@@ -36,15 +36,7 @@ from tests.faults.trainers import Stand, check_lineage, check_weights, standing
 from tests.support.rank_work import groups_of, plan_for
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_processes import ASKED
-from tests.trainer.test_end_to_end import (
-    configure,
-    letters,
-    records,
-    sampled,
-    serving,
-    trained,
-    working,
-)
+from tests.trainer.test_end_to_end import records
 
 # All tests here share one nursery.
 one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -284,8 +276,9 @@ async def test_ranks_that_are_asked_to_stop_do_and_one_process_goes_on(
 
 
 @one_loop
-async def test_torchrun_starts_ranks_stops_them_and_starts_them_again(
+async def test_torchrun_starts_ranks_and_stops_them_and_ranks_go_on(
     model: Path,
+    nursery: RankNursery,
     undisturbed: tuple[dict[str, torch.Tensor], list[dict[str, Any]]],
     tmp_path: Path,
 ) -> None:
@@ -297,18 +290,18 @@ async def test_torchrun_starts_ranks_stops_them_and_starts_them_again(
         assert await running.wait() == 1
         assert "SIGTERM: stopping after the step under way" in stand.said
         assert 5 <= len(records(tmp_path)) < STEPS
-        assert await (await torchrun(stand, "--resume")).wait() == 0, stand.said
+        # Ranks of the nursery have torchrun's variables, and need not load the libraries again.
+        assert await (await go(nursery, stand, 2, resume=True)).end() == [0, 0], stand.said
         check_lineage(stand)
         compare_runs(stand, *undisturbed)
 
 
-async def torchrun(stand: Stand, *arguments: str) -> asyncio.subprocess.Process:
+async def torchrun(stand: Stand) -> asyncio.subprocess.Process:
     """Start two ranks with the command of docs/guides/several-gpus.md."""
     command = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     with stand.log.open("ab") as log:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", *command, "-m", "penstock.cli", "train", str(stand.config)),
-            *arguments,
             stdout=log,
             stderr=log,
         )
@@ -385,26 +378,6 @@ async def test_ranks_wait_for_one_that_writes_for_longer_than_a_collective_may(
     ranks = await nursery.begin("write_for_long", 2, log, folder=str(tmp_path))
     assert set(await ranks.end()) == {0}, log.read_text()
     assert len(list(tmp_path.glob("met-*"))) == 2
-
-
-async def test_one_command_starts_all_ranks_of_a_host(model: Path, tmp_path: Path) -> None:
-    async with serving(model) as server, working(server.address, letters):
-        config = configure(tmp_path, model, server.address, run={"steps": 2})
-        command = (sys.executable, "-m", "penstock.cli", "train", str(config), "--ranks", "2")
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        )
-        async with asyncio.timeout(200):
-            said, _ = await process.communicate()
-        assert process.returncode == 0, said.decode()
-        assert server.engine.versions == [1, 2]
-        assert sampled(server.engine) == trained(tmp_path)
-    # Only rank 0 prints.
-    assert said.decode().count("step 2/2") == 1
-    assert said.decode().count("the model after step 2 is in") == 1
 
 
 def test_a_rank_that_ends_before_it_joined_ends_the_run() -> None:
