@@ -18,7 +18,7 @@ from penstock.up import placement
 from penstock.up.cast import Programs, penstock
 from penstock.up.processes import Process
 from tests.support.tiny_model import make_tiny_model
-from tests.support.up_with_fakes import FAKES
+from tests.support.up_with_fakes import programs
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "train.ipynb"
@@ -49,7 +49,7 @@ async def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         # Only the run by steps has vLLM: that of one call is as in test_one_command, which has it too.
         whole = "penstock.train(" in source
         monkeypatch.setattr(
-            python, "PROGRAMS", replace(SMALL, serve=FAKES.serve) if whole else SMALL
+            python, "PROGRAMS", replace(SMALL, serve=programs().serve) if whole else SMALL
         )
         code = compile(source, str(NOTEBOOK), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         result = eval(code, names)

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.up.up import up
 from tests.support.tiny_model import make_tiny_model
-from tests.support.up_with_fakes import FAKES
+from tests.support.up_with_fakes import programs
 
 ROOT = Path(__file__).parents[2]
 REWARD = '''"""Ten lines of a reward."""
@@ -70,5 +70,5 @@ def test_a_model_a_file_and_a_function_are_all_it_takes(
     # From another folder: the file names everything by its whole path.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path / "runs")
-    assert up(Path("first/run.toml"), ["train.run.steps=3"], True, False, FAKES) == 0
+    assert up(Path("first/run.toml"), ["train.run.steps=3"], True, False, programs()) == 0
     assert steps(run) == [1, 2, 3]
