@@ -23,7 +23,7 @@ from tests.faults.report import (  # noqa: F401
     report,
 )
 from tests.support.harness import Harness, serve
-from tests.support.slow import is_slow, is_slow_file
+from tests.support.slow import is_slow, is_slow_file, turn
 
 # A shell starts background jobs with SIGINT ignored, and so would be every process that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -49,8 +49,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `make test-fast` leaves out, and puts files of it last: most mistakes show in a minute."""
-    items.sort(key=lambda item: is_slow_file(PurePosixPath(item.path.relative_to(TESTS))))
+    """Orders the files, and marks what `make test-fast` leaves out."""
+    items.sort(key=lambda item: turn(PurePosixPath(item.path.relative_to(TESTS))))
     for item in items:
         test = item.name.partition("[")[0]
         if is_slow(PurePosixPath(item.path.relative_to(TESTS)), test):

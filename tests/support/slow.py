@@ -71,6 +71,23 @@ TESTS = """
 """Single tests that are left out, of files that are not."""
 
 
+LONGEST = """
+    system/test_demo_end_to_end.py trainer/policy/test_ranks.py launch/test_one_command.py
+    launch/test_notebook.py trainer/exchange/test_many_hubs.py trainer/test_resume.py
+    trainer/test_end_to_end.py server/vllm/test_engine_process.py server/vllm/test_engine.py
+    launch/test_python_runs.py server/vllm/test_collective_vllm.py
+    trainer/policy/test_megatron_policy.py
+""".split()  # noqa: SIM905
+"""Files that take 40 seconds or more: begun last, they would occupy one process while the others wait."""
+
+
+def turn(path: PurePosixPath) -> int:
+    """When a file's turn comes: units first, so that most mistakes show in a minute, then the longest."""
+    if not is_slow_file(path):
+        return 0
+    return 1 if str(path) in LONGEST else 2
+
+
 def is_slow_file(path: PurePosixPath) -> bool:
     """Whether a file is left out as a whole. `path` is relative to tests/."""
     return str(path) in FILES or any(path.is_relative_to(folder) for folder in FOLDERS)
