@@ -23,7 +23,8 @@ What a failure does:
 - The engine refuses the version, when staging or switching: it went back to the previous version, and is
   given up.
 - It does not answer: LOST. The switch stops waiting for an engine that is lost, draining or no longer
-  listed, whatever its phase. An engine that comes back before the end is given the version again.
+  listed, whatever its phase. An engine that comes back before the end is given the version again, and so
+  is another process at the address of one that was given up.
 - It does not have all of the version `stage_seconds` after the switch was requested, or does not switch
   within `switch_seconds`: its call is cancelled, and it is given up.
 - It no longer has the version when told to switch, because another version was staged there since: the
@@ -70,8 +71,8 @@ class PoolSwitch:
     policy: InFlight
     expect_aborts: Callable[[Member], None]
     """Called with an engine that is about to abort its turns."""
-    given_up: dict[Member, str] = field(default_factory=dict[Member, str])
-    """Engines that this switch no longer gives the version, and why."""
+    given_up: dict[str, str] = field(default_factory=dict[str, str])
+    """Engine processes (server ids) that this switch no longer gives the version, and why."""
     declined: dict[Member, Failure | None] = field(default_factory=dict[Member, "Failure | None"])
     """Given-up engines that still sample their previous version: their refusal, or None if late."""
     unanswered: set[Member] = field(default_factory=set[Member])
@@ -142,7 +143,8 @@ class PoolSwitch:
                 task.cancel()
         for member in self.roster.rotation:
             pending = member in self._staging or member in self._switching
-            if member.version != self.version and not pending and member not in self.given_up:
+            given_up = member.server_id in self.given_up
+            if member.version != self.version and not pending and not given_up:
                 task = self._staging[member] = self.fanout.begin(member)
                 task.add_done_callback(self._ended)
         for member, task in list(self._staging.items()):
@@ -157,6 +159,8 @@ class PoolSwitch:
             task.result()
         except Unanswered as error:
             del self._staging[member]
+            # It may have staged the version under this number, which it would then refuse.
+            self.fanout.end(member)
             self._lose(member, str(error))
         except EngineRefused as error:
             del self._staging[member]
@@ -211,7 +215,7 @@ class PoolSwitch:
             # The next look at the engine shows which version it samples.
             limit = f"{self.rules.switch_seconds:g} s"
             problem = f"did not switch to version {self.version} within {limit}"
-            self.given_up[member] = problem
+            self.given_up[member.server_id] = problem
             member.hung = True
             self._lose(member, problem)
             return
@@ -252,7 +256,7 @@ class PoolSwitch:
 
     def _give_up(self, member: Member, problem: str) -> None:
         logger.warning("engine %s %s", member.address, problem)
-        self.given_up[member] = problem
+        self.given_up[member.server_id] = problem
         member.leave_rotation(problem)
 
     async def _break_off(self) -> None:

@@ -195,7 +195,9 @@ class PoolWeights:
         """Whether to leave it out until the end of the switch whose version it did not take. If no other
         engine takes turns, its version is still the pool's."""
         switch = self._running
-        if switch is None or member not in switch.given_up or member.version == switch.version:
+        if switch is None or member.version == switch.version:
+            return False
+        if member.server_id not in switch.given_up:
             return False
         return any(m.stays for m in self.roster.members if m is not member)
 
@@ -342,7 +344,7 @@ class PoolWeights:
                 if member.version != version:
                     # It came back into rotation with the previous version.
                     without = f"does not have version {version}"
-                    member.leave_rotation(switch.given_up.get(member, without))
+                    member.leave_rotation(switch.given_up.get(member.server_id, without))
             self.roster.active_version = version
             self._probe, self._adapter = update.probe, update.adapter
             if update.adapter is None:

@@ -18,6 +18,7 @@ from penstock.server.weights.staging.incoming import IncomingUpload
 from penstock.v1 import weights_pb2
 from penstock.wire.failure import Failure, read_failure
 from penstock.wire.reasons import Reason
+from penstock.wire.upload import Staging
 from tests.support.harness import (
     Harness,
     Turn,
@@ -277,6 +278,36 @@ async def test_who_was_lost_as_it_switched_and_comes_back_is_given_it_again(
         assert [member.version for member in pool.engine.roster.members] == [1, 1, 1]
 
 
+async def test_one_whose_call_breaks_off_during_a_write_is_given_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve_pool(tmp_path, 2, rules=PATIENT) as pool:
+        gate = hang(pool.engines[0])
+        staged, calls = Staging.staged, 0
+
+        async def broken_once(there: Staging) -> weights_pb2.UpdateWeightsResponse:
+            nonlocal calls
+            answer = await staged(there)
+            calls += 1
+            if calls == 1:
+                raise grpc.aio.AioRpcError(
+                    grpc.StatusCode.INTERNAL,
+                    grpc.aio.Metadata(),
+                    grpc.aio.Metadata(),
+                    "Internal error from Core",
+                )
+            return answer
+
+        monkeypatch.setattr(Staging, "staged", broken_once)
+        uploading = asyncio.create_task(pool.hub.upload(1))
+        # The other engine does not have it yet, so the switch is still under way.
+        await until(lambda: pool.member(1).version == 1 and pool.member(1).state is State.SERVING)
+        assert calls == 2 and pool.hub.serving.switch.active_version == 0
+        gate.set()
+        await uploading
+        assert [member.version for member in pool.engine.roster.members] == [1, 1]
+
+
 async def test_one_that_has_the_version_no_more_is_given_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +346,7 @@ async def test_a_turn_of_the_version_that_is_being_switched_to_waits_for_it(tmp_
         assert set((await pinned).versions) == {1}
 
 
-@pytest.mark.parametrize("part", ["staging", "switched"])
+@pytest.mark.parametrize("part", ["staging", "switched", "refused"])
 async def test_another_process_at_the_address_of_one_is_given_it_from_the_beginning(
     tmp_path: Path, part: str
 ) -> None:
@@ -328,6 +359,10 @@ async def test_another_process_at_the_address_of_one_is_given_it_from_the_beginn
         if part == "switched":
             gates[1].set()
             await until(lambda: member.version == 2 and member.state is State.SERVING)
+        elif part == "refused":
+            before.engine.fail_preparations = 1000
+            gates[1].set()
+            await until(lambda: member.state is State.JOINING)
         else:
             await until(lambda: 2 in member.reserved)
         stopping = asyncio.create_task(before.life.stop(0.0))

@@ -56,6 +56,10 @@ class Failure:
     @property
     def is_unanswered(self) -> bool:
         """Whether a retry may succeed once the server is available: it is gone, or too slow."""
+        if self.code == grpc.StatusCode.INTERNAL:
+            # A server gives a reason with this code. Without one it comes from gRPC, for example if the
+            # call ends while this side still writes. The status of the call is then not known.
+            return not self.reason
         return self.code in NO_ANSWER or self.code == grpc.StatusCode.DEADLINE_EXCEEDED
 
     @property
