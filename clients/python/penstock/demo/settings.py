@@ -83,9 +83,9 @@ SMALL_MODEL = Scale(
     group_size=8,
     max_tokens=24,
     max_model_len=256,
-    # Higher than for other tasks, so that few steps suffice. In a longer run the rate would still be high
-    # after thirty steps, and the reward unsteady.
-    learning_rate=5e-5,
+    # Higher than for other tasks, so that few steps suffice. At 5e-5 the reward rises as fast, but one run
+    # fell from 0.8 to 0.3 afterwards, once the policy had hardly any entropy left.
+    learning_rate=3e-5,
     lora_learning_rate=4e-4,
     warmup_steps=2,
     max_lag=4,
