@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
-import click
 import pytest
 
 from penstock.server.config.settings import ServeConfig
@@ -138,7 +137,7 @@ def test_every_option_in_the_help_of_a_command_is_in_its_section() -> None:
     for name, command in commands.commands():
         text = found[name] + (shared if commands.CONNECTION.lower() in found[name] else "")
         cells = " ".join(re.findall(r"^\| `(-[^|]+)", text, re.MULTILINE))
-        help_text = command.get_help(click.Context(command, info_name=name))
+        help_text = command.get_help(commands.context_of(name, command))
         listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", help_text, re.MULTILINE)
         assert set(listed) - {"--help"} <= set(re.findall(r"--[\w-]+", cells)), name
 

@@ -62,10 +62,13 @@ def _below(name: str, command: click.Command) -> Iterator[tuple[str, click.Comma
             yield from _below(f"{name} {sub}", command.commands[sub])
 
 
+def context_of(name: str, command: click.Command) -> click.Context:
+    """As the command line makes it: a command keeps the help option of its first context."""
+    return click.Context(command, info_name=name, help_option_names=["-h", "--help"])
+
+
 def _section(name: str, command: click.Command) -> Iterator[str]:
-    # A command keeps the help option of its first context, for later tests too.
-    context = click.Context(command, info_name=name, help_option_names=["-h", "--help"])
-    yield f"```\n{' '.join((name, *command.collect_usage_pieces(context)))}\n```"
+    yield f"```\n{' '.join((name, *command.collect_usage_pieces(context_of(name, command))))}\n```"
     yield markdown.paragraphs(command.help or "")
     options = _options(command)
     if own := [_row(option) for option in options if not _is_shared(option)]:
