@@ -157,11 +157,7 @@ def demo(
     reward = read_target(target, task)
     folder = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
     try:
-        machine = look()
-        check_gpus(machine, ranks)
-        torch = check_torch(len(machine.gpus))
-        if torch.state is State.MISSING:
-            raise ProcessFailed(f"torch: {torch.found}; {torch.hint}")
+        machine = look_for(ranks)
         scale = choose_scale(task, tiny=tiny)
         scale = replace(scale, dtype=scale.dtype or machine.dtype)
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,6 +190,16 @@ def demo(
     run, summary = report(plan, ended, console)
     seconds = {"setup": setup_seconds, "model": model_seconds}
     click.echo(last_line(run, summary, began, seconds, machine, scale))
+
+
+def look_for(ranks: int) -> Machine:
+    """The machine. Raises UsageError if it has too few GPUs, and ProcessFailed if torch cannot be used."""
+    machine = look()
+    check_gpus(machine, ranks)
+    torch = check_torch(len(machine.gpus))
+    if torch.state is State.MISSING:
+        raise ProcessFailed(f"torch: {torch.found}; {torch.hint}")
+    return machine
 
 
 def last_line(

@@ -28,7 +28,7 @@ class Layout:
 
     @property
     def own_gpus(self) -> bool:
-        """Whether every process has GPUs of its own."""
+        """Whether no two processes share a GPU."""
         return not self.engine_share
 
 

@@ -48,7 +48,7 @@ def read_model(choice: str, say: Callable[[str], None]) -> Model:
         raise ModelUnavailable(f"{folder} has no *.safetensors; save the model in that format")
     if "quantization_config" in config:
         raise ModelUnavailable(f"{choice} is quantized; use the model that it was quantized from")
-    # Models that also take images have the language model's part in a table of its own.
+    # Models that also take images have the language model's part in a separate table.
     context = config.get("text_config", config).get("max_position_embeddings")
     if not isinstance(context, int):
         raise ModelUnavailable(f"{folder / 'config.json'} has no max_position_embeddings")

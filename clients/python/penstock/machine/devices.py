@@ -39,7 +39,7 @@ class Machine:
 
     @property
     def dtype(self) -> str:
-        """What server and trainer compute in, unless they are told."""
+        """What server and trainer compute in, unless a setting names it."""
         return "bfloat16" if self.bfloat16 else "float32"
 
     @property

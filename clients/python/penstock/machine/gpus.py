@@ -102,7 +102,7 @@ def check_gpus(count: int) -> Finding:
 
 
 def ask_torch() -> dict[str, Any]:
-    """Its version, build and devices, or its `error`. In a process of its own, because it takes seconds and
+    """Its version, build and devices, or its `error`. In a separate process, because it takes seconds and
     gigabytes, and a broken one may end it."""
     try:
         answer = _run((sys.executable, "-c", TORCH), IMPORT_SECONDS)

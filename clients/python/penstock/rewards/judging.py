@@ -17,6 +17,7 @@ import ast
 import os
 import resource
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -40,16 +41,16 @@ class Check:
 
 
 @dataclass
-class Called:
+class Called(ABC):
     """Calls the function in its process, like an ordinary function."""
 
     function: str
     last: str = field(default="", init=False)
     """The last call and its result, in words."""
 
+    @abstractmethod
     def ask(self, arguments: str) -> str:
         """The reply to a call: `ok VALUE` or `raised WHAT`."""
-        raise NotImplementedError
 
     def __call__(self, *arguments: object) -> object:
         """Raises CandidateError."""

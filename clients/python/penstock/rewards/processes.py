@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import select
 import signal
@@ -91,7 +92,7 @@ class LineProcess:
 
 @dataclass
 class Candidate(Called):
-    """The policy's function, in a process of its own."""
+    """The policy's function, in a separate process."""
 
     path: InitVar[Path]
     """Of the code."""
@@ -122,7 +123,7 @@ class Candidate(Called):
 def judge(
     tests: str, candidate: Candidate, folder: Path, deadline: float, prefix: Sequence[str] = ()
 ) -> tuple[bool, ...]:
-    """Runs the tests in a process of their own; returns for each check whether it passed, and nothing if
+    """Runs the tests in a separate process; returns for each check whether it passed, and nothing if
     they have not ended at the deadline. Raises ValueError if the tests are broken."""
     path = folder / "tests.py"
     path.write_text(tests, encoding="utf-8", errors="replace")
@@ -133,7 +134,7 @@ def judge(
             if kind == "call":
                 process.write(candidate.ask(what))
             elif kind == "checks":
-                return tuple(word == "True" for word in what.strip("()").replace(",", " ").split())
+                return tuple(map(bool, ast.literal_eval(what)))
             else:
                 raise ValueError(f"the tests raise {what}")
     except CandidateError as error:
