@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import AsyncGenerator
@@ -24,6 +25,10 @@ from tests.faults.report import (  # noqa: F401
 )
 from tests.support.harness import Harness, serve
 from tests.support.slow import is_slow, is_slow_file, turn
+
+# Searching tests and libraries for reference cycles, while they are imported and in each full collection,
+# would cost a tenth of the time.
+gc.disable()
 
 # A shell starts background jobs with SIGINT ignored, and so would be every process that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -55,6 +60,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test = item.name.partition("[")[0]
         if is_slow(PurePosixPath(item.path.relative_to(TESTS)), test):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

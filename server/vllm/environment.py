@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 
+from penstock.common.garbage import collect_seldom
+
 DEFAULTS = {
     # `fork` would copy the locks of grpc's threads and of the event loop in an arbitrary state.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -51,6 +53,7 @@ def quieten() -> None:
 def prepare_engine_process() -> None:
     """Called in the engine process before its first import of vLLM."""
     quieten()
+    collect_seldom()
     # Set there alone: what this process starts later must not export as the engine.
     os.environ.setdefault("OTEL_SERVICE_NAME", "penstock-engine")
 

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 from collections.abc import Generator
+
+OBJECTS_BETWEEN_COLLECTIONS = 50_000
+
+
+def collect_seldom() -> None:
+    """Has this process search less often for reference cycles, and not when it exits.
+
+    By default Python searches after every 700 new objects: a fifth of the time that importing vLLM takes.
+    When a process exits, Python searches everything several times: two seconds with vLLM.
+    """
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+    atexit.register(gc.freeze)
 
 
 @contextlib.contextmanager

@@ -70,6 +70,8 @@ class Scale:
     """Of the server's weights and the trainer's arithmetic; None picks what is fast on this machine."""
     probe_tokens: int = 0
     """Length of the probe sequence that verifies each version on the engine; zero disables the probe."""
+    kv_cache_bytes: int | None = None
+    """Memory that the engine reserves for its cache; None leaves it to `penstock serve`."""
 
     @property
     def attempts_in_flight(self) -> int:
@@ -107,6 +109,8 @@ TINY_MODEL = Scale(
     warmup_steps=0,
     max_lag=4,
     probe_tokens=16,
+    # To clear the default of gigabytes takes seconds.
+    kv_cache_bytes=64 << 20,
 )
 """Random weights, for tests."""
 
@@ -175,6 +179,7 @@ def choose_scale(task: str, *, tiny: bool) -> Scale:
 
 def serve_command(plan: Plan, listens: Listens | None) -> tuple[str, ...]:
     """`penstock serve`; a restart listens on the addresses it had before."""
+    cache = plan.scale.kv_cache_bytes
     return penstock(
         "serve",
         *("--model", str(plan.model)),
@@ -185,6 +190,7 @@ def serve_command(plan: Plan, listens: Listens | None) -> tuple[str, ...]:
         *(("--gpu-memory-utilization", str(SHARED_GPU)) if plan.shares_gpu else ()),
         *("--max-model-len", str(plan.scale.max_model_len)),
         *("--max-num-seqs", str(plan.scale.attempts_in_flight)),
+        *(("--kv-cache-memory-bytes", str(cache)) if cache else ()),
         *(lora_options(plan.scale) if plan.lora else ()),
     )
 

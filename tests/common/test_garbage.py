@@ -1,0 +1,42 @@
+"""What the garbage collector leaves alone: a process that ends, and what a server's start made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from penstock.common.garbage import OBJECTS_BETWEEN_COLLECTIONS
+
+CYCLE = """
+import gc
+from penstock.common.garbage import collect_seldom, start_up_kept
+
+class Cycle:
+    def __init__(self): self.own = self
+    def __del__(self): print("collected", flush=True)
+
+"""
+
+
+def printed(*lines: str) -> list[str]:
+    """The words that a process prints which runs these lines and ends."""
+    code = CYCLE + "\n".join(lines)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_a_process_that_ends_is_not_searched_for_cycles() -> None:
+    assert printed("kept = Cycle()") == ["collected"]
+    threshold = "print(gc.get_threshold()[0], flush=True)"
+    assert printed("collect_seldom()", "kept = Cycle()", threshold) == [
+        str(OBJECTS_BETWEEN_COLLECTIONS)
+    ]
+
+
+def test_what_was_there_is_left_alone_until_the_block_ends() -> None:
+    assert printed(
+        "kept = Cycle()",
+        "with start_up_kept():",
+        "    del kept; Cycle(); gc.collect(); print('within', flush=True)",
+        "gc.collect(); print('after', flush=True)",
+    ) == ["collected", "within", "collected", "after"]
