@@ -17,9 +17,11 @@ import pytest
 import penstock
 from penstock.launch import python
 from penstock.up.cast import Programs
+from tests.support.forked_command import NURSERY
 from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_processes import nursery
+from tests.support.up_with_fakes import FAKE_SERVE, FORKED
 
-FAKE_SERVE = (sys.executable, "-m", "tests.support.fake_serve")
 ROWS = [{"question": f"{n} plus 1?", "answer": str(n + 1)} for n in range(12)]
 SETTINGS = {
     "train.train.groups_per_step": 2,
@@ -32,7 +34,8 @@ SETTINGS = {
 
 def programs(**others: tuple[str, ...]) -> Programs:
     # The options of the fake engine are none of vLLM's, which a check would say.
-    return Programs(**{"serve": FAKE_SERVE, "check": (), **others})
+    own = {"serve": FAKE_SERVE, "train": (*FORKED, "train"), "check": ()}
+    return Programs(**{**own, **others})
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def options(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(python, "PROGRAMS", programs())
+    monkeypatch.setenv(NURSERY, str(nursery()))
     monkeypatch.chdir(Path(__file__).parents[2])
     own = {"model": model, "data": ROWS, "reward": length, "out": tmp_path / "run", "steps": 2}
     return {**own, "group_size": 2, "max_tokens": 8, "settings": SETTINGS}
@@ -60,7 +64,7 @@ def started_here() -> list[str]:
     """The servers and trainers that this process has started and that are still there."""
     children = psutil.Process().children(recursive=True)
     lines = [" ".join(child.cmdline()) for child in children]
-    return [line for line in lines if "fake_serve" in line or "penstock.cli" in line]
+    return [line for line in lines if "fake_serve" in line or "forked_command" in line]
 
 
 @pytest.mark.timeout(300)

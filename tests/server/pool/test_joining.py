@@ -53,10 +53,10 @@ async def problems(pool: Pool) -> list[str]:
 
 @pytest.mark.usefixtures("one_place")
 async def test_one_that_hangs_is_given_up_says_so_and_lets_others_pass(tmp_path: Path) -> None:
-    rules = changed(QUICK, stage_seconds=0.5)
     async with contextlib.AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(serve_pool(tmp_path, 1, rules=rules))
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1))
         await pool.hub.upload(5)
+        pool.engine.weights.rules = changed(QUICK, stage_seconds=0.5)
         hung, other = await joining(stack, tmp_path, pool, 2)
         gate = hang(hung)
         listed(pool, hung)
@@ -94,16 +94,16 @@ async def test_who_waits_for_others_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_place")
 async def test_one_that_hung_before_takes_no_place_of_others(tmp_path: Path) -> None:
-    rules = changed(QUICK, stage_seconds=0.3)
     async with contextlib.AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(serve_pool(tmp_path, 1, rules=rules))
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1))
         await pool.hub.upload(5)
+        pool.engine.weights.rules = changed(QUICK, stage_seconds=0.3)
         hung, other = await joining(stack, tmp_path, pool, 2)
         gate = hang(hung)
         listed(pool, hung)
         await until(lambda: pool.member(1).problem.startswith("did not have all"))
         # From now on it never times out.
-        pool.engine.weights.rules = changed(rules, stage_seconds=600.0)
+        pool.engine.weights.rules = changed(QUICK, stage_seconds=600.0)
         await until(lambda: pool.member(1).problem.startswith("is being given"))
         listed(pool, other)
         await pool.serving(2)
@@ -114,10 +114,10 @@ async def test_one_that_hung_before_takes_no_place_of_others(tmp_path: Path) -> 
 
 
 async def test_one_that_hangs_as_it_switches_is_given_up(tmp_path: Path) -> None:
-    rules = changed(QUICK, switch_seconds=0.3)
     async with contextlib.AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(serve_pool(tmp_path, 1, rules=rules))
+        pool = await stack.enter_async_context(serve_pool(tmp_path, 1))
         await pool.hub.upload(5)
+        pool.engine.weights.rules = changed(QUICK, switch_seconds=0.3)
         (late,) = await joining(stack, tmp_path, pool, 1)
         load, gate = late.engine.load, asyncio.Event()
 

@@ -688,7 +688,8 @@ async def test_who_joins_while_the_version_is_not_held_waits_for_the_next_one(
 
 
 async def test_an_engine_that_hangs_in_a_switch_is_given_up(tmp_path: Path) -> None:
-    rules = changed(QUICK, switch_seconds=0.3)
+    # The other engine has to switch in this time.
+    rules = changed(QUICK, switch_seconds=3.0)
     async with serve_pool(tmp_path, 2, rules=rules) as pool:
         gate = asyncio.Event()
         original = pool.engines[0].engine.load
