@@ -14,7 +14,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import xdist.remote
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from penstock.client.external.sandbox import SandboxMissing, find_sandbox
 from penstock.client.external.settings import SandboxUse
@@ -24,7 +26,7 @@ from tests.faults.report import (  # noqa: F401
     report,
 )
 from tests.support.harness import Harness, serve
-from tests.support.slow import is_slow, is_slow_file, turn
+from tests.support.slow import VLLM, is_slow, is_slow_file, turn
 
 # Searching tests and libraries for reference cycles, while they are imported and in each full collection,
 # would cost a tenth of the time.
@@ -60,6 +62,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test = item.name.partition("[")[0]
         if is_slow(PurePosixPath(item.path.relative_to(TESTS)), test):
             item.add_marker(pytest.mark.slow)
+
+
+class Scheduling(LoadFileScheduling):
+    """Gives all tests of a file to one process, and the files with vLLM to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "vllm" if file.removeprefix("tests/") in VLLM else file
+
+
+def pytest_xdist_make_scheduler(
+    config: pytest.Config, log: xdist.remote.Producer
+) -> LoadFileScheduling | None:
+    """For `--dist loadfile`."""
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -17,7 +17,7 @@ from tests.faults.report import Report
 from tests.server.rpc.test_wire_errors import RPCS
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK_SECONDS = 5
+QUICK_SECONDS = 2
 START_SECONDS = 300.0
 """The most time spent before and after the fuzzing."""
 DONE = re.compile(r"^Done (\d+) runs in", re.MULTILINE)

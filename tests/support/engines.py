@@ -25,6 +25,8 @@ from unittest.mock import patch
 from penstock.server.vllm import environment
 
 CONTEXT = multiprocessing.get_context("forkserver")
+SMALL_CACHE = ("--kv-cache-memory-bytes", str(64 << 20))
+"""To clear the gigabytes that are the default takes seconds, and each test process would have them."""
 LOADED = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",

@@ -71,13 +71,23 @@ TESTS = """
 """Single tests that are left out, of files that are not."""
 
 
-LONGEST = """
+VLLM = """
+    faults/test_f10_weights.py server/http/test_vllm.py server/vllm/test_collective_vllm.py
+    server/vllm/test_engine.py server/vllm/test_sampling.py server/vllm/test_wire_adapters_vllm.py
+    server/vllm/test_wire_vllm.py
+""".split()  # noqa: SIM905
+"""Files whose engines are forked from a process that has vLLM loaded: one test process has them all."""
+
+
+LONGEST = [
+    *VLLM,
+    *"""
     system/test_demo_end_to_end.py trainer/policy/test_ranks.py launch/test_one_command.py
     launch/test_notebook.py trainer/exchange/test_many_hubs.py trainer/test_resume.py
-    trainer/test_end_to_end.py server/vllm/test_engine_process.py server/vllm/test_engine.py
-    launch/test_python_runs.py server/vllm/test_collective_vllm.py
+    trainer/test_end_to_end.py server/vllm/test_engine_process.py
     trainer/policy/test_megatron_policy.py
-""".split()  # noqa: SIM905
+    """.split(),  # noqa: SIM905
+]
 """Files that take 40 seconds or more: begun last, they would occupy one process while the others wait."""
 
 

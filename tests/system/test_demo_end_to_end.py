@@ -36,14 +36,14 @@ class Demo:
     mark: str
     out: Path
 
-    def wait_for_line(self, text: str) -> str:
-        """Return the first printed line that contains `text`."""
+    def printed_until(self, text: str) -> str:
+        """What was printed up to the first line that contains `text`."""
         assert self.process.stdout is not None
         printed: list[str] = []
         for line in self.process.stdout:
             printed.append(line)
             if text in line:
-                return line
+                return "".join(printed)
         raise AssertionError(f"{text!r} was not printed; this was:\n{''.join(printed)}")
 
     def pids(self) -> dict[int, str]:
@@ -114,26 +114,33 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Demo]:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 # The target looks at the attempts of four steps, and any reward reaches this one.
 @pytest.mark.parametrize("demo", [("--steps", "9", "--target", "0")], indirect=True)
-def test_a_tiny_model_goes_once_round_and_traces_reach_from_the_agent_to_the_step(
+def test_a_tiny_model_goes_once_round_though_its_server_is_killed_and_traces_reach_the_step(
     collector: Collector, demo: Demo
 ) -> None:
-    printed, _ = demo.process.communicate(timeout=120)
+    printed = demo.printed_until("step 1/9")
+    os.kill(demo.pid_of("serve"), signal.SIGKILL)
+    printed += demo.process.communicate(timeout=200)[0]
     assert demo.process.returncode == 0, printed
     demo.assert_nothing_is_left()
+    events = (demo.out / "events.log").read_text()
+    assert "server: was ended by SIGKILL; starting again in 0.5 s (1 of 5 restarts)" in events
     summary = json.loads((demo.out / "summary.json").read_text())
     for name in ("reward_by_step", "lag_by_step", "pause_seconds_by_step"):
         assert len(summary[name]) == 4
     assert summary["seconds"] > 0
     assert summary["tokens_per_second"] > 0
+    # The restarted server held the first weights, but no sample came from them mid-run.
     assert summary["lag_max"] <= 4
     metrics = [json.loads(line) for line in (demo.out / "metrics.jsonl").read_text().splitlines()]
     assert [record["weight_version"] for record in metrics] == [1, 2, 3, 4]
-    assert all(record["failures"] == 0 for record in metrics)
+    # The engine computes with the weights that the trainer trained.
     assert max(record["probe_difference"] for record in metrics) < 1e-4
     assert any(record["applied"] for record in metrics)
+    # The worker continued the attempts it had begun.
+    assert "leases expired" not in (demo.out / "worker.log").read_text()
     assert (demo.out / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "reward, last" in printed
     check_words(demo, printed, summary)
@@ -215,38 +222,9 @@ def check_traces(collector: Collector) -> None:
 
 @pytest.mark.timeout(60)
 def test_ctrl_c_leaves_nothing_running(demo: Demo) -> None:
-    demo.wait_for_line("server   starting")
+    demo.printed_until("server   starting")
     demo.process.send_signal(signal.SIGINT)
     printed, _ = demo.process.communicate(timeout=40)
     assert demo.process.returncode == 130, printed
     assert "interrupted" in printed
     demo.assert_nothing_is_left()
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("demo", [("--steps", "5", "--lora")], indirect=True)
-def test_a_server_that_is_killed_is_started_again_and_a_run_with_an_adapter_goes_on(
-    demo: Demo,
-) -> None:
-    demo.wait_for_line("step 2/5")
-    os.kill(demo.pid_of("serve"), signal.SIGKILL)
-    printed, _ = demo.process.communicate(timeout=200)
-    assert demo.process.returncode == 0, printed
-    demo.assert_nothing_is_left()
-    events = (demo.out / "events.log").read_text()
-    assert "server: was ended by SIGKILL; starting again in 0.5 s (1 of 5 restarts)" in events
-    metrics = [json.loads(line) for line in (demo.out / "metrics.jsonl").read_text().splitlines()]
-    assert [record["weight_version"] for record in metrics] == [1, 2, 3, 4, 5]
-    # The restarted server held the base model, but no sample came from it mid-run.
-    assert max(record["lag_max"] for record in metrics) <= 4
-    # The worker continued the attempts it had begun.
-    assert "leases expired" not in (demo.out / "worker.log").read_text()
-    # Adapters: no pause, and two matrices of rank 8 instead of each matrix of 64 by 64 or larger.
-    summary = json.loads((demo.out / "summary.json").read_text())
-    assert summary["pause_seconds_by_step"] == [0.0] * 5
-    model = (demo.out / "tiny-model" / "model.safetensors").stat().st_size
-    assert all(0 < size < model / 3 for size in summary["upload_bytes_by_step"])
-    assert any(record["applied"] for record in metrics)
-    # The engine computes with the weights that the trainer trained.
-    assert max(record["probe_difference"] for record in metrics) < 1e-4
-    assert "an adapter of rank 8" in printed

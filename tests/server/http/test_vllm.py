@@ -140,7 +140,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ru
     from penstock.server.security.gate import open_gate
     from penstock.server.vllm.options import engine_arguments
     from penstock.server.vllm.parsers import VllmParsers
-    from tests.support.engines import start_engine
+    from tests.support.engines import SMALL_CACHE, start_engine
 
     model = taught(tmp_path_factory.mktemp("model"))
     loaded = config.load(None, ["listen=127.0.0.1:0"])
@@ -148,7 +148,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ru
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls, gate)
     http = open_http(loaded, port, gate.credentials)
     options = ["--model", str(model), "--dtype", "float32", "--max-model-len", "1024"]
-    engine = await start_engine(engine_arguments(options))
+    engine = await start_engine(engine_arguments([*options, *SMALL_CACHE]))
     tokenizer = load_tokenizer(str(model))
     parser = VllmParsers(tokenizer, "hermes", "")
     renderer = Renderer(tokenizer, engine.description.eos_token_ids, parser)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.v1 import weights_pb2
 from penstock.wire.channel import KEEPALIVE_TIMEOUT_MS, client_options
-from tests.support.engines import ForkedProcess, forking
+from tests.support.engines import SMALL_CACHE, ForkedProcess, forking
 from tests.support.harness import (
     GenerateRequest,
     GetServerInfoRequest,
@@ -137,7 +137,7 @@ def serve(model: str) -> None:
         main(
             [
                 *("--model", model, "--dtype", "float32", "--max-model-len", "512"),
-                *("--kv-cache-memory-bytes", str(64 << 20), "--listen", "127.0.0.1:0"),
+                *(*SMALL_CACHE, "--listen", "127.0.0.1:0"),
                 *("--set", f"weights.collective_seconds={DEADLINE_SECONDS}"),
             ]
         )

@@ -48,14 +48,14 @@ from penstock.server.weights.staging.stage import WeightStage
 from penstock.server.weights.switch import InFlight, ProbeMismatch, Update, WeightSwitch
 from penstock.wire import sparse
 from penstock.wire.reasons import Reason
-from tests.support.engines import start_engine
+from tests.support.engines import SMALL_CACHE, start_engine
 from tests.support.processes import engines_of
 from tests.support.tiny_model import EOS_ID, VOCAB_SIZE, make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "32")
-OPTIONS += ("--kv-cache-memory-bytes", str(64 << 20))
+OPTIONS += SMALL_CACHE
 PROMPT = tuple(b"Once upon a time there was a pump, ")
 GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 Tensors = dict[str, np.ndarray]

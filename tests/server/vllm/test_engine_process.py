@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.support.collector import Collector
-from tests.support.engines import ForkedProcess
+from tests.support.engines import SMALL_CACHE, ForkedProcess
 from tests.support.harness import until
 from tests.support.processes import engines_of
 from tests.support.tiny_model import make_tiny_model
@@ -24,7 +24,7 @@ from tests.support.tiny_model import make_tiny_model
 pytest.importorskip("vllm")
 
 OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "32")
-OPTIONS += ("--kv-cache-memory-bytes", str(64 << 20))
+OPTIONS += SMALL_CACHE
 
 SERVER = """
 import asyncio, os, sys

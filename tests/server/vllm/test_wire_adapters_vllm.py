@@ -176,14 +176,14 @@ async def server(
     from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.text.renderer import Renderer, load_tokenizer
     from penstock.server.vllm.options import engine_arguments
-    from tests.support.engines import start_engine
+    from tests.support.engines import SMALL_CACHE, start_engine
 
     stage = tmp_path_factory.mktemp("stage")
     loaded = config.load(None, ["listen=127.0.0.1:0", f"weights.stage_folder={stage}"])
     listening, port = bind(loaded.listen, loaded.limits.concurrent_calls)
     options = ["--model", str(models[0]), "--dtype", "float32", "--max-model-len", "1024"]
     options += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
-    engine = await start_engine(engine_arguments(options))
+    engine = await start_engine(engine_arguments([*options, *SMALL_CACHE]))
     renderer = Renderer(load_tokenizer(str(models[0])), engine.description.eos_token_ids)
     serving = Serving(engine, renderer, loaded)
     life = Lifecycle(serving, listening)

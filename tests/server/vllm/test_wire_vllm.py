@@ -59,12 +59,12 @@ async def wire(models: list[Path]) -> AsyncGenerator[Any]:
     from penstock.server.lifecycle import Lifecycle, bind
     from penstock.server.text.renderer import Renderer, load_tokenizer
     from penstock.server.vllm.options import engine_arguments
-    from tests.support.engines import start_engine
+    from tests.support.engines import SMALL_CACHE, start_engine
 
     loaded = config.load(None, ["listen=127.0.0.1:0"])
     server, port = bind(loaded.listen, loaded.limits.concurrent_calls)
     options = ["--model", str(models[0]), "--dtype", "float32", "--max-model-len", "512"]
-    engine = await start_engine(engine_arguments(options))
+    engine = await start_engine(engine_arguments([*options, *SMALL_CACHE]))
     renderer = Renderer(load_tokenizer(str(models[0])), engine.description.eos_token_ids)
     life = Lifecycle(Serving(engine, renderer, loaded), server)
     await life.start()

@@ -24,7 +24,7 @@ class Commands(click.Group):
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         reads_options = not isinstance(cmd, click.Group | PassThrough)
-        # Not left to the group, because click asks a command's first context for these and keeps the answer.
+        # Not left to the group: click asks the first context of a command for these, and keeps the answer.
         cmd.context_settings.setdefault("help_option_names", ["-h", "--help"])
         if reads_options and not any("--json" in param.opts for param in cmd.params):
             json_option(cmd)
