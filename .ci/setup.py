@@ -45,7 +45,7 @@ LOG = VENV / "setup.log"
 PROJECT = VENV / "project"
 """The folder that is installed: links to this checkout, and files that setuptools writes next to them."""
 
-OLDEST_PYTHON = (3, 11)
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
 ENGINES = ("cpu", "cuda")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 EXTRAS = ("server", "trainer", "megatron", "dev")
@@ -64,10 +64,10 @@ SOURCES = {
 
 def main(arguments: list[str]) -> None:
     """Brings `.venv` up to date, or exits with an error message of one line."""
-    if sys.version_info < OLDEST_PYTHON:
+    if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
         version = ".".join(map(str, sys.version_info[:3]))
         sys.exit(
-            f"setup: penstock needs Python 3.11 or later, and {sys.executable} is {version};"
+            f"setup: penstock needs Python 3.11 to 3.13, and {sys.executable} is {version};"
             " name another with `make PYTHON=python3.11 ...`"
         )
     if sys.platform != "linux":

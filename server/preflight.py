@@ -47,8 +47,8 @@ def check_port(address: str) -> None:
     except OSError as error:
         said = (error.strerror or str(error)).lower()
         raise AddressInUse(
-            f"cannot listen on {address}: {said}; choose another with --listen or --http-listen, or "
-            "port 0 for a free one"
+            f"cannot listen on {address}: {said}; set listen or http.listen to another, or to port "
+            "0 for a free one"
         ) from error
 
 

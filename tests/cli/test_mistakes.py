@@ -193,7 +193,7 @@ CONFIGURATION = {
     "up, of the server": (
         "up up.toml",
         {"up.toml": f"{UP}[serve.lease]\nseconds = 3\n"},
-        "penstock up: up.toml:12: [serve]: lease: unknown table; did you mean leases?",
+        "penstock up: up.toml:12: [serve]: lease: unknown table; did you mean serve.leases?",
     ),
     "up, of the workers": (
         "up up.toml --set rollout.concurency=8",
@@ -535,7 +535,7 @@ def test_up_names_its_own_file_for_what_the_trainer_refuses() -> None:
     done = penstock("up", "up.toml")
     assert (done.returncode, done.stderr) == (
         2,
-        "penstock up: up.toml:13: [train]: run.stepz: unknown setting; did you mean run.steps?\n",
+        "penstock up: up.toml:13: [train]: run.stepz: unknown setting; did you mean train.run.steps?\n",
     )
 
 
@@ -551,8 +551,8 @@ def test_a_port_in_use_is_found_before_the_engine_is_loaded() -> None:
         )
     assert (done.returncode, done.stderr) == (
         1,
-        f"penstock serve: cannot listen on {address}: address already in use; choose another with "
-        "--listen or --http-listen, or port 0 for a free one\n",
+        f"penstock serve: cannot listen on {address}: address already in use; set listen or "
+        "http.listen to another, or to port 0 for a free one\n",
     )
 
 

@@ -27,7 +27,10 @@ def test_it_is_the_projects() -> None:
 
 
 def test_a_hint_names_the_distribution_and_not_another_projects() -> None:
-    assert distribution.pip_install("server,cpu") == "pip install 'penstock-rl[server,cpu]'"
+    assert distribution.pip_install("server,dev") == "pip install 'penstock-rl[server,dev]'"
+    assert distribution.pip_install("server,cpu") == (
+        f"pip install 'penstock-rl[server,cpu]' --extra-index-url {distribution.CPU_INDEX}"
+    )
     pages = [*texts(("docs", "proto"), {".md"}), *(p.read_text() for p in ROOT.glob("*.md"))]
     code = list(texts(("clients/python", "server", "trainer"), {".py"}))
     named = re.findall(r"([\w-]*penstock[\w-]*)\[([a-z,]+)\]", "\n".join(pages))

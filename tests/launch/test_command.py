@@ -157,7 +157,7 @@ def test_a_function_may_give_the_data(train: Train, here: Path) -> None:
         ([], {"reward": "my.py:graded"}, "for functions of trl give --style trl"),
         (["--max-tokens", "4000"], {}, "the longest prompt has 372 tokens, and the model's context 2048"),
         (["--set", "train.run.steps"], {}, "--set train.run.steps: a setting is written section.key=value"),
-        (["--set", "train.run.stepz=5", "--dry-run"], {}, "unknown setting; did you mean run.steps?"),
+        (["--set", "train.run.stepz=5", "--dry-run"], {}, "unknown setting; did you mean train.run.steps?"),
         (["--set", "up.out.x=5"], {}, "--set: a value is set as a table too"),
         (["--out", "my.py"], {}, "--out my.py: "),
         (["--lora", "run.toml"], {"model": None, "data": None, "reward": None}, "--lora and CONFIG"),

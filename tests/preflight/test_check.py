@@ -62,6 +62,21 @@ def judge(task, trajectory):
 def ranks(task, trajectories):
     return [0.5 for _ in trajectories]
 
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+def verl_typo(data_source, solution_str, ground_truth, extra_info=None):
+    return extra_info["anwser"]
+
+def trl(completions, **columns):
+    return [1.0 for _ in completions]
+
+def trl_typo(completions, **columns):
+    return columns["anwser"]
+
+async def slime(args, sample):
+    return 1.0
+
 def slow(task, trajectory):
     time.sleep(5)
 
@@ -110,18 +125,33 @@ def test_a_run_that_can_start_is_told_what_was_looked_at() -> None:
     )
 
 
-def test_every_part_is_checked_before_the_first_problem_is_told() -> None:
+def test_every_part_is_checked_before_the_first_problem_is_told(folder: Path) -> None:
     told = found(
         "up.toml",
         "rollout.concurency=3",
+        "rollout.reward=check_scores:typpo",
         "train.run.stepz=3",
+        # [train] of this file has a table [train] itself.
+        "train.learning_rate=1e-5",
         "serve.lease.seconds=3",
     )
     assert told["problems"] == [
-        "--set serve.lease.seconds: [serve]: lease: unknown table; did you mean leases?",
+        "--set rollout.reward: --reward check_scores:typpo: check_scores has no typpo; did you mean "
+        f"typo? ({folder}/check_scores.py)",
+        "--set serve.lease.seconds: [serve]: lease: unknown table; did you mean serve.leases?",
         "--set rollout.concurency: rollout: No such option '--concurency'. Did you mean "
         "'--concurrency'?",
-        "--set train.run.stepz: [train]: run.stepz: unknown setting; did you mean run.steps?",
+        "--set train.run.stepz: [train]: run.stepz: unknown setting; did you mean train.run.steps?",
+        "--set train.learning_rate: [train]: learning_rate: unknown setting; did you mean "
+        "train.train.learning_rate?",
+    ]
+
+
+def test_the_model_is_named_where_the_file_has_it(folder: Path) -> None:
+    (folder / "up2.toml").write_text(UP.replace('model = "model"', 'model = "./mdel"'))
+    line = UP.splitlines().index('model = "model"') + 1
+    assert found("up2.toml")["problems"] == [
+        f"up2.toml:{line}: [serve]: engine.model: there is no folder ./mdel; did you mean ./model?"
     ]
 
 
@@ -253,6 +283,33 @@ def test_gpus_may_be_shared_unless_they_are_divided(monkeypatch: pytest.MonkeyPa
     divided = ("cluster.engine.gpus=2", "cluster.trainer.gpus=1")
     assert found("up.toml", *divided)["problems"] == [
         "[cluster]: 3 GPUs are needed, and this machine shows 2"
+    ]
+    monkeypatch.setattr(command, "look", lambda: Machine("a CPU", 16 << 30))
+    assert found("up.toml", *divided)["problems"] == [
+        "[cluster]: 3 GPUs are needed, and this machine shows none"
+    ]
+    # Without a driver that answers, nobody knows.
+    monkeypatch.setattr(command, "gpu_count", lambda: 3)
+    assert found("up.toml", *divided)["problems"] == []
+
+
+@pytest.mark.parametrize("style", ["verl", "trl"])
+def test_a_reward_of_another_style_is_called_too(style: str) -> None:
+    settings = (f"rollout.style={style}", f"rollout.reward=check_scores:{style}")
+    assert any(
+        line.startswith("reward: 1 for an empty") for line in found("up.toml", *settings)["checked"]
+    )
+    (problem,) = found("up.toml", *settings[:1], f"rollout.reward=check_scores:{style}_typo")[
+        "problems"
+    ]
+    assert "raises KeyError for an empty answer to the first prompt" in problem
+
+
+def test_what_only_a_server_can_call_is_said() -> None:
+    note = "it needs a server, so it was imported and not called"
+    settings = ("rollout.style=slime", "rollout.reward=check_scores:slime")
+    assert found("up.toml", *settings)["remarks"] == [
+        f"--set rollout.reward: --reward check_scores:slime: {note}"
     ]
 
 

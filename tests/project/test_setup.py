@@ -131,9 +131,14 @@ def test_what_pip_installs_is_links_within_the_environment(setup: ModuleType) ->
     assert setup.editable()[-1] == str(setup.PROJECT)
 
 
-def test_an_older_python_is_told_so(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
-    with pytest.raises(SystemExit, match=r"3\.11 or later.*3\.10\.4"):
+@pytest.mark.parametrize("version", [(3, 10, 4), (3, 14, 0)])
+def test_another_python_is_told_so(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (*version, "final", 0))
+    with pytest.raises(
+        SystemExit, match=rf"3\.11 to 3\.13.* is {version[0]}\.{version[1]}\.{version[2]};"
+    ):
         setup.main([])
 
 

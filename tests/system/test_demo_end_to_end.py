@@ -114,7 +114,7 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Demo]:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 # The target looks at the attempts of four steps, and any reward reaches this one.
 @pytest.mark.parametrize("demo", [("--steps", "9", "--target", "0")], indirect=True)
 def test_a_tiny_model_goes_once_round_though_its_server_is_killed_and_traces_reach_the_step(
@@ -122,7 +122,7 @@ def test_a_tiny_model_goes_once_round_though_its_server_is_killed_and_traces_rea
 ) -> None:
     printed = demo.printed_until("step 1/9")
     os.kill(demo.pid_of("serve"), signal.SIGKILL)
-    printed += demo.process.communicate(timeout=200)[0]
+    printed += demo.process.communicate(timeout=500)[0]
     assert demo.process.returncode == 0, printed
     demo.assert_nothing_is_left()
     events = (demo.out / "events.log").read_text()

@@ -14,9 +14,10 @@ OPENING = """After reading this page a script knows what an exit status of `pens
 read an error. [Mistakes](../guides/mistakes.md) shows the messages of status 2."""
 SIGNALS = """A second SIGTERM or SIGINT ends `penstock train` at once, with status 128 plus the number of
 the signal."""
-PROGRAMS = """Messages go to stderr, results to stdout. With `--json`, every command prints its result as
-JSON, if it has one, and writes an error as one line of JSON: the last line of stderr. The status is the
-same. Only a traceback, which is a defect, is not JSON."""
+PROGRAMS = """Messages go to stderr, results to stdout. With `--json`, a command prints its result as
+JSON, unless it is a text such as help or a script, and writes an error as one line of JSON: the last line
+of stderr. `penstock demo` also prints its progress; its last line is the object. The status is the same.
+Only a traceback, which is a defect, is not JSON."""
 EXAMPLE = """```json
 {"error": "unknown setting", "where": "run.toml:8: train.lr", "hint": "did you mean \
 train.learning_rate?", "status": 2}

@@ -13,6 +13,11 @@ def installed_version() -> str:
     return metadata.version(DISTRIBUTION)
 
 
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Has torch's CPU build, which the engine's requires and PyPI lacks."""
+
+
 def pip_install(extras: str) -> str:
     """The command that installs extras: `pip_install("server,cpu")`."""
-    return f"pip install '{DISTRIBUTION}[{extras}]'"
+    index = f" --extra-index-url {CPU_INDEX}" if "cpu" in extras.split(",") else ""
+    return f"pip install '{DISTRIBUTION}[{extras}]'{index}"

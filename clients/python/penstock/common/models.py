@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+
+from penstock.common.suggestions import nearest
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -30,4 +33,13 @@ def missing_folder(model: str) -> str | None:
     is_path = model.startswith(("/", "./", "../", "~"))
     # Names on a hub have at most one slash; URLs are sources to stream weights from.
     is_path |= model.count("/") > 1 and "://" not in model
-    return f"there is no folder {model}" if is_path and not Path(model).exists() else None
+    path = Path(model)
+    if not is_path or path.exists():
+        return None
+    with contextlib.suppress(OSError):
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+        if found := nearest(path.name, names):
+            return (
+                f"there is no folder {model}; did you mean {model.removesuffix(path.name)}{found}?"
+            )
+    return f"there is no folder {model}"

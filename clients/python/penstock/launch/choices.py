@@ -96,7 +96,7 @@ def choose(
     number = f"{model.parameters / 1e6:,.0f} million parameters"
     has = "has" if machine.bfloat16 else "has no"
     chosen: dict[str, tuple[object, str]] = {
-        "up.out": (str(out), "logs, samples, checkpoints and the trained model"),
+        "up.out": (str(out), "logs, figures, checkpoints and the trained model"),
         "serve.listen": ("127.0.0.1:0", "a free port"),
         "serve.engine.model": (str(model.folder), number),
         "serve.engine.max-model-len": (

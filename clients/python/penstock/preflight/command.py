@@ -43,7 +43,11 @@ from penstock.up.config import load as load_up
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from penstock.client.scoring import Agent
+
 _REFUSED = (UpConfigInvalid, ConfigInvalid, ConfigError, AddressInUse, BadFunction, ModelUnusable)
+_SCORING = ("reward", "rollout-function", "generate")
+"""Options of a worker that name what makes the rewards, most likely first."""
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Options of an engine whose product is the number of its devices."""
 
@@ -61,7 +65,8 @@ def check(path: Path, overrides: Sequence[str]) -> int:
     lines = [*report.checked, *(f"note: {line}" for line in report.remarks)]
     if not report.problems:
         lines.append(f"{path}: nothing stands in the way")
-    show("\n".join(lines), asdict(report))
+    if lines or as_json():
+        show("\n".join(lines), asdict(report))
     if report.problems and not as_json():
         complain("penstock check", "\n".join(report.problems))
     return Exit.MISUSED if report.problems else Exit.DONE
@@ -114,6 +119,7 @@ def _check_server_file(path: Path, overrides: Sequence[str], report: Report) -> 
 
 def _check_up_file(path: Path, overrides: Sequence[str], report: Report) -> None:
     config = load_up(path, overrides)
+    reward = _load_reward(config, report)
     for part in (
         up_checks.check_placement,
         up_checks.check_servers,
@@ -129,24 +135,34 @@ def _check_up_file(path: Path, overrides: Sequence[str], report: Report) -> None
     if report.problems:
         # What follows would report the same in other words.
         return
-    _check_reward(config, trainer, report)
+    task = None if trainer is None else first_task(trainer, report)
+    if reward is not None and task is not None:
+        whole_group = bool(config.worker_options.get("group-reward"))
+        call_once(reward, _reward_name(config), task, report, whole_group=whole_group)
     if config.cluster.one_node and config.cluster.placement == "processes":
         _check_machine(config, trainer, report)
 
 
-def _check_reward(config: UpConfig, trainer: TrainerConfig | None, report: Report) -> None:
+def _load_reward(config: UpConfig, report: Report) -> Agent | None:
+    """The worker's reward, if there is one that can be called without a server."""
     options = config.worker_options
-    name = str(options.get("reward"))
-    where = config.origins.of_option("rollout", "reward")
-    where = f"{where}: --reward {name}" if where else f"--reward {name}"
-    reward = None
-    if config.worker_count:
-        with _told(report, config.origins.of_option("rollout", "reward")):
-            reward = load_reward(options)
-    task = None if trainer is None else first_task(trainer, report)
-    if reward is not None and task is not None:
-        whole_group = bool(options.get("group-reward"))
-        call_once(reward, where, task, report, whole_group=whole_group)
+    if not config.worker_count:
+        return None
+    with _told(report, config.origins.of_option("rollout", "reward")):
+        reward = load_reward(options)
+        if reward is None and options.keys() & _SCORING and "command" not in options:
+            report.remark(
+                _reward_name(config), "it needs a server, so it was imported and not called"
+            )
+        return reward
+    return None
+
+
+def _reward_name(config: UpConfig) -> str:
+    options = config.worker_options
+    option = next((name for name in _SCORING if name in options), "reward")
+    where = config.origins.of_option("rollout", option)
+    return f"{where}{': ' if where else ''}--{option} {options.get(option)}"
 
 
 def _check_machine(config: UpConfig, trainer: TrainerConfig | None, report: Report) -> None:
@@ -178,7 +194,7 @@ def _check_machine(config: UpConfig, trainer: TrainerConfig | None, report: Repo
         needed["the engines" if count > 1 else "the server"] = count * served.length_bytes
         gpus.append(_engine_gpus(engine))
     if trainer is not None:
-        where = config.origins.of("train", "model.path")
+        where = config.origins.of(*config.origins.written("train", "model.path"))
         if served is None or trainer.model.path != engine.get("model"):
             served = _model(trainer.model.path, where, report)
         needed["the trainer"] = _trainer_bytes(trainer, served, machine)
@@ -186,7 +202,8 @@ def _check_machine(config: UpConfig, trainer: TrainerConfig | None, report: Repo
     # Without shares in [cluster], every process sees all GPUs, so they may share them.
     apart = sum(math.ceil(share.gpus) for share in shares(config).values())
     where = "[cluster]" if apart else f"[{section}]"
-    _check_gpus(apart or max(gpus, default=0), machine, where, report)
+    wanted = apart or max(gpus, default=0)
+    _check_gpus(wanted, machine, where, report, divided=bool(apart))
     _check_memory(needed, machine, report)
 
 
@@ -215,13 +232,19 @@ def _engine_gpus(engine: Mapping[str, object]) -> int:
     return count
 
 
-def _check_gpus(wanted: int, machine: Machine, where: str, report: Report) -> None:
+def _check_gpus(
+    wanted: int, machine: Machine, where: str, report: Report, *, divided: bool = False
+) -> None:
+    """`divided`: each process is promised GPUs of its own; others compute on the CPU if there are none."""
     present = len(machine.gpus)
-    if not present:
+    if not present and (not divided or gpu_count()):
+        # A driver that does not answer hides GPUs.
         return
     if wanted > present:
-        report.problem(where, f"{wanted} GPUs are needed, and this machine shows {present}")
-    else:
+        report.problem(
+            where, f"{wanted} GPUs are needed, and this machine shows {present or 'none'}"
+        )
+    elif present:
         report.checked.append(f"GPUs: {wanted} of {present}")
 
 

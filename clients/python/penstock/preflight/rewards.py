@@ -28,8 +28,7 @@ def load_reward(options: Table) -> Agent | None:
     generate, reward = options.get("generate"), options.get("reward")
     style = str(options.get("style", "penstock"))
     if style != "penstock":
-        _load_style(style, options)
-        return None
+        return _load_style(style, options)
     if generate is not None:
         load_function(str(generate), "--generate")
     if reward in (None, *KEYWORDS):
@@ -39,15 +38,23 @@ def load_reward(options: Table) -> Agent | None:
     return None if "command" in options else function
 
 
-def _load_style(style: str, options: Table) -> None:
+def _load_style(style: str, options: Table) -> Agent | None:
+    from penstock.client.plugins.arguments import read_arguments
+    from penstock.client.plugins.styles import Style, load_functions
     from penstock.client.plugins.worker import load_worker
     from penstock.client.worker import WorkerSettings
 
     names = ("generate", "reward", "rollout-function")
     generate, reward, whole = (cast("str | None", options.get(name)) for name in names)
-    settings = WorkerSettings(group_reward=bool(options.get("group-reward")))
     args = options.get("args")
-    load_worker(style, generate, reward, whole, None if args is None else Path(str(args)), settings)
+    path = None if args is None else Path(str(args))
+    whole_group = bool(options.get("group-reward"))
+    if style == Style.SLIME or whole is not None:
+        # slime's functions are called with samples, which only a server can fill.
+        load_worker(style, generate, reward, whole, path, WorkerSettings(group_reward=whole_group))
+        return None
+    given = read_arguments(path)
+    return load_functions(Style(style), generate, reward, given, whole_group=whole_group).reward
 
 
 def call_once(reward: Agent, name: str, task: Task, report: Report, *, whole_group: bool) -> None:

@@ -36,6 +36,7 @@ from penstock.up.state import holds_run, is_running
 from penstock.wire.channel import is_loopback
 
 CHECK_SECONDS = 120.0
+_MEANT = re.compile(r"(unknown (?:setting|table).*; did you mean )(.+)(\?)$")
 
 
 def check_everything(
@@ -146,9 +147,17 @@ def _in_own_file(said: str, section: str, path: str, origins: UpOrigins) -> str:
     about_file = re.compile(rf"(?:penstock \w+: )?{re.escape(path)}(?::\d+)?: (.*)")
     found: list[str] = []
     for line in filter(None, map(about_file.fullmatch, said.splitlines())):
-        where = origins.of(section, line[1].partition(": ")[0])
-        found.append(f"{where}{': ' if where else ''}[{section}]: {line[1]}")
+        key, colon, said = line[1].partition(": ")
+        named, key = origins.written(section, key)
+        where = origins.of(named, key)
+        said = _MEANT.sub(lambda meant: _below(section, *meant.groups()), said)
+        found.append(f"{where}{': ' if where else ''}[{named}]: {key}{colon}{said}")
     return "\n".join(found)
+
+
+def _below(section: str, said: str, names: str, end: str) -> str:
+    """Suggests names as the file of `penstock up` has them, where `train` also is a table of [train]."""
+    return said + " or ".join(f"{section}.{name}" for name in names.split(" or ")) + end
 
 
 def check_folder(out: Path, resume: bool) -> None:

@@ -98,6 +98,10 @@ class UpFile(Section):
     cluster: Cluster = Cluster()
 
 
+_MODEL = (("serve", "engine.model"), ("engines", "engine.model"), ("train", "model.path"))
+"""Section and key of each setting that names the model."""
+
+
 @dataclass(frozen=True)
 class UpOrigins:
     """Where the values of the sections come from, for messages."""
@@ -116,16 +120,29 @@ class UpOrigins:
 
     def of(self, section: str, key: str) -> str:
         """The option, or the file and line, of a dotted key in a section. Empty if none gives it."""
-        place = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+        place = _place(key)
         if self.own.has((section, *place)) or section not in self.files:
             return self.own.of((section, *place))
         return self.files[section].of(place)
+
+    def written(self, section: str, key: str) -> tuple[str, str]:
+        """The section and the key that gave the value of this one: see `_share_model`."""
+        names = _MODEL if (section, key) in _MODEL else ()
+        return next((name for name in ((section, key), *names) if self._has(*name)), (section, key))
+
+    def _has(self, section: str, key: str) -> bool:
+        place, file = _place(key), self.files.get(section)
+        return self.own.has((section, *place)) or (file is not None and file.has(place))
 
     def of_option(self, section: str, name: str) -> str:
         """As `of`, for an option whose name may have dashes or underscores in the file."""
         keys = (name.replace("-", "_"), name.replace("_", "-"))
         given = [key for key in keys if self.own.has((section, key))]
         return self.own.of((section, *given[:1]))
+
+
+def _place(key: str) -> tuple[str | int, ...]:
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
 
 
 @dataclass(frozen=True)

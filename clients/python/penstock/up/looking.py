@@ -32,7 +32,10 @@ def runs(folder: Path) -> int:
     try:
         found = [read_run(path, time.time()) for path in find_runs(folder)]
     except OSError as error:
-        return complain("penstock runs", unreadable(folder, error))
+        hint = (
+            "" if folder.exists() else "; a run makes it, or name the folder that holds your runs"
+        )
+        return complain("penstock runs", f"{unreadable(folder, error)}{hint}")
     if not found:
         return complain("penstock runs", f"there is no run in {folder}", Exit.FAILED)
     found.sort(key=lambda run: run.started or 0.0)

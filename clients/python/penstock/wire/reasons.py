@@ -83,7 +83,7 @@ class Reason(StrEnum):
     Upload adapters only, or restart the server."""
     LEASE_EXPIRED = "LEASE_EXPIRED"
     """The lease of the attempt has expired. Give the attempt up and lease another; `retried` in the
-    metadata tells whether it is made again."""
+    metadata tells whether it is retried."""
     UPLOAD_IN_PROGRESS = "UPLOAD_IN_PROGRESS"
     """The server is still receiving or verifying another upload. Upload again after a second."""
     SESSION_REPLACED = "SESSION_REPLACED"
