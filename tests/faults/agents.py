@@ -15,12 +15,17 @@ from tests.faults.agent_log import write_down
 
 LOG = "PENSTOCK_TEST_AGENT_LOG"
 """Environment variable that names a folder, in which `generate` logs the answers to its closes."""
+HELD = "PENSTOCK_TEST_HELD"
+"""Environment variable that names a file. Until it exists, `generate` begins no task but the first ones."""
+FIRST_TASKS = 16
 TOOL_ANSWERS = "PENSTOCK_TEST_TOOL_ANSWERS"
 """Environment variable that names a file. The tool of `waits` answers once the file exists."""
 
 
 async def generate(task: Task, trajectory: Trajectory) -> float:
     """Take one to three turns, with short pauses between them."""
+    while task.index >= FIRST_TASKS and HELD in os.environ and not Path(os.environ[HELD]).exists():
+        await asyncio.sleep(0.05)
     rng = random.Random(trajectory.trajectory_id)
     if LOG in os.environ:
         # Each process has its own file, because lines written at the same time would mix.

@@ -24,6 +24,7 @@ import psutil
 from penstock.demo.tasks import write_printable
 from penstock.demo.tiny import write_model
 from penstock.up.processes import Command, Process
+from tests.faults.agents import HELD
 from tests.support.forked_command import NURSERY
 from tests.support.trainer_processes import nursery
 
@@ -143,15 +144,21 @@ class Cluster:
         """Whether the role is running or serving."""
         return self.roles().get(name, {}).get("state") in ("running", "serving")
 
+    def go_on(self) -> None:
+        """Let the agents of a held cluster begin the remaining tasks."""
+        (self.folder / "goes-on").touch()
+
     async def came_back(self, name: str, killed: int) -> None:
         """Wait until the role runs again, as another process."""
         await self.until(lambda: self.runs(name) and self.roles()[name]["pid"] != killed)
 
 
 @contextlib.asynccontextmanager
-async def cluster(folder: Path, placement: str, steps: int) -> AsyncGenerator[Cluster]:
+async def cluster(
+    folder: Path, placement: str, steps: int, *, held: bool = False
+) -> AsyncGenerator[Cluster]:
     """Run a cluster; kill it on exit. Tests then check with `all_gone`
-    that its processes end too."""
+    that its processes end too. A `held` one makes eight steps and waits for `go_on`."""
     path = write_cluster(folder, placement, steps)
     command = (sys.executable, "-m", "tests.support.up_with_fakes", str(path))
     running: Cluster
@@ -162,6 +169,8 @@ async def cluster(folder: Path, placement: str, steps: int) -> AsyncGenerator[Cl
 
     mark = uuid.uuid4().hex
     environment = {MARK: mark}
+    if held:
+        environment[HELD] = str(folder / "goes-on")
     if placement == "processes":
         environment[NURSERY] = str(await asyncio.to_thread(nursery))
     process = Process.start(Command("up", command, folder / "up.log", environment), on_line)

@@ -109,6 +109,9 @@ def send(command: dict[str, Any]) -> None:
     for version, path in zip(command["versions"], command["models"], strict=True):
         source.pairs = FileSource(Path(path)).pairs
         prepare(client, command, version)
+        if command.get("waits"):
+            say(event="prepared")
+            heard()
         engine.send_weights()
         say(active=client.result.active_weight_version, pause=client.result.pause.ToMilliseconds())
     engine.shutdown()

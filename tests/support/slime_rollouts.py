@@ -93,8 +93,15 @@ class Background:
         self.made = queue.Queue()
         self.errors = []
         self.running = True
+        self.ended = threading.Event()
 
     async def work(self):
+        try:
+            await self._work()
+        finally:
+            self.ended.set()
+
+    async def _work(self):
         state, active = GenerateState(self.args), set()
         while self.running:
             try:

@@ -232,10 +232,10 @@ async def test_an_engine_server_that_never_served_stops_everything(tmp_path: Pat
         await end_in_turn(supervisor.started, 5)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 async def test_a_run_goes_on_to_its_end_though_each_of_it_is_killed(tmp_path: Path) -> None:
     steps = 15
-    async with cluster(tmp_path, "processes", steps) as running:
+    async with cluster(tmp_path, "processes", steps, held=True) as running:
         await running.until(lambda: running.steps >= 2)
 
         async def kill(names: Sequence[str]) -> None:
@@ -244,6 +244,7 @@ async def test_a_run_goes_on_to_its_end_though_each_of_it_is_killed(tmp_path: Pa
 
         # At least one engine is alive at any time.
         await asyncio.gather(kill(["engine-1", "engine-2"]), kill(["worker", "trainer", "hub"]))
+        running.go_on()
         assert await asyncio.wait_for(running.ending, 120) == 0
         check(running.out, steps)
         for name in ROLES:

@@ -209,6 +209,8 @@ async def test_groups_in_flight_are_made_while_none_is_admitted(
             background: Any = Background.one
             background.running = False
         told = {type(error).__name__: str(error) for error in background.errors}
+    # It may just ask this loop for groups.
+    assert await asyncio.to_thread(background.ended.wait, 20)
     assert sorted(trainer.kept) == ["t0", "t1"]
     # A function that blocks its event loop gets an error that explains why it receives nothing.
     assert set(told) == (set() if takes_nothing else {"RolloutMisused"})

@@ -283,6 +283,9 @@ async def test_a_run_that_begins_anew_takes_nothing_over_from_its_earlier_start(
     exchange.send(demand={"group_count": 1})
     used = await exchange.receive("delivery")
     exchange.send(receipt={"delivery_ids": [used.delivery_id], "step": 1})
+    # A newer trainer ends this stream, and what the server has not read of it is lost.
+    exchange.half_close()
+    assert await exchange.call.read() is grpc.aio.EOF
     # A resumed trainer, and one that does not know its start id, belong to the same start.
     for epoch, start_id in ((2, "first"), (3, ""), (4, "first")):
         exchange = await hello(harness.wire, epoch, start_id=start_id, resume_step=1)

@@ -223,9 +223,13 @@ async def test_a_version_by_gloo_is_the_dense_upload_bit_for_bit_and_again(stand
 @pytest.mark.parametrize("policy", ["RECOMPUTE", "DRAIN", "ABORT"])
 async def test_turns_in_flight_follow_the_policy(stand: Stand, policy: str) -> None:
     version = await stand.active() + 1
+    await stand.trainer.begin("send", [stand.models[1]], [version], policy=policy, waits=True)
+    # On a busy machine the turn would be over before the trainer is ready to send.
+    while (await stand.trainer.event()).get("event") != "prepared":
+        pass
     running = asyncio.ensure_future(stand.generate(400, policy))
     await begun(stand.wire, policy)
-    await stand.trainer.begin("send", [stand.models[1]], [version], policy=policy)
+    stand.trainer.process.write("")
     events = await stand.trainer.end()
     assert events[0].get("active") == version, events
     versions = set((await running).versions)

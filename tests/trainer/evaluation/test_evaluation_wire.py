@@ -214,9 +214,10 @@ class Held(StillPolicy):
     """Its second step ends only when the test allows it."""
 
     def step(self, plan: Any) -> StepResult:
+        result = super().step(plan)
         if self.steps == 1:
             self.may_end.clear()
-        return super().step(plan)
+        return result
 
 
 @pytest.mark.parametrize("made", ["before", "meanwhile"])
