@@ -239,6 +239,15 @@ def test_worker_and_trainer_call_the_server() -> None:
     assert trainer["healthcheck"] == {"disable": True}
 
 
+def test_tensorboard_reads_the_trainers_figures() -> None:
+    trainer, board = COMPOSE["services"]["trainer"], COMPOSE["services"]["tensorboard"]
+    (out,) = [o.partition("run.out=")[2] for o in command_of(trainer) if "run.out=" in o]
+    assert board["command"][0] == f"--logdir={out}/tensorboard"
+    (volume,) = board["volumes"]
+    assert volume == f"{trainer['volumes'][2]}:ro"
+    assert [port.partition(":")[0] for port in board["ports"]] == ["127.0.0.1"]
+
+
 # The images themselves
 
 
