@@ -82,20 +82,21 @@ VLLM = """
 LONGEST = [
     *VLLM,
     *"""
-    system/test_demo_end_to_end.py trainer/policy/test_ranks.py launch/test_one_command.py
-    launch/test_notebook.py trainer/exchange/test_many_hubs.py trainer/test_resume.py
-    trainer/test_end_to_end.py server/vllm/test_engine_process.py
-    trainer/policy/test_megatron_policy.py
+    trainer/policy/test_ranks.py system/test_demo_end_to_end.py
+    trainer/policy/test_megatron_policy.py launch/test_one_command.py
+    trainer/exchange/test_many_hubs.py launch/test_notebook.py trainer/test_resume.py
+    server/vllm/test_engine_process.py trainer/test_end_to_end.py
     """.split(),  # noqa: SIM905
 ]
-"""Files that take 40 seconds or more: begun last, they would occupy one process while the others wait."""
+"""Files that take 40 seconds or more: begun last, they would occupy one process while the others wait. The
+order keeps those that load vLLM apart."""
 
 
 def turn(path: PurePosixPath) -> int:
     """When a file's turn comes: units first, so that most mistakes show in a minute, then the longest."""
     if not is_slow_file(path):
         return 0
-    return 1 if str(path) in LONGEST else 2
+    return 1 + (LONGEST.index(str(path)) if str(path) in LONGEST else len(LONGEST))
 
 
 def is_slow_file(path: PurePosixPath) -> bool:
