@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 
-from penstock.common.garbage import collect_seldom
+from penstock.common.garbage import quicken
 
 DEFAULTS = {
     # `fork` would copy the locks of grpc's threads and of the event loop in an arbitrary state.
@@ -53,7 +53,7 @@ def quieten() -> None:
 def prepare_engine_process() -> None:
     """Called in the engine process before its first import of vLLM."""
     quieten()
-    collect_seldom()
+    quicken()
     # Set there alone: what this process starts later must not export as the engine.
     os.environ.setdefault("OTEL_SERVICE_NAME", "penstock-engine")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from penstock.common.garbage import OBJECTS_BETWEEN_COLLECTIONS
+from penstock.common.garbage import OBJECTS_BETWEEN_SEARCHES
 
 CYCLE = """
 import gc
-from penstock.common.garbage import collect_seldom, start_up_kept
+from penstock.common.garbage import quicken, start_up_kept
 
 class Cycle:
     def __init__(self): self.own = self
@@ -25,12 +25,22 @@ def printed(*lines: str) -> list[str]:
     return done.stdout.split()
 
 
+THRESHOLD = "print(gc.get_threshold()[0], flush=True)"
+
+
 def test_a_process_that_ends_is_not_searched_for_cycles() -> None:
     assert printed("kept = Cycle()") == ["collected"]
-    threshold = "print(gc.get_threshold()[0], flush=True)"
-    assert printed("collect_seldom()", "kept = Cycle()", threshold) == [
-        str(OBJECTS_BETWEEN_COLLECTIONS)
-    ]
+    assert printed("quicken()", "kept = Cycle()", THRESHOLD) == [str(OBJECTS_BETWEEN_SEARCHES)]
+
+
+def test_searches_are_as_usual_once_nothing_is_imported() -> None:
+    searches = f"live = [[] for _ in range({2 * OBJECTS_BETWEEN_SEARCHES + 10})]"
+    usual, while_importing, after = printed(
+        *(THRESHOLD, "quicken()", f"live = [[] for _ in range({OBJECTS_BETWEEN_SEARCHES + 10})]"),
+        *("import xml.dom.minidom", THRESHOLD, searches, THRESHOLD),
+    )
+    assert (while_importing, after) == (str(OBJECTS_BETWEEN_SEARCHES), usual)
+    assert usual != while_importing
 
 
 def test_what_was_there_is_left_alone_until_the_block_ends() -> None:

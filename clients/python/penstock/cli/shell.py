@@ -10,7 +10,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from penstock.common.answers import Exit, answering_programs, complain, json_option, wants_json
-from penstock.common.garbage import collect_seldom
+from penstock.common.garbage import quicken
 from penstock.common.suggestions import did_you_mean
 
 VARIABLE = "_PENSTOCK_COMPLETE"
@@ -31,7 +31,7 @@ class Commands(click.Group):
         super().add_command(cmd, name)
 
     def main(self, *given: Any, standalone_mode: bool = True, **named: Any) -> Any:
-        collect_seldom()
+        quicken()
         arguments = given[0] if given else named.get("args")
         if not standalone_mode or not wants_json(sys.argv[1:] if arguments is None else arguments):
             return super().main(*given, standalone_mode=standalone_mode, **named)
