@@ -20,6 +20,9 @@ def quicken() -> None:
     10 ms or more.
     """
     default, known = gc.get_threshold(), 0
+    if default[0] == OBJECTS_BETWEEN_SEARCHES:
+        # Called before, in this process.
+        return
 
     def on_search(phase: str, _: object) -> None:
         nonlocal known
