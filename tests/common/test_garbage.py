@@ -34,10 +34,12 @@ def test_a_process_that_ends_is_not_searched_for_cycles() -> None:
 
 
 def test_searches_are_as_usual_once_nothing_is_imported() -> None:
-    searches = f"live = [[] for _ in range({2 * OBJECTS_BETWEEN_SEARCHES + 10})]"
+    once, twice = (
+        f"live = [[] for _ in range({count * OBJECTS_BETWEEN_SEARCHES + 10})]" for count in (1, 2)
+    )
     usual, while_importing, after = printed(
-        *(THRESHOLD, "quicken(); quicken()", f"live = [[] for _ in range({OBJECTS_BETWEEN_SEARCHES + 10})]"),
-        *("import xml.dom.minidom", THRESHOLD, searches, THRESHOLD),
+        *(THRESHOLD, "quicken(); quicken()", once, "import xml.dom.minidom", THRESHOLD),
+        *(twice, THRESHOLD),
     )
     assert (while_importing, after) == (str(OBJECTS_BETWEEN_SEARCHES), usual)
     assert usual != while_importing
