@@ -50,7 +50,8 @@ def test_a_function_of_named_arguments_alone_is_called_first(scores: str) -> Non
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("named(fild='x')", r"TypeError: named\(\) got an unexpected keyword argument 'fild'"),
+        ("named(fild='x')", r"it has no argument fild; did you mean field\?"),
+        ("named(other='x')", "it has no argument other; it has field"),
         ("named(field=x)", "x: expected a literal, in quotes if a text"),
         ("named(field='x'", r"\(field='x': '\(' was never closed"),
         ("named()()", r"\(\)\(\): expected one call, at the end of the name"),

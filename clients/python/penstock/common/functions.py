@@ -122,6 +122,7 @@ def _made(found: Callable[..., object], call: ast.Call | None) -> Callable[..., 
     try:
         given = [_literal(each) for each in call.args] if call else []
         named = {str(k.arg): _literal(k.value) for k in call.keywords} if call else {}
+        _check_names(found, named)
         made = found(*given, **named)
     except FunctionInvalid:
         raise
@@ -131,6 +132,22 @@ def _made(found: Callable[..., object], call: ast.Call | None) -> Callable[..., 
     if not callable(made):
         raise FunctionInvalid(f"it returned {made!r}, which is not a function")
     return made
+
+
+def _check_names(found: Callable[..., object], named: Mapping[str, object]) -> None:
+    """Raises FunctionInvalid for an argument that the function does not have."""
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except ValueError:
+        # Some functions written in C have no signature.
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    known = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
+    for name in named:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; it has {', '.join(known) or 'none'}"
+            raise FunctionInvalid(f"it has no argument {name}{hint}")
 
 
 def _literal(value: ast.expr) -> object:
