@@ -75,7 +75,7 @@ class Scheduling(LoadFileScheduling):
 def pytest_xdist_make_scheduler(
     config: pytest.Config, log: xdist.remote.Producer
 ) -> LoadFileScheduling | None:
-    """For `--dist loadfile`."""
+    """Replaces the scheduling of `--dist loadfile`, and no other."""
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 

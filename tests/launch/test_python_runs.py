@@ -64,7 +64,8 @@ def started_here() -> list[str]:
     """The servers and trainers that this process has started and that are still there."""
     children = psutil.Process().children(recursive=True)
     lines = [" ".join(child.cmdline()) for child in children]
-    return [line for line in lines if "fake_serve" in line or "forked_command" in line]
+    ours = ("fake_serve", "forked_command", "penstock.cli")
+    return [line for line in lines if any(name in line for name in ours)]
 
 
 @pytest.mark.timeout(300)

@@ -288,7 +288,7 @@ def test_gpus_may_be_shared_unless_they_are_divided(monkeypatch: pytest.MonkeyPa
     assert found("up.toml", *divided)["problems"] == [
         "[cluster]: 3 GPUs are needed, and this machine shows none"
     ]
-    # Without a driver that answers, nobody knows.
+    # A driver that does not answer hides how many there are.
     monkeypatch.setattr(command, "gpu_count", lambda: 3)
     assert found("up.toml", *divided)["problems"] == []
 

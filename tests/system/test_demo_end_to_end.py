@@ -140,6 +140,8 @@ def test_a_tiny_model_goes_once_round_though_its_server_is_killed_and_traces_rea
     assert summary["lag_max"] <= 4
     metrics = [json.loads(line) for line in (demo.out / "metrics.jsonl").read_text().splitlines()]
     assert [record["weight_version"] for record in metrics] == list(range(1, STEPS + 1))
+    # An attempt whose lease ran out meanwhile was retried.
+    assert all(record["failures"] == 0 for record in metrics)
     # The engine computes with the weights that the trainer trained.
     assert max(record["probe_difference"] for record in metrics) < 1e-4
     assert any(record["applied"] for record in metrics)

@@ -7,14 +7,13 @@ from importlib import metadata
 DISTRIBUTION = "penstock-rl"
 """`penstock` on PyPI is another project."""
 
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Has torch's CPU build, which the CPU engine requires and PyPI lacks."""
+
 
 def installed_version() -> str:
     """Raises PackageNotFoundError if the packages are on the path without being installed."""
     return metadata.version(DISTRIBUTION)
-
-
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Has torch's CPU build, which the engine's requires and PyPI lacks."""
 
 
 def pip_install(extras: str) -> str:

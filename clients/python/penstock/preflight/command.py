@@ -235,7 +235,7 @@ def _engine_gpus(engine: Mapping[str, object]) -> int:
 def _check_gpus(
     wanted: int, machine: Machine, where: str, report: Report, *, divided: bool = False
 ) -> None:
-    """`divided`: each process is promised GPUs of its own; others compute on the CPU if there are none."""
+    """Unless the GPUs are `divided` among the processes, a machine without any computes on its CPU."""
     present = len(machine.gpus)
     if not present and (not divided or gpu_count()):
         # A driver that does not answer hides GPUs.
