@@ -368,7 +368,7 @@ LAUNCHING = {
     "no model": (
         "train --model ./model --data train.jsonl --reward score.py:reward",
         {},
-        "penstock train: there is no folder ./model",
+        "penstock train: --model: there is no folder ./model",
     ),
     "no recipe": (
         "init --recipe defalt",

@@ -172,6 +172,20 @@ def test_a_mistake_is_answered_before_anything_starts(
     assert not (here / "runs").exists()
 
 
+def test_several_mistakes_are_told_at_once(train: Train, here: Path) -> None:
+    done = train(model="./nowhere", data="trian.jsonl", reward="my.py:scor")
+    assert (done.exit_code, done.output.splitlines()) == (
+        2,
+        [
+            "penstock train: --model: there is no folder ./nowhere",
+            f"penstock train: --data: trian.jsonl: No such file or directory (in {here}); did you mean "
+            "train.jsonl?",
+            "penstock train: --reward my.py:scor: my has no scor; did you mean score? "
+            f"({here}/my.py)",
+        ],
+    )
+
+
 def test_a_folder_that_holds_a_run_is_left_alone(train: Train, here: Path) -> None:
     (here / "out").mkdir()
     (here / "out" / "run.toml").write_text("mine")

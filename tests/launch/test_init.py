@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli.__main__ import main
+from penstock.launch.errors import LaunchInvalid
 from penstock.launch.init import fill, recipes
 from penstock.up.checks import check
 from penstock.up.config import load
@@ -49,6 +50,29 @@ def test_the_file_has_what_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # Everything else is the recipe's, its comments too.
     assert file["train"]["train"] == before["train"]["train"]
     assert text.count("#") == recipes()["default"].count("#")
+
+
+@pytest.mark.parametrize(
+    "recipe", [name for name, text in recipes().items() if "evaluation" in text]
+)
+def test_own_data_is_not_evaluated_on_the_recipes(recipe: str) -> None:
+    kept = tomllib.loads(recipes()[recipe])
+    if "python" in kept["train"]["data"]:
+        with pytest.raises(LaunchInvalid, match=f"--data: the recipe {recipe} has no train.data"):
+            fill(recipe, None, "own.jsonl", None)
+        return
+    text = fill(recipe, None, "own.jsonl", None)
+    file = tomllib.loads(text)
+    assert file["train"]["data"]["jsonl"]["path"] == "own.jsonl"
+    assert "evaluation" not in file["train"]
+    # Without the two characters before its lines it is what the recipe has.
+    quoted = text.partition("held out of the data:\n")[2].splitlines()
+    evaluation = "\n".join(line[2:] for line in quoted if line.startswith("# "))
+    assert tomllib.loads(evaluation)["train"]["evaluation"] == kept["train"]["evaluation"]
+    rest = {
+        name: table for name, table in kept["train"].items() if name not in ("data", "evaluation")
+    }
+    assert {name: file["train"][name] for name in rest} == rest
 
 
 def test_without_options_it_is_the_recipe(tmp_path: Path) -> None:

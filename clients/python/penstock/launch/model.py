@@ -32,10 +32,15 @@ class Model:
     """Most tokens of a prompt and its answer together."""
 
 
+def check_folder(choice: str) -> None:
+    """Raises ModelUnavailable if the choice can only be a folder, and the folder does not exist."""
+    if (missing := missing_folder(choice)) is not None:
+        raise ModelUnavailable(f"--model: {missing}")
+
+
 def read_model(choice: str, say: Callable[[str], None]) -> Model:
     """Reads a folder, or a model of the hub, which is fetched first. Raises ModelUnavailable."""
-    if (missing := missing_folder(choice)) is not None:
-        raise ModelUnavailable(missing)
+    check_folder(choice)
     folder = prepare_model(choice, say)
     try:
         parameters = read_weights(folder).elements

@@ -178,10 +178,11 @@ def _check_machine(config: UpConfig, trainer: TrainerConfig | None, report: Repo
         where = config.origins.of(named, key)
         return f"{where}: [{named}]: {key}" if where else f"[{named}]: {key}"
 
-    with _told(report), up_checks.in_terms_of(config, "serve") as file:
-        server = load_serve(Path(file), [])
-        with _told(report, config.origins.of("serve", "listen") or "[serve]: listen"):
-            check_ports(server)
+    for listening in dict.fromkeys(("serve", section)):
+        with _told(report), up_checks.in_terms_of(config, listening) as file:
+            server = load_serve(Path(file), [])
+            with _told(report, config.origins.of(listening, "listen") or f"[{listening}]: listen"):
+                check_ports(server)
     with _told(report), up_checks.in_terms_of(config, section) as file:
         check_engine(load_serve(Path(file), []), [], origin)
     machine = look()
