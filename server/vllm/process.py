@@ -21,6 +21,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from penstock.common.answers import ending
 from penstock.common.parent_death import binding_children
 from penstock.server.engine.protocol import EngineLost, EngineStats
 from penstock.server.vllm import environment
@@ -114,8 +115,8 @@ class EngineProcess:
         if self._given_up:
             return self._given_up
         ended = self._manager.finished_procs()
-        exits = ", ".join(f"{name} with exit code {code}" for name, code in ended.items())
-        return f"the vLLM engine process ended: {exits or 'no exit code yet'}"
+        exits = ", ".join(f"{name} {ending(code)}" for name, code in ended.items())
+        return f"the vLLM engine process ended: {exits or 'no exit status yet'}"
 
 
 class EngineOwner:

@@ -43,11 +43,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from penstock.common.failpoints import hit
 
-# Imported for their effects: the backend "gloo", a fix of vLLM's LoRA, and faster drawing of tokens.
+# Imported for their effects: the backend "gloo", a fix of vLLM's LoRA, faster drawing of tokens, and AMX.
 from penstock.server.vllm.worker import (
     gloo,  # noqa: F401  # pyright: ignore[reportUnusedImport]
     lora,  # noqa: F401  # pyright: ignore[reportUnusedImport]
     sampling,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    tiles,  # noqa: F401  # pyright: ignore[reportUnusedImport]
 )
 from penstock.server.vllm.worker.preparation import Preparation, has_room, why_not
 from penstock.server.vllm.worker.reload import ProcessesWeights, forget_reload, reload_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import sys
 import tomllib
 from collections.abc import Generator, Sequence
@@ -40,6 +41,16 @@ _PLACE = re.compile(
 json_option = click.option(
     "--json", is_flag=True, expose_value=False, help="Print errors, and any result, as JSON."
 )
+
+
+def ending(status: int) -> str:
+    """How a process ended, by its exit status, which is negative after a signal: "was ended by SIGKILL"."""
+    if status >= 0:
+        return f"exited {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
 
 
 def wants_json(arguments: Sequence[str]) -> bool:

@@ -23,6 +23,7 @@ from typing import cast
 import click
 import tomli_w
 
+from penstock.common.answers import ending
 from penstock.common.distribution import pip_install
 from penstock.common.secrets import without_secrets
 from penstock.common.settings import Table
@@ -31,7 +32,6 @@ from penstock.server.config.settings import load as load_serve
 from penstock.up import ray_placement
 from penstock.up.cast import Programs
 from penstock.up.config import UpConfig, UpConfigInvalid, UpOrigins, command_line
-from penstock.up.processes import ending
 from penstock.up.state import holds_run, is_running
 from penstock.wire.channel import is_loopback
 

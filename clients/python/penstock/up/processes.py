@@ -26,6 +26,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, BinaryIO, ParamSpec, Protocol
 
+from penstock.common.answers import ending
+
 logger = logging.getLogger(__name__)
 
 # A new process first asks the kernel to end it when its parent ends, then becomes its program. This is a
@@ -375,11 +377,6 @@ class FirstMatch:
             return self._found.result()
         finally:
             ended.cancel()
-
-
-def ending(status: int) -> str:
-    """An exit status in words, such as "was ended by SIGKILL"."""
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited {status}"
 
 
 async def halt(running: Running, ended: asyncio.Future[int], patience: float) -> None:

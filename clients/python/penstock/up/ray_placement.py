@@ -34,11 +34,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.common.answers import ending
 from penstock.common.parent_death import PR_SET_CHILD_SUBREAPER, die_with, prctl
 from penstock.up.cluster_config import Cluster, Share
 from penstock.up.keeper import Keeper
 from penstock.up.placement import PlacementFailed
-from penstock.up.processes import THIS_HOST, Command, Running, ending, going_on, halt, log_writer
+from penstock.up.processes import THIS_HOST, Command, Running, going_on, halt, log_writer
 from penstock.up.ranked_process import RankedProcess, rank_environments, rank_name
 
 STORE_BYTES = 80 << 20
