@@ -153,7 +153,7 @@ def configure(folder: Path, tiny: Path, address: str, **sections: dict[str, obje
         "".join(json.dumps({"prompt": f"Say {n}.", "answer": n}) + "\n" for n in range(7))
     )
     document: dict[str, dict[str, object]] = {
-        "server": {"address": address, "give_up_after_seconds": 20.0},
+        "server": {"address": address, "give_up_after_seconds": 120.0},
         "run": {"out": str(folder / "out"), "steps": 3},
         "model": {"path": str(tiny), "dtype": "float32", "threads": 1},
         "data": {

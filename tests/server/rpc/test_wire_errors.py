@@ -185,6 +185,9 @@ async def call(
         else:
             await channel.unary_unary(path)(bodies[0], timeout=seconds)
     except grpc.aio.AioRpcError as error:
+        if error.details() == "Internal error from Core":
+            # This side's own words if the deadline has passed before it could begin the call.
+            return grpc.StatusCode.DEADLINE_EXCEEDED, ""
         failure = read_failure(error)
         return failure.code, failure.reason
     return grpc.StatusCode.OK, ""

@@ -148,7 +148,7 @@ def download(work: Path) -> Path:
 
 def pip() -> tuple[str, ...]:
     """The command that starts pip. An environment that uv made has none, but uv can fetch it."""
-    uv = os.environ.get("UV") or shutil.which("uv")
+    uv = shutil.which("uv")
     if find_spec("pip") is None and uv:
         return (uv, "tool", "run", "--quiet", "pip")
     return (sys.executable, "-m", "pip")
