@@ -7,11 +7,13 @@ thread builds the engine, while the event loop stays free, and then only waits t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import psutil
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -201,7 +203,9 @@ def shut_down(llm: AsyncLLM) -> None:
     """Returns when its processes are gone."""
     manager = cast("object", llm.engine_core.resources.engine_manager)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
     processes = list(manager.processes) if isinstance(manager, CoreEngineProcManager) else []
-    llm.shutdown(SHUTDOWN_SECONDS)
+    # It kills a process that takes longer, and may find that it has just ended by itself.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        llm.shutdown(SHUTDOWN_SECONDS)
     for process in processes:
         # vLLM kills processes that took longer, and does not wait for them.
         process.join()

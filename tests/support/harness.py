@@ -497,7 +497,8 @@ async def serve(
         Serving(engine, renderer or ByteRenderer(), loaded, journal, gate, http), server
     )
     await life.start()
-    channel = open_channel(f"127.0.0.1:{port}", security)
+    # An earlier server may have had the port. A connection shared with its channels would still be failing.
+    channel = open_channel(f"127.0.0.1:{port}", security, own_connection=True)
     try:
         yield Harness(life, engine, port, Wire(channel), channel)
     finally:
