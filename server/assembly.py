@@ -26,6 +26,7 @@ from penstock.server.rollouts.buffering import CompletedGroups
 from penstock.server.rollouts.complete import Closing
 from penstock.server.rollouts.start import Opening
 from penstock.server.rollouts.unleased import OwnTrajectories
+from penstock.server.rpc.lease_lines import LeaseLines
 from penstock.server.rpc.leases import CallLeases
 from penstock.server.rpc.rollout_servicer import RolloutServicer
 from penstock.server.rpc.server_info import ServerInfo
@@ -285,6 +286,10 @@ class Serving:
     # Services
 
     @cached_property
+    def lease_lines(self) -> LeaseLines:
+        return LeaseLines(self.queue, self.changed, lambda: self.switch.active_version)
+
+    @cached_property
     def leases(self) -> CallLeases:
         return CallLeases(self.queue, self.store, self.own)
 
@@ -322,12 +327,11 @@ class Serving:
     @cached_property
     def tasks(self) -> TaskServicer:
         return TaskServicer(
-            self.changed,
             self.queue,
+            self.lease_lines,
             self.closing,
             self.journal,
             self.budget,
-            lambda: self.switch.active_version,
             self.engine.description.vocab_size,
             self.session.check,
         )

@@ -93,6 +93,7 @@ class Lifecycle:
         if serving.http is not None:
             await serving.http.start(cast("Any", endpoints(serving)))
         self._background += [
+            asyncio.create_task(serving.lease_lines.run(), name="dealing of leases"),
             asyncio.create_task(serving.closing.expire_leases(), name="lease clock"),
             asyncio.create_task(serving.own.expire(), name="clock of callers' own trajectories"),
         ]
@@ -163,7 +164,7 @@ class Lifecycle:
         )
         await serving.health.drain()
         serving.opening.drain(refusal)
-        serving.tasks.drain(refusal)
+        serving.lease_lines.drain(refusal)
         limit = serving.config.drain_seconds if drain_seconds is None else drain_seconds
         try:
             async with asyncio.timeout(limit):

@@ -1,6 +1,7 @@
 """The cost of one more attempt that waits for its tool, with thousands in flight in one worker.
 
     python -m benchmarks.serving.attempts [--attempts 5000] [--prompt-tokens 200] [--spread-seconds 60]
+        [--streams 1000] [--rounds 5]
 
 Runs a server with the fake engine and one worker, each in a separate process. Sampling takes no time.
 
@@ -9,6 +10,9 @@ Runs a server with the fake engine and one worker, each in a separate process. S
    processor time while nothing happens except renewals of leases.
 3. The tools answer, evenly over --spread-seconds. Each attempt takes its second turn (`Continue`), which is
    timed from the call to the turn's end.
+4. Attempts are leased and closed without a turn: through one stream that works on --streams at a time, and
+   through as many streams that work on one each, in turn. Of the server's processor time for an attempt,
+   the result has the median of the rounds.
 
 Memory per attempt is a process's growth since it finished its first hundred attempts, divided by the number
 of attempts. The last line is one JSON object.
@@ -20,6 +24,7 @@ import asyncio
 import gc
 import json
 import random
+import statistics as statistics_of
 import subprocess
 import sys
 import tempfile
@@ -28,11 +33,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+import grpc
 import numpy as np
 import psutil
 
 WARM_ATTEMPTS = 100
 TURN_TOKENS = 16
+CLOSED = 4
 SETTINGS = (
     "limits.open_trajectories=100000",
     "limits.caller.open_trajectories=100000",
@@ -82,7 +89,13 @@ class Tools:
 
 
 async def work(
-    address: str, server_pid: int, count: int, prompt: int, spread: float
+    address: str,
+    server_pid: int,
+    count: int,
+    prompt: int,
+    spread: float,
+    streams: int,
+    rounds: int,
 ) -> dict[str, object]:
     """Runs in the worker's process and returns all figures."""
     from penstock.client import SamplingParams, Task, connect
@@ -119,6 +132,12 @@ async def work(
         statistics = await working
         assert statistics.scored_count == count, statistics
         done = (cost_of(psutil.Process().pid), cost_of(server_pid))
+        costs: dict[int, list[float]] = {1: [], streams: []}
+        for number in range(rounds):
+            for each, found in costs.items():
+                found.append(
+                    await close_all(address, server_pid, f"{number}-{each}", each, streams)
+                )
         return {
             "attempts": count,
             "prompt_tokens": prompt,
@@ -136,7 +155,58 @@ async def work(
             "continue_p50_ms": percentile(tools.continues, 50),
             "continue_p99_ms": percentile(tools.continues, 99),
             "continue_max_ms": percentile(tools.continues, 100),
+            **{
+                f"server_cpu_ms_with_{each}_streams": round(statistics_of.median(found), 2)
+                for each, found in costs.items()
+            },
         }
+
+
+async def close_all(address: str, server_pid: int, name: str, streams: int, together: int) -> float:
+    """Lease and close CLOSED attempts for each of `together` that are held at once, through as many
+    streams. Returns the server's processor time for each, in milliseconds."""
+    from penstock.v1 import task_service_pb2 as messages
+    from penstock.v1.task_service_pb2_grpc import TaskServiceStub
+    from penstock.v1.trajectory_pb2 import Outcome
+
+    count = CLOSED * together
+    closed, all_closed = 0, asyncio.Event()
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as group:
+        stub = TaskServiceStub(channel)
+
+        async def close(trajectory_id: str) -> None:
+            nonlocal closed
+            await stub.CompleteTrajectory(
+                messages.CompleteTrajectoryRequest(
+                    trajectory_id=trajectory_id, outcome=Outcome(reward=1.0)
+                )
+            )
+            closed += 1
+            if closed == count:
+                all_closed.set()
+
+        async def agent(number: int) -> None:
+            asked = messages.LeaseTasksRequest(
+                agent_id=f"{name}-{number}", concurrency=together // streams
+            )
+            async for lease in stub.LeaseTasks(asked):
+                group.create_task(close(lease.trajectory_id))
+
+        agents = [group.create_task(agent(number)) for number in range(streams)]
+        # Until every stream waits.
+        await asyncio.sleep(2.0)
+        before = cost_of(server_pid)
+        for at in range(0, count, 1000):
+            numbers = range(at, min(at + 1000, count))
+            tasks = [messages.Task(task_id=f"{name}-{n}", group_size=1) for n in numbers]
+            for task in tasks:
+                task.tokens.token_ids.append(1)
+            await stub.SubmitTasks(messages.SubmitTasksRequest(tasks=tasks))
+        await all_closed.wait()
+        after = cost_of(server_pid)
+        for one in agents:
+            one.cancel()
+    return (after.cpu_seconds - before.cpu_seconds) * 1000 / count
 
 
 def per_attempt(before: Cost, after: Cost, count: int) -> float:
@@ -158,14 +228,23 @@ def percentile(seconds: list[float], at: float) -> float:
 @click.option("--attempts", default=5000, show_default=True)
 @click.option("--prompt-tokens", default=200, show_default=True)
 @click.option("--spread-seconds", default=60.0, show_default=True)
+@click.option("--streams", default=1000, show_default=True)
+@click.option("--rounds", default=5, show_default=True)
 @click.option("--worker", nargs=2, hidden=True, help="Address and process id of the server.")
 def main(
-    attempts: int, prompt_tokens: int, spread_seconds: float, worker: tuple[str, str] | None
+    attempts: int,
+    prompt_tokens: int,
+    spread_seconds: float,
+    streams: int,
+    rounds: int,
+    worker: tuple[str, str] | None,
 ) -> None:
     """Measure what attempts that wait for a tool cost their worker and server."""
     if worker is not None:
         address, pid = worker
-        result = asyncio.run(work(address, int(pid), attempts, prompt_tokens, spread_seconds))
+        result = asyncio.run(
+            work(address, int(pid), attempts, prompt_tokens, spread_seconds, streams, rounds)
+        )
         print(json.dumps(result))
         return
     # Not in the worker, whose memory is measured.
@@ -178,6 +257,7 @@ def main(
     ):
         command = [sys.executable, "-m", "benchmarks.serving.attempts", "--attempts", str(attempts)]
         command += ["--prompt-tokens", str(prompt_tokens), "--spread-seconds", str(spread_seconds)]
+        command += ["--streams", str(streams), "--rounds", str(rounds)]
         command += ["--worker", server.address, str(server.process.pid)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         server.check_alive()

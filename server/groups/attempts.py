@@ -1,7 +1,8 @@
 """States of an attempt (one of a group's `group_size` attempts):
 
     waiting --lease--> leased <--> orphaned
-       ^                 |            |
+       ^  <--given back--+            |
+       |                 |            |
        |                 +-----+------+
        |                       |
        +-- retries left -------+--> succeeded   closed with a reward
@@ -9,19 +10,22 @@
        |                                |
        +--------------------------------+  the siblings are sampled again
 
-An attempt is orphaned when its lease stream is lost, until the next call or renewal. The failure of an
-attempt without retries is data: it becomes part of the group. Final attempts wait again if a group that
-was leased as a whole lost its holder. A sibling of a caller's own group that was never opened also goes
-from waiting to failed.
+A lease is given back if its stream was lost before the agent was told of it: the attempt counts as never
+leased. An attempt is orphaned when its lease stream is lost, until the next call or renewal. The failure
+of an attempt without retries is data: it becomes part of the group. Final attempts wait again if a group
+that was leased as a whole lost its holder. A sibling of a caller's own group that was never opened also
+goes from waiting to failed.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from penstock.server.core.aio import Broadcast
 from penstock.server.journal.protocol import Record
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire.messages import GroupChanged, JournalAttempt, JournalRecord
@@ -38,7 +42,15 @@ class Holder:
     purpose: trajectory_pb2.Purpose.ValueType
     whole_groups: bool = False
     held: set[str] = field(default_factory=set[str])
+    owed: OrderedDict[str, Group] = field(default_factory=lambda: OrderedDict[str, "Group"]())
+    """Groups leased to it as a whole of which attempts wait, by id."""
+    freed: Broadcast = field(default_factory=Broadcast)
+    """Notified when it holds one attempt fewer."""
     _noted: bool = False
+
+    @property
+    def full(self) -> bool:
+        return len(self.held) >= self.concurrency
 
     def takes(self, task: task_service_pb2.Task) -> bool:
         """Logs the first refusal, because the agent would wait silently."""
@@ -124,6 +136,13 @@ class Group:
     """Whether it is leased as a whole, because siblings are compared with one another."""
     holder: Holder | None = None
     """The only stream that a whole group is leased to, while that stream lives."""
+    waiting: deque[Attempt] = field(default_factory=deque[Attempt])
+    """Attempts of a task that wait for a lease: those made again, then in order of `sample_index`."""
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no attempt is leased or has ended."""
+        return len(self.waiting) == self.size
 
     @property
     def complete(self) -> bool:

@@ -47,17 +47,21 @@ class LeaseClock:
         self._reached(attempt)
         self.touch(attempt)
 
-    def call_began(self, attempt: Attempt) -> None:
-        """Stop the lease while a call on the trajectory is open."""
+    def call_began(self, attempt: Attempt) -> str:
+        """Stop the lease while a call on the trajectory is open. Returns the lease, for `call_ended`."""
         attempt.open_calls += 1
         self._reached(attempt)
+        return attempt.trajectory_id
 
     def _reached(self, attempt: Attempt) -> None:
         if attempt.state is AttemptState.ORPHANED:
             attempt.to(AttemptState.LEASED)
 
-    def call_ended(self, attempt: Attempt) -> None:
-        """Let the lease run again after a call; only for the grace period if its stream was lost."""
+    def call_ended(self, attempt: Attempt, lease: str) -> None:
+        """Let the lease run again after a call; only for the grace period if its stream was lost. A call
+        that outlived its lease is not one of the next holder's."""
+        if attempt.trajectory_id != lease or not attempt.state.leased:
+            return
         attempt.open_calls = max(0, attempt.open_calls - 1)
         if attempt.state is AttemptState.ORPHANED:
             # A call that ended together with the stream is no sign of life.

@@ -15,8 +15,9 @@ earlier may still arrive.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from penstock.server.core.aio import Broadcast
@@ -67,28 +68,75 @@ class KnownTasks:
             self._past.popitem(last=False)
 
 
+class _Line:
+    """Tasks of one purpose, in order. Those of one shape have a queue of their own, because an agent takes
+    either all tasks of a shape or none: so a task that it does not take delays no other."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._shapes: dict[tuple[int, int], deque[tuple[int, task_service_pb2.Task]]] = {}
+        self._first = self._last = 0
+        """Places of the first and the last task."""
+
+    def __iter__(self) -> Iterator[task_service_pb2.Task]:
+        return (task for _, task in heapq.merge(*self._shapes.values()))
+
+    def append(self, task: task_service_pb2.Task) -> None:
+        self._last += 1
+        self._of(task).append((self._last, task))
+        self.count += 1
+
+    def appendleft(self, task: task_service_pb2.Task) -> None:
+        self._first -= 1
+        self._of(task).appendleft((self._first, task))
+        self.count += 1
+
+    def first(self, takes: Callable[[task_service_pb2.Task], bool]) -> task_service_pb2.Task | None:
+        heads = [tasks[0] for tasks in self._shapes.values() if takes(tasks[0][1])]
+        return min(heads)[1] if heads else None
+
+    def pop_first_like(self, task: task_service_pb2.Task) -> task_service_pb2.Task:
+        shape = _shape(task)
+        _, first = self._shapes[shape].popleft()
+        if not self._shapes[shape]:
+            del self._shapes[shape]
+        self.count -= 1
+        return first
+
+    def clear(self) -> None:
+        self._shapes.clear()
+        self.count = 0
+
+    def _of(self, task: task_service_pb2.Task) -> deque[tuple[int, task_service_pb2.Task]]:
+        return self._shapes.setdefault(_shape(task), deque())
+
+
+def _shape(task: task_service_pb2.Task) -> tuple[int, int]:
+    return task.group_size, task.finish_count
+
+
 class PendingTasks:
     """Evaluation first, within a bound."""
 
     def __init__(self, changed: Broadcast, max_pending: int) -> None:
         self._changed = changed
         self._max_pending = max_pending
-        self._tasks: dict[trajectory_pb2.Purpose.ValueType, deque[task_service_pb2.Task]] = {
-            trajectory_pb2.PURPOSE_EVAL: deque(),
-            trajectory_pb2.PURPOSE_TRAIN: deque(),
+        self._tasks: dict[trajectory_pb2.Purpose.ValueType, _Line] = {
+            trajectory_pb2.PURPOSE_EVAL: _Line(),
+            trajectory_pb2.PURPOSE_TRAIN: _Line(),
         }
         self.known = KnownTasks()
         self.byte_count = 0
 
     @property
     def count(self) -> int:
-        return sum(len(tasks) for tasks in self._tasks.values())
+        return sum(line.count for line in self._tasks.values())
 
     def count_of(self, tasks: Iterable[task_service_pb2.Task]) -> int:
         """Counts tasks that have the purposes of `tasks`, or all if `tasks` is empty. A submitter that
         keeps training tasks waiting has no use for waiting evaluation tasks."""
         purposes = {_effective(task.purpose) for task in tasks} or self._tasks.keys()
-        return sum(len(self._tasks[purpose]) for purpose in purposes)
+        return sum(self._tasks[purpose].count for purpose in purposes)
 
     @property
     def all(self) -> Iterator[task_service_pb2.Task]:
@@ -138,23 +186,27 @@ class PendingTasks:
             self.byte_count += task.ByteSize()
 
     def first(
-        self,
+        self, takes: Callable[[task_service_pb2.Task], bool]
     ) -> Iterator[tuple[trajectory_pb2.Purpose.ValueType, task_service_pb2.Task]]:
-        """Of each purpose, in the order in which groups are begun."""
-        for purpose, tasks in self._tasks.items():
-            if tasks:
-                yield purpose, tasks[0]
+        """The first task of each purpose that an agent takes, in the order in which groups are begun."""
+        for purpose, line in self._tasks.items():
+            if (task := line.first(takes)) is not None:
+                yield purpose, task
 
-    def pop(self, purpose: trajectory_pb2.Purpose.ValueType) -> task_service_pb2.Task:
-        task = self._tasks[purpose].popleft()
+    def begin(
+        self, purpose: trajectory_pb2.Purpose.ValueType, task: task_service_pb2.Task
+    ) -> task_service_pb2.Task:
+        """Take away a task that `first` returned."""
+        begun = self._tasks[purpose].pop_first_like(task)
+        assert begun is task
         self.byte_count -= task.ByteSize()
         return task
 
     def drop_all(self) -> int:
         """Forgets the known ones too. Returns how many were waiting."""
         dropped = self.count
-        for tasks in self._tasks.values():
-            tasks.clear()
+        for line in self._tasks.values():
+            line.clear()
         self.known.clear()
         self.byte_count = 0
         return dropped

@@ -2,6 +2,9 @@
 
 - A task becomes a group when the staleness gate admits it and an agent asks for work. The group's
   attempts are leased in order of `sample_index`, retries first.
+- An agent that wants whole groups skips those that it cannot hold at once, and races; other tasks begin
+  before them. If it is lost, its groups are for nobody until all their attempts are back. Then any agent
+  may have them.
 - The attempt of an expired lease is leased again under a new trajectory id, and calls on the old id are
   refused with LEASE_EXPIRED. An attempt whose leases expired `max_attempts` times becomes a failure, as if
   its agent had reported one.
@@ -23,7 +26,7 @@ Pure except for the clock; nothing here awaits.
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 
 from penstock.server.config.limits import LeasesSection
@@ -63,7 +66,12 @@ class TaskQueue:
         """Oldest first; bounded."""
         self._evaluations: set[str] = set()
         """Evaluation groups begun, and neither buffered nor dropped."""
-        self._waiting: deque[Attempt] = deque()
+        self._offered: dict[trajectory_pb2.Purpose.ValueType, OrderedDict[str, Group]] = {
+            trajectory_pb2.PURPOSE_EVAL: OrderedDict(),
+            trajectory_pb2.PURPOSE_TRAIN: OrderedDict(),
+        }
+        """Groups with waiting attempts that any agent may be given, by id."""
+        self._owing: dict[Holder, None] = {}
         self._attempts: dict[str, Attempt] = {}
         self._changed = changed
         self._begun_bytes = 0
@@ -105,27 +113,20 @@ class TaskQueue:
                     if group.task is not None:
                         self.leases.orphan(attempt)
                 elif not attempt.state.final and group.task is not None:
-                    self._waiting.append(attempt)
+                    group.waiting.append(attempt)
+            self._offer(group)
         for group_id in ended:
             self._remember_ended(group_id)
 
     def lease(self, holder: Holder, active_version: int) -> Lease | None:
         """Returns None if there is no attempt for the holder now."""
-        if len(holder.held) >= holder.concurrency:
+        if holder.full:
             return None
-        attempt = self._next_waiting(holder)
-        if attempt is None:
-            group = self._begin_group(holder, active_version)
-            if group is None:
-                return None
-            self._waiting.extend(group.attempts)
-            # The siblings are available to other holders, and a different task is next.
-            self._changed.notify()
-            attempt = self._next_waiting(holder)
-            assert attempt is not None
-        self._waiting.remove(attempt)
-        group = attempt.group
+        group = self._next_group(holder) or self._begin_group(holder, active_version)
+        if group is None:
+            return None
         assert group.task is not None
+        attempt = group.waiting.popleft()
         attempt.trajectory_id = f"{group.group_id}-{attempt.sample_index}-{attempt.retry_count}"
         attempt.to(AttemptState.LEASED)
         attempt.holder = holder
@@ -134,32 +135,73 @@ class TaskQueue:
         self.leases.touch(attempt)
         if holder.whole_groups:
             group.whole, group.holder = True, holder
+        self._offer(group)
         return Lease(group, attempt.trajectory_id, attempt.sample_index, attempt.retry_count)
 
-    def _next_waiting(self, holder: Holder) -> Attempt | None:
-        for attempt in self._waiting:
-            group = attempt.group
-            if not _wanted(holder, group.purpose):
+    def give_back(self, lease: Lease) -> bool:
+        """Take back a lease that its agent was never told of. Returns False if it is settled already."""
+        attempt = self._attempts.get(lease.trajectory_id)
+        if attempt is None:
+            return False
+        self._let_go(attempt)
+        attempt.holder, attempt.trajectory_id = None, ""
+        attempt.to(AttemptState.WAITING)
+        attempt.group.waiting.appendleft(attempt)
+        self._offer(attempt.group, first=True)
+        self._changed.notify()
+        return True
+
+    def owing(self) -> list[Holder]:
+        """Holders for whose whole groups attempts came back since the last call."""
+        owing = list(self._owing)
+        self._owing.clear()
+        return owing
+
+    def _offer(self, group: Group, *, first: bool = False) -> None:
+        """List a group with waiting attempts, with `first` before all others, where those look who may work
+        on it. A whole group that lost its holder is for nobody until all its attempts are back; then it is
+        like one that was never begun."""
+        if group.whole and group.holder is None and group.untouched:
+            group.whole = False
+        offered = self._offered[group.purpose]
+        place = None
+        if group.waiting and group.holder is not None:
+            place = group.holder.owed
+            if first:
+                self._owing[group.holder] = None
+        elif group.waiting and not group.whole:
+            place = offered
+        if place is not offered:
+            offered.pop(group.group_id, None)
+        if place is not None:
+            place[group.group_id] = group
+            if first:
+                place.move_to_end(group.group_id, last=False)
+        elif group.holder is not None:
+            group.holder.owed.pop(group.group_id, None)
+
+    def _next_group(self, holder: Holder) -> Group | None:
+        for group in holder.owed.values():
+            return group
+        for purpose, groups in self._offered.items():
+            if not _wanted(holder, purpose):
                 continue
-            if holder.whole_groups:
-                untouched = group.holder is None and all(map(_waits, group.attempts))
-                if group.holder is not holder and not untouched:
-                    continue
-                if group.task is None or not holder.takes(group.task):
-                    continue
-            elif group.whole:
-                continue
-            return attempt
+            for group in groups.values():
+                assert group.task is not None
+                if not holder.whole_groups or (group.untouched and holder.takes(group.task)):
+                    return group
         return None
 
     def _begin_group(self, holder: Holder, active_version: int) -> Group | None:
-        for purpose, first in self.pending.first():
-            if not _wanted(holder, purpose) or not holder.takes(first):
-                continue
-            if self._may_begin(purpose, active_version):
-                task = self.pending.pop(purpose)
+        for purpose, first in self.pending.first(holder.takes):
+            if _wanted(holder, purpose) and self._may_begin(purpose, active_version):
+                task = self.pending.begin(purpose, first)
                 name, size = uuid.uuid4().hex[:16], max(1, task.group_size)
-                return self._begin(Group(name, size, task, purpose, active_version))
+                group = self._begin(Group(name, size, task, purpose, active_version))
+                group.waiting.extend(group.attempts)
+                # The siblings are available to other holders, and a different task is next.
+                self._changed.notify()
+                return group
         return None
 
     def _may_begin(self, purpose: trajectory_pb2.Purpose.ValueType, active_version: int) -> bool:
@@ -248,9 +290,12 @@ class TaskQueue:
         for trajectory_id in list(holder.held):
             self.leases.orphan(self._attempts[trajectory_id])
         holder.held.clear()
+        holder.owed.clear()
+        self._owing.pop(holder, None)
         for group in self._groups.values():
             if group.holder is holder:
                 group.holder = None
+                self._offer(group, first=True)
         self._changed.notify()
 
     def next_deadline(self) -> float | None:
@@ -295,6 +340,9 @@ class TaskQueue:
             completed = self._groups.pop(group.group_id)
             self._begun_bytes -= _task_bytes(group)
             self._remember_ended(group.group_id)
+            self._offer(group)
+        elif not attempt.state.final or discarded:
+            self._offer(group, first=True)
         self._changed.notify()
         return Settled(
             attempt.state.final, completed, tuple(discarded), tuple(left_out), tuple(taken_back)
@@ -309,14 +357,13 @@ class TaskQueue:
         for other in group.attempts:
             if other in succeeded:
                 continue
-            if other in self._waiting:
-                self._waiting.remove(other)
             ids = _ids(other)
             left_out += ids
             if other.state.leased:
                 taken_back += ids
                 self._let_go(other)
         self.leases.remember_expired(taken_back, retried=False)
+        group.waiting.clear()
         group.attempts = succeeded
         return left_out, taken_back
 
@@ -324,6 +371,7 @@ class TaskQueue:
         self._attempts.pop(attempt.trajectory_id, None)
         if attempt.holder is not None:
             attempt.holder.held.discard(attempt.trajectory_id)
+            attempt.holder.freed.notify()
 
     def _remember_ended(self, group_id: str) -> None:
         self._ended[group_id] = None
@@ -339,15 +387,19 @@ class TaskQueue:
         attempt.retry_count += 1
         attempt.trajectory_id = ""
         attempt.to(AttemptState.WAITING)
-        self._waiting.appendleft(attempt)
+        attempt.group.waiting.appendleft(attempt)
 
     def drop_all(self) -> tuple[int, list[Group]]:
         """Returns the number of waiting tasks and the open groups."""
         groups = list(self._groups.values())
         dropped = self.pending.drop_all()
         self._begun_bytes = 0
-        self._waiting.clear()
+        for offered in self._offered.values():
+            offered.clear()
         for group in groups:
+            group.waiting.clear()
+            if group.holder is not None:
+                group.holder.owed.clear()
             for attempt in group.attempts:
                 if attempt.state.leased:
                     self.leases.remember_expired(_ids(attempt), retried=False)

@@ -27,7 +27,7 @@ from penstock.server.core.aio import OwnTasks
 from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.core.telemetry import ReasonCounts
-from penstock.server.groups.attempts import Attempt, Group, Settled, group_changed
+from penstock.server.groups.attempts import Attempt, Group, Lease, Settled, group_changed
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.protocol import Journal, Record
 from penstock.server.journal.records import leases_expired, trajectories_forgotten
@@ -194,6 +194,14 @@ class Closing:
             self._abort_soon(member)
             self.store.forget(member.trajectory_id)
         return [member.trajectory_id for member in members]
+
+    def give_back(self, lease: Lease) -> None:
+        """Take back a lease that its agent was never told of, as if it had not been given."""
+        if self.queue.give_back(lease):
+            self._tasks.start(self._note(lease.group), f"giving back of {lease.trajectory_id}")
+
+    async def _note(self, group: Group) -> None:
+        await self.journal.append([group_changed(group)])
 
     async def wait_durable(self) -> None:
         await self._tasks.wait()

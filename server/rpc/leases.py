@@ -41,11 +41,11 @@ class CallLeases:
         if attempt is None:
             yield
             return
-        self.queue.leases.call_began(attempt)
+        lease = self.queue.leases.call_began(attempt)
         try:
             yield
         finally:
-            self.queue.leases.call_ended(attempt)
+            self.queue.leases.call_ended(attempt, lease)
 
     def attempt_of(self, record: TrajectoryRecord) -> Attempt | None:
         """The attempt that a trajectory belongs to, as its root or as a branch of it."""

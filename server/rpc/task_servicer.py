@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from google.protobuf import duration_pb2
 
-from penstock.server.core.aio import Broadcast
-from penstock.server.core.errors import DomainError, FieldInvalid
+from penstock.server.core.errors import FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.groups.attempts import Holder, group_changed
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.protocol import Journal
 from penstock.server.journal.records import task_accepted
 from penstock.server.rollouts.complete import Closing
+from penstock.server.rpc.lease_lines import LeaseLines
 from penstock.server.turns import requests
 from penstock.v1 import task_service_pb2
 from penstock.wire.messages import (
@@ -33,21 +33,14 @@ CHECKED_AT_A_TIME = 500
 
 @dataclass(eq=False)
 class TaskServicer:
-    changed: Broadcast
     queue: TaskQueue
+    lines: LeaseLines
     closing: Closing
     journal: Journal
     budget: MemoryBudget
-    active_version: Callable[[], int]
     vocab_size: int
     check_session: Callable[[str, int], None]
     """Raises STALE_EPOCH for the run and epoch of a trainer that was replaced."""
-    _draining: DomainError | None = None
-
-    def drain(self, refusal: DomainError) -> None:
-        """Open lease streams end with this refusal."""
-        self._draining = refusal
-        self.changed.notify()
 
     async def submit_tasks(
         self, request: task_service_pb2.SubmitTasksRequest
@@ -94,14 +87,13 @@ class TaskServicer:
         logger.info("agent %s leases up to %d attempts", holder.agent_id, holder.concurrency)
         try:
             while True:
-                if self._draining is not None:
-                    raise self._draining
-                lease = self.queue.lease(holder, self.active_version())
-                if lease is None:
-                    await self.changed.wait()
-                    continue
-                # Durable first: the work on a lease that a restarted server does not know would be lost.
-                await self.journal.append([group_changed(lease.group)])
+                lease = await self.lines.next(holder, self.closing.give_back)
+                try:
+                    # Durable first: work on a lease that a restarted server does not know would be lost.
+                    await self.journal.append([group_changed(lease.group)])
+                except BaseException:
+                    self.closing.give_back(lease)
+                    raise
                 yield LeaseTasksResponse(
                     task=lease.group.task,
                     trajectory_id=lease.trajectory_id,
