@@ -24,7 +24,7 @@ import asyncio
 import gc
 import json
 import random
-import statistics as statistics_of
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,6 +40,7 @@ import psutil
 WARM_ATTEMPTS = 100
 TURN_TOKENS = 16
 CLOSED = 4
+"""Attempts for each that is held at once."""
 SETTINGS = (
     "limits.open_trajectories=100000",
     "limits.caller.open_trajectories=100000",
@@ -129,8 +130,8 @@ async def work(
         await asyncio.sleep(9.0)
         idle = (cost_of(psutil.Process().pid), cost_of(server_pid))
         tools.answer.set()
-        statistics = await working
-        assert statistics.scored_count == count, statistics
+        worked = await working
+        assert worked.scored_count == count, worked
         done = (cost_of(psutil.Process().pid), cost_of(server_pid))
         costs: dict[int, list[float]] = {1: [], streams: []}
         for number in range(rounds):
@@ -156,7 +157,7 @@ async def work(
             "continue_p99_ms": percentile(tools.continues, 99),
             "continue_max_ms": percentile(tools.continues, 100),
             **{
-                f"server_cpu_ms_with_{each}_streams": round(statistics_of.median(found), 2)
+                f"server_cpu_ms_with_{each}_streams": round(statistics.median(found), 2)
                 for each, found in costs.items()
             },
         }

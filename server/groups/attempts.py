@@ -10,7 +10,7 @@
        |                                |
        +--------------------------------+  the siblings are sampled again
 
-A lease is given back if its stream was lost before the agent was told of it: the attempt counts as never
+A lease is given back if its stream was lost before the agent received it: the attempt counts as never
 leased. An attempt is orphaned when its lease stream is lost, until the next call or renewal. The failure
 of an attempt without retries is data: it becomes part of the group. Final attempts wait again if a group
 that was leased as a whole lost its holder. A sibling of a caller's own group that was never opened also
@@ -51,6 +51,9 @@ class Holder:
     @property
     def full(self) -> bool:
         return len(self.held) >= self.concurrency
+
+    def wants(self, purpose: trajectory_pb2.Purpose.ValueType) -> bool:
+        return self.purpose in (trajectory_pb2.PURPOSE_UNSPECIFIED, purpose)
 
     def takes(self, task: task_service_pb2.Task) -> bool:
         """Logs the first refusal, because the agent would wait silently."""

@@ -69,7 +69,7 @@ class KnownTasks:
 
 
 class _Line:
-    """Tasks of one purpose, in order. Those of one shape have a queue of their own, because an agent takes
+    """Tasks of one purpose, in order. Those of one shape form a separate queue, because an agent takes
     either all tasks of a shape or none: so a task that it does not take delays no other."""
 
     def __init__(self) -> None:

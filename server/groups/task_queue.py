@@ -3,8 +3,7 @@
 - A task becomes a group when the staleness gate admits it and an agent asks for work. The group's
   attempts are leased in order of `sample_index`, retries first.
 - An agent that wants whole groups skips those that it cannot hold at once, and races; other tasks begin
-  before them. If it is lost, its groups are for nobody until all their attempts are back. Then any agent
-  may have them.
+  before them. If it is lost, no agent gets its groups until all their attempts are back, and then any.
 - The attempt of an expired lease is leased again under a new trajectory id, and calls on the old id are
   refused with LEASE_EXPIRED. An attempt whose leases expired `max_attempts` times becomes a failure, as if
   its agent had reported one.
@@ -35,6 +34,7 @@ from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.attempts import Attempt, AttemptState, Group, Holder, Lease, Settled
 from penstock.server.groups.lease_clock import LeaseClock
+from penstock.server.groups.offers import Offers
 from penstock.server.groups.pending_tasks import PendingTasks
 from penstock.v1 import task_service_pb2, trajectory_pb2
 from penstock.wire.reasons import Reason
@@ -66,12 +66,7 @@ class TaskQueue:
         """Oldest first; bounded."""
         self._evaluations: set[str] = set()
         """Evaluation groups begun, and neither buffered nor dropped."""
-        self._offered: dict[trajectory_pb2.Purpose.ValueType, OrderedDict[str, Group]] = {
-            trajectory_pb2.PURPOSE_EVAL: OrderedDict(),
-            trajectory_pb2.PURPOSE_TRAIN: OrderedDict(),
-        }
-        """Groups with waiting attempts that any agent may be given, by id."""
-        self._owing: dict[Holder, None] = {}
+        self.offers = Offers()
         self._attempts: dict[str, Attempt] = {}
         self._changed = changed
         self._begun_bytes = 0
@@ -114,7 +109,7 @@ class TaskQueue:
                         self.leases.orphan(attempt)
                 elif not attempt.state.final and group.task is not None:
                     group.waiting.append(attempt)
-            self._offer(group)
+            self.offers.place(group)
         for group_id in ended:
             self._remember_ended(group_id)
 
@@ -122,7 +117,7 @@ class TaskQueue:
         """Returns None if there is no attempt for the holder now."""
         if holder.full:
             return None
-        group = self._next_group(holder) or self._begin_group(holder, active_version)
+        group = self.offers.next(holder) or self._begin_group(holder, active_version)
         if group is None:
             return None
         assert group.task is not None
@@ -135,11 +130,11 @@ class TaskQueue:
         self.leases.touch(attempt)
         if holder.whole_groups:
             group.whole, group.holder = True, holder
-        self._offer(group)
+        self.offers.place(group)
         return Lease(group, attempt.trajectory_id, attempt.sample_index, attempt.retry_count)
 
     def give_back(self, lease: Lease) -> bool:
-        """Take back a lease that its agent was never told of. Returns False if it is settled already."""
+        """Take back a lease that its agent never received. Returns False if it is settled already."""
         attempt = self._attempts.get(lease.trajectory_id)
         if attempt is None:
             return False
@@ -147,54 +142,13 @@ class TaskQueue:
         attempt.holder, attempt.trajectory_id = None, ""
         attempt.to(AttemptState.WAITING)
         attempt.group.waiting.appendleft(attempt)
-        self._offer(attempt.group, first=True)
+        self.offers.place(attempt.group, first=True)
         self._changed.notify()
         return True
 
-    def owing(self) -> list[Holder]:
-        """Holders for whose whole groups attempts came back since the last call."""
-        owing = list(self._owing)
-        self._owing.clear()
-        return owing
-
-    def _offer(self, group: Group, *, first: bool = False) -> None:
-        """List a group with waiting attempts, with `first` before all others, where those look who may work
-        on it. A whole group that lost its holder is for nobody until all its attempts are back; then it is
-        like one that was never begun."""
-        if group.whole and group.holder is None and group.untouched:
-            group.whole = False
-        offered = self._offered[group.purpose]
-        place = None
-        if group.waiting and group.holder is not None:
-            place = group.holder.owed
-            if first:
-                self._owing[group.holder] = None
-        elif group.waiting and not group.whole:
-            place = offered
-        if place is not offered:
-            offered.pop(group.group_id, None)
-        if place is not None:
-            place[group.group_id] = group
-            if first:
-                place.move_to_end(group.group_id, last=False)
-        elif group.holder is not None:
-            group.holder.owed.pop(group.group_id, None)
-
-    def _next_group(self, holder: Holder) -> Group | None:
-        for group in holder.owed.values():
-            return group
-        for purpose, groups in self._offered.items():
-            if not _wanted(holder, purpose):
-                continue
-            for group in groups.values():
-                assert group.task is not None
-                if not holder.whole_groups or (group.untouched and holder.takes(group.task)):
-                    return group
-        return None
-
     def _begin_group(self, holder: Holder, active_version: int) -> Group | None:
         for purpose, first in self.pending.first(holder.takes):
-            if _wanted(holder, purpose) and self._may_begin(purpose, active_version):
+            if holder.wants(purpose) and self._may_begin(purpose, active_version):
                 task = self.pending.begin(purpose, first)
                 name, size = uuid.uuid4().hex[:16], max(1, task.group_size)
                 group = self._begin(Group(name, size, task, purpose, active_version))
@@ -290,12 +244,11 @@ class TaskQueue:
         for trajectory_id in list(holder.held):
             self.leases.orphan(self._attempts[trajectory_id])
         holder.held.clear()
-        holder.owed.clear()
-        self._owing.pop(holder, None)
+        self.offers.holder_lost(holder)
         for group in self._groups.values():
             if group.holder is holder:
                 group.holder = None
-                self._offer(group, first=True)
+                self.offers.place(group, first=True)
         self._changed.notify()
 
     def next_deadline(self) -> float | None:
@@ -340,9 +293,9 @@ class TaskQueue:
             completed = self._groups.pop(group.group_id)
             self._begun_bytes -= _task_bytes(group)
             self._remember_ended(group.group_id)
-            self._offer(group)
+            self.offers.place(group)
         elif not attempt.state.final or discarded:
-            self._offer(group, first=True)
+            self.offers.place(group, first=True)
         self._changed.notify()
         return Settled(
             attempt.state.final, completed, tuple(discarded), tuple(left_out), tuple(taken_back)
@@ -394,8 +347,7 @@ class TaskQueue:
         groups = list(self._groups.values())
         dropped = self.pending.drop_all()
         self._begun_bytes = 0
-        for offered in self._offered.values():
-            offered.clear()
+        self.offers.clear()
         for group in groups:
             group.waiting.clear()
             if group.holder is not None:
@@ -410,10 +362,6 @@ class TaskQueue:
         self._evaluations.clear()
         self._changed.notify()
         return dropped, groups
-
-
-def _wanted(holder: Holder, purpose: trajectory_pb2.Purpose.ValueType) -> bool:
-    return holder.purpose in (trajectory_pb2.PURPOSE_UNSPECIFIED, purpose)
 
 
 def _waits(attempt: Attempt) -> bool:

@@ -196,7 +196,7 @@ class Closing:
         return [member.trajectory_id for member in members]
 
     def give_back(self, lease: Lease) -> None:
-        """Take back a lease that its agent was never told of, as if it had not been given."""
+        """Take back a lease that its agent never received, as if it had not been given."""
         if self.queue.give_back(lease):
             self._tasks.start(self._note(lease.group), f"giving back of {lease.trajectory_id}")
 

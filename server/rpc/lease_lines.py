@@ -2,7 +2,7 @@
 
 States of a stream:
 
-    full --freed--> in line --dealt--> told of its lease --> full, or in line again
+    full --freed--> in line --dealt--> has a lease --> full, or in line again
 
 Streams that want the same kind of attempt stand in one line, in order of arrival: what the first of them
 cannot have, none of them can. So a change costs a look at the first stream of each line, however many
@@ -24,6 +24,10 @@ from penstock.v1 import trajectory_pb2
 _Kind = tuple[trajectory_pb2.Purpose.ValueType, int]
 
 
+DEALT_AT_A_TIME = 200
+"""Rounds after which other calls get their turn."""
+
+
 class LeaseLines:
     def __init__(
         self, queue: TaskQueue, changed: Broadcast, active_version: Callable[[], int]
@@ -37,7 +41,7 @@ class LeaseLines:
         self._draining: DomainError | None = None
 
     def drain(self, refusal: DomainError) -> None:
-        """Whoever waits, or comes later, gets this refusal."""
+        """Every stream that waits, or comes later, gets this refusal."""
         self._draining = refusal
         for holder in self._holders:
             holder.freed.notify()
@@ -77,17 +81,20 @@ class LeaseLines:
                 del self._lines[_kind(holder)]
 
     async def run(self) -> None:
-        """Deals until cancelled."""
+        """Gives out attempts, as long as the server runs."""
         while True:
+            rounds = 0
+            # Again after each lease: it may have begun a group, whose siblings another line can have.
             while self._deal():
-                # What one line takes may be what another can have: the siblings of a group that began.
-                pass
+                rounds += 1
+                if not rounds % DEALT_AT_A_TIME:
+                    await asyncio.sleep(0)
             await self._changed.wait()
 
     def _deal(self) -> bool:
         """Returns whether anybody was given an attempt."""
         dealt = False
-        for holder in self._queue.owing():
+        for holder in self._queue.offers.owing():
             line = self._lines.get(_kind(holder))
             if line is not None and holder in line:
                 dealt |= self._give(holder, line[holder])

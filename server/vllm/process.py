@@ -203,7 +203,7 @@ def shut_down(llm: AsyncLLM) -> None:
     """Returns when its processes are gone."""
     manager = cast("object", llm.engine_core.resources.engine_manager)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
     processes = list(manager.processes) if isinstance(manager, CoreEngineProcManager) else []
-    # It kills a process that takes longer, and may find that it has just ended by itself.
+    # It kills a process that takes longer, which may have ended just before.
     with contextlib.suppress(psutil.NoSuchProcess):
         llm.shutdown(SHUTDOWN_SECONDS)
     for process in processes:

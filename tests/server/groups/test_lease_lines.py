@@ -28,7 +28,7 @@ async def test_a_whole_group_that_lost_its_agent_is_anybodys(tmp_path: Path, who
         lost.cancel()
         (group,) = harness.serving.queue.groups
         await until(lambda: group.untouched)
-        # A smaller agent that wants whole groups goes on with what fits.
+        # A smaller agent that wants whole groups continues with what fits.
         await submit(harness, task("b", 2))
         smaller = lease(harness, 2, "smaller", whole_groups=True)
         assert {(await take(smaller)).task.task_id for _ in range(2)} == {"b"}

@@ -149,8 +149,7 @@ def demo(
     """Run server, worker and trainer on this machine: a language model learns over the wire."""
     began = time.time()
     console = Console(highlight=False)
-    if tiny and model is not None:
-        raise click.UsageError("--tiny makes its own model; leave --model out")
+    check_model(model, tiny=tiny)
     check_backend(backend, ranks, tensor_parallel * pipeline_parallel, lora=lora)
     task = task or (PRINTABLE if tiny else SUMS)
     check_task(task)
@@ -253,6 +252,12 @@ def introduce(plan: Plan, machine: Machine, console: Console) -> None:
         threads = "server and trainer share it" if plan.shares_gpu else "the server has the first"
     device = ", ".join(gpu.name for gpu in machine.gpus) or machine.processor
     say(console, "machine", f"{device}: computes in {plan.scale.dtype}; {threads}")
+
+
+def check_model(model: str | None, *, tiny: bool) -> None:
+    """Rejects a model beside the one that --tiny makes. Raises click.UsageError."""
+    if tiny and model is not None:
+        raise click.UsageError("--tiny makes its own model; leave --model out")
 
 
 def check_backend(backend: str, ranks: int, copy: int, *, lora: bool) -> None:

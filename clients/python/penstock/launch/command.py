@@ -103,8 +103,8 @@ def make_file(given: Launch, out: Path) -> str:
 
 
 def _open(given: Launch) -> tuple[MixableConfig, Source]:
-    """Opens the data, and looks for what would refuse the model or the reward, so that all of it is told at
-    once. Raises LaunchInvalid."""
+    """Opens the data, and checks the model's name and the reward too, so that one error names every
+    mistake. Raises LaunchInvalid."""
     wrong: list[str] = []
     found: list[tuple[MixableConfig, Source]] = []
 
