@@ -334,17 +334,19 @@ async def test_group_rewards_compare_the_siblings_of_each_group(harness: Harness
     assert harness.serving.buffer.buffered_count == 4
 
 
-def let_leases_last(harness: Harness, times: float = 20.0, but: int | None = None) -> None:
+def let_leases_last(
+    harness: Harness, times: float = 20.0, but: Callable[[Attempt], bool] = lambda _: False
+) -> None:
     """Make leases last `times` longer than agents expect, so that slow machines renew them in time.
 
-    Leases of the sibling `but` keep their length.
+    Leases of attempts for which `but` is true when they are renewed keep their length.
     """
     leases = harness.serving.queue.leases
     touch = leases.touch
 
     def longer(attempt: Attempt) -> None:
         touch(attempt)
-        if attempt.sample_index != but:
+        if not but(attempt):
             attempt.deadline += (times - 1) * leases.rules.seconds
 
     leases.touch = longer  # type: ignore[method-assign]
@@ -748,7 +750,10 @@ async def test_a_sibling_whose_close_is_refused_is_known_to_be_lost_when_its_lea
 
     settings = ("leases.seconds=0.4", f"leases.max_attempts={max_attempts}")
     async with serve(tmp_path, *settings) as harness, client_of(harness) as penstock:
-        let_leases_last(harness, but=1)
+        # Short only once its turn is over: the refused close still renews it.
+        let_leases_last(
+            harness, but=lambda a: (a.sample_index, a.retry_count, begun[1]) == (1, 0, 1)
+        )
         await penstock.submit_tasks(group_tasks(1, 3))
         async with group_worker(harness, penstock, generate, reward):
             await until(lambda: harness.serving.buffer.buffered_count == 1)

@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 import time
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -286,7 +287,10 @@ def check_task(task: str) -> None:
     """Rejects a name that is not a data set. Raises click.UsageError."""
     if task in {SUMS, PRINTABLE}:
         return
-    from reasoning_gym import factory
+    with warnings.catch_warnings():
+        # A package that it imports makes Python warn about its source, the first time.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        from reasoning_gym import factory
 
     known = sorted(cast("dict[str, object]", factory.DATASETS))  # pyright: ignore[reportUnknownMemberType]
     if task not in known:
