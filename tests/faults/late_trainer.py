@@ -2,7 +2,7 @@
 
 Takes that many groups, prints `holding`, and waits for a line. Then it sends everything that a
 trainer can send: receipts and a switch on its stream, and an upload. It prints the reason with
-which each of the two ends.
+which each of the two ends, or gRPC's own words if no reason reached it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def main(address: str, epoch: int, groups: int) -> None:
                 pass
             say("no error")
         except grpc.aio.AioRpcError as error:
-            say(read_failure(error).reason)
+            say(read_failure(error).reason or error.details() or "")
         try:
             await upload(wire, 1, trainer_epoch=epoch)
             say("no error")

@@ -27,6 +27,7 @@ from tests.faults.history import Answer, Group, Step, read_group, read_outcome, 
 from tests.faults.history_sources import check_what_is_left
 from tests.faults.report import Report
 from tests.support.harness import (
+    BROKE_WHILE_WRITING,
     CompleteTrajectoryRequest,
     Failure,
     GenerateRequest,
@@ -243,8 +244,6 @@ class Run:
 
 
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-BROKE_WHILE_WRITING = "Internal error from Core"
-"""grpc's error on the caller's side for a connection that ends while it sends a message."""
 
 
 async def until_lost(work: list[Any]) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -385,14 +385,53 @@ def messages(head: Any, data: bytes, chunk_bytes: int = 4096) -> list[Any]:
     ]
 
 
+class _AfterTheFirstAnswer:
+    """Requests, of which all but the first wait for an answer. What the server refuses while this
+    side still sends ends with an error of gRPC's own in place of the server's."""
+
+    def __init__(self, requests: Iterable[Any]) -> None:
+        self._requests = iter(requests)
+        self._begun = False
+        self.answered = asyncio.Event()
+
+    def __aiter__(self) -> _AfterTheFirstAnswer:
+        return self
+
+    async def __anext__(self) -> Any:
+        """Not a generator, because gRPC would close a generator that it leaves."""
+        if self._begun:
+            await self.answered.wait()
+        self._begun = True
+        try:
+            return next(self._requests)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+
+async def _update(wire: Any, requests: Iterable[Any]) -> list[Any]:
+    outgoing = _AfterTheFirstAnswer(requests)
+    responses = []
+    try:
+        async for response in wire.UpdateWeights(outgoing):
+            responses.append(response)
+            outgoing.answered.set()
+    finally:
+        outgoing.answered.set()
+    return responses
+
+
 async def send(harness: Harness, requests: Sequence[Any]) -> list[Any]:
     """Run one UpdateWeights call to its end; return the responses."""
-    return [response async for response in harness.wire.UpdateWeights(iter(requests))]
+    return await _update(harness.wire, requests)
 
 
 async def upload(wire: Any, version: int, *, staged: bool = False, **fields: Any) -> list[Any]:
     head, data = header(version, staged=staged, **fields)
-    return [response async for response in wire.UpdateWeights(iter(messages(head, data)))]
+    return await _update(wire, messages(head, data))
+
+
+BROKE_WHILE_WRITING = "Internal error from Core"
+"""gRPC's error on the caller's side for a call that ends while it sends a message."""
 
 
 class Exchange:

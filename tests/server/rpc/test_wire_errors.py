@@ -35,6 +35,7 @@ from penstock.wire.failure import read_failure
 from penstock.wire.reasons import Reason
 from tests.support.fakes import expected_tokens
 from tests.support.harness import (
+    BROKE_WHILE_WRITING,
     ChatMessage,
     CompleteTrajectoryRequest,
     ContinueRequest,
@@ -185,7 +186,7 @@ async def call(
         else:
             await channel.unary_unary(path)(bodies[0], timeout=seconds)
     except grpc.aio.AioRpcError as error:
-        if error.details() == "Internal error from Core":
+        if error.details() == BROKE_WHILE_WRITING:
             # This side's own words if the deadline has passed before it could begin the call.
             return grpc.StatusCode.DEADLINE_EXCEEDED, ""
         failure = read_failure(error)
