@@ -28,6 +28,7 @@ from penstock.server.rollouts.start import Opening
 from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.rpc.lease_lines import LeaseLines
 from penstock.server.rpc.leases import CallLeases
+from penstock.server.rpc.progress import Progress
 from penstock.server.rpc.rollout_servicer import RolloutServicer
 from penstock.server.rpc.server_info import ServerInfo
 from penstock.server.rpc.standard import Health
@@ -106,7 +107,7 @@ class Serving:
             self.switch,
             self.renderer.decode,
             TurnRecorder(self.journal, self.store),
-            on_tokens=self.metrics.tokens_sampled,
+            on_tokens=self._tokens_sampled,
             on_started=lambda turn: self.ownership.turn_started(turn),
             on_ended=self._turn_ended,
             on_left=self._turn_left,
@@ -364,6 +365,22 @@ class Serving:
         return Health(lambda: self.switch.trusted and not self.switch.awaiting_trainer)
 
     @cached_property
+    def progress(self) -> Progress:
+        return Progress(
+            self.engine,
+            self.switch,
+            self.weights,
+            self.queue,
+            self.admission,
+            self.buffer,
+            self.turns,
+            self.session,
+            self.journal,
+            self.budget,
+            self.config.leases.attempt_seconds,
+        )
+
+    @cached_property
     def info(self) -> ServerInfo:
         return ServerInfo(
             self.engine,
@@ -373,6 +390,7 @@ class Serving:
             self.store,
             self.buffer,
             self.health,
+            self.progress,
             0 if self.http is None else self.http.port,
         )
 
@@ -407,7 +425,12 @@ class Serving:
         if not self.session.connected or self.admission.trainer_version == active:
             await self.switch.await_trainer(False)
 
+    def _tokens_sampled(self, count: int, weight_version: int) -> None:
+        self.metrics.tokens_sampled(count, weight_version)
+        self.progress.sampled()
+
     def _group_taken(self, group: BufferedGroup) -> None:
+        self.progress.delivered()
         if group.training and group.oldest_version is not None:
             self.metrics.group_taken(
                 staleness.lag(self.admission.trainer_version, group.oldest_version)

@@ -96,6 +96,7 @@ class Lifecycle:
             asyncio.create_task(serving.lease_lines.run(), name="dealing of leases"),
             asyncio.create_task(serving.closing.expire_leases(), name="lease clock"),
             asyncio.create_task(serving.own.expire(), name="clock of callers' own trajectories"),
+            asyncio.create_task(serving.progress.watch(), name="watch for what stands still"),
         ]
 
     async def _recover(self) -> None:

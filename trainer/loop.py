@@ -225,7 +225,8 @@ class TrainingLoop:
 
     async def _gather(self, record: StepRecord) -> Batch | None:
         """Return the next batch, without groups whose attempts all failed; None to stop the run."""
-        batch = await self.gatherer.gather(record)
+        async with self.exchanges.saying(f"the groups of step {record.step}"):
+            batch = await self.gatherer.gather(record)
         if batch is None:
             return None
         record.time_gather_end = time.time()
@@ -254,7 +255,7 @@ class TrainingLoop:
         """
         if self.config.weights.transport == "collective":
             # For a collective, the upload is the switch.
-            record.seconds_held += await self.evaluator.may_switch()
+            record.seconds_held += await self._may_switch()
         record.time_upload_start = record.time_upload_end = time.time()
         record.weight_version = self.exchanges.held_version + 1
         left = self.exchanges.left.is_set()
@@ -285,7 +286,8 @@ class TrainingLoop:
         """Stage the noted weights while the server keeps generating, unless no server takes them."""
         if not entry.weights:
             return
-        sent = await self.publisher.stage(record.weight_version)
+        async with self.exchanges.saying(f"the upload of version {record.weight_version}"):
+            sent = await self.publisher.stage(record.weight_version)
         record.time_upload_end = time.time()
         record.seconds_upload = record.time_upload_end - record.time_upload_start
         if sent is not None:
@@ -304,7 +306,7 @@ class TrainingLoop:
 
         Returns the pending answers. Servers already past this version have none.
         """
-        record.seconds_held += await self.evaluator.may_switch()
+        record.seconds_held += await self._may_switch()
         record.time_switch_start = time.time()
         switches = self.publisher.switch(record.weight_version)
         self.step = record.step
@@ -318,6 +320,10 @@ class TrainingLoop:
         self._unconcluded = record
         return switches
 
+    async def _may_switch(self) -> float:
+        async with self.exchanges.saying("pinned evaluations, before the switch"):
+            return await self.evaluator.may_switch()
+
     async def _save_if_due(self) -> float:
         """Save a checkpoint if one is due; return the seconds it took."""
         begun = time.time()
@@ -330,7 +336,8 @@ class TrainingLoop:
         return time.time() - begun
 
     async def _conclude(self, switches: Switches, record: StepRecord, span: Span) -> None:
-        switched = await self.publisher.confirm(record.weight_version, switches)
+        async with self.exchanges.saying(f"the switch to version {record.weight_version}"):
+            switched = await self.publisher.confirm(record.weight_version, switches)
         if switched is None:
             record.time = time.time()
         else:

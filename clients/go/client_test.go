@@ -254,6 +254,21 @@ func TestAnAttemptHasItsTime(t *testing.T) {
 	}
 }
 
+func TestTheServersLimitIsTheLeasesAlsoForAnAgentThatReactsToNothing(t *testing.T) {
+	var left time.Duration
+	options := penstock.WorkOptions{AttemptTime: 300 * time.Millisecond}
+	outcome := try(t, options, func(_ context.Context, attempt *penstock.Attempt) (penstock.Outcome, error) {
+		left = time.Until(attempt.EndsAt)
+		select {}
+	})
+	if outcome.Failure == nil || outcome.Failure.Reason != "ATTEMPT_TIMEOUT" {
+		t.Fatal(outcome)
+	}
+	if left > time.Hour || left < 58*time.Minute {
+		t.Fatal(left)
+	}
+}
+
 func TestAWorkerThatIsStoppedGivesBackWhatRuns(t *testing.T) {
 	options := penstock.WorkOptions{Drain: 50 * time.Millisecond}
 	outcome := try(t, options, func(ctx context.Context, _ *penstock.Attempt) (penstock.Outcome, error) {

@@ -29,6 +29,8 @@ type Attempt struct {
 	SampleIndex int
 	// Earlier attempts at this place in the group.
 	RetryCount int
+	// When it has to be closed. The server takes it back after that. Zero if the server names no limit.
+	EndsAt time.Time
 	// Closed when its lease is lost; further work on it is wasted.
 	Lost <-chan struct{}
 }
@@ -195,8 +197,12 @@ func (l *Leases) offer(ctx context.Context, lease *penstockv1.LeaseTasksResponse
 	}
 	trajectory.onClose = func(confirmed bool) { l.closes(lease.TrajectoryId, confirmed) }
 	lost := make(chan struct{})
+	var endsAt time.Time
+	if limit := lease.GetTimeLimit().AsDuration(); limit > 0 {
+		endsAt = time.Now().Add(limit)
+	}
 	attempt := &Attempt{
-		trajectory, task, lease.GroupId, int(lease.SampleIndex), int(lease.RetryCount), lost,
+		trajectory, task, lease.GroupId, int(lease.SampleIndex), int(lease.RetryCount), endsAt, lost,
 	}
 	l.lock.Lock()
 	if third := lease.GetLease().AsDuration() / 3; third > 0 && third < l.renew {

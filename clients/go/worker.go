@@ -19,7 +19,7 @@ type WorkOptions struct {
 	LeaseOptions
 	// Return after this many attempts; zero continues until ctx ends.
 	Attempts int
-	// Time limit of one attempt; after it, the attempt fails with ATTEMPT_TIMEOUT.
+	// Time limit of one attempt, if less than the server's; after it, the attempt fails with ATTEMPT_TIMEOUT.
 	AttemptTime time.Duration
 	// How long attempts in flight may continue after ctx has ended; zero means 20 s.
 	Drain time.Duration
@@ -37,6 +37,9 @@ type Statistics struct {
 
 // Time limit for giving back unfinished attempts when the worker stops.
 const giveBack = 5 * time.Second
+
+// How long an agent may take to return after its context has ended.
+const leaveAlone = 2 * time.Second
 
 var (
 	errStopping = &Failed{"WORKER_STOPPED", "the worker was stopped"}
@@ -141,8 +144,12 @@ func (w *worker) attempt(ctx context.Context, attempt *Attempt) {
 func (w *worker) judge(ctx context.Context, attempt *Attempt) (outcome Outcome, lost bool) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	if w.options.AttemptTime > 0 {
-		timer := time.AfterFunc(w.options.AttemptTime, func() { cancel(errTooLate) })
+	limit := w.options.AttemptTime
+	if left := time.Until(attempt.EndsAt); !attempt.EndsAt.IsZero() && (limit <= 0 || left < limit) {
+		limit = max(left, 0)
+	}
+	if limit > 0 || !attempt.EndsAt.IsZero() {
+		timer := time.AfterFunc(limit, func() { cancel(errTooLate) })
 		defer timer.Stop()
 	}
 	go func() {
@@ -152,7 +159,7 @@ func (w *worker) judge(ctx context.Context, attempt *Attempt) (outcome Outcome, 
 		case <-ctx.Done():
 		}
 	}()
-	outcome, err := call(ctx, w.agent, attempt)
+	outcome, err := callUntil(ctx, w.agent, attempt)
 	if errors.Is(context.Cause(ctx), ErrLeaseLost) {
 		return outcome, true
 	}
@@ -166,6 +173,30 @@ func (w *worker) judge(ctx context.Context, attempt *Attempt) (outcome Outcome, 
 		return Outcome{Failure: asFailed(err)}, false
 	}
 	return outcome, false
+}
+
+// callUntil leaves an agent alone that has not returned a while after ctx has ended. Its result is then ignored.
+func callUntil(ctx context.Context, agent Agent, attempt *Attempt) (Outcome, error) {
+	type result struct {
+		outcome Outcome
+		err     error
+	}
+	returned := make(chan result, 1)
+	go func() {
+		outcome, err := call(ctx, agent, attempt)
+		returned <- result{outcome, err}
+	}()
+	select {
+	case r := <-returned:
+		return r.outcome, r.err
+	case <-ctx.Done():
+	}
+	select {
+	case r := <-returned:
+		return r.outcome, r.err
+	case <-time.After(leaveAlone):
+		return Outcome{}, context.Cause(ctx)
+	}
 }
 
 func call(ctx context.Context, agent Agent, attempt *Attempt) (outcome Outcome, err error) {

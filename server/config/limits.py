@@ -16,6 +16,10 @@ class LeasesSection(Section):
     """How long a lease lasts without a call on its trajectory."""
     grace_seconds: float = Field(default=10.0, gt=0)
     """How long a lease lasts at most after the agent's lease stream is lost."""
+    attempt_seconds: float = Field(default=3_600.0, gt=0)
+    """How long an attempt may take, from its lease to its close, and how long a group may take that its
+    agent opened without a lease. After this and `grace_seconds` the server takes it back, although its
+    agent is alive: an attempt that never ends would hold its group's place for ever."""
     max_attempts: int = Field(default=3, ge=1)
     """How many times an attempt is made before its failure becomes part of the group."""
     own_seconds: float = Field(default=7_200.0, gt=0)

@@ -19,7 +19,7 @@ goes from waiting to failed.
 
 from __future__ import annotations
 
-import logging
+import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,8 +29,6 @@ from penstock.server.core.aio import Broadcast
 from penstock.server.journal.protocol import Record
 from penstock.v1 import journal_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire.messages import GroupChanged, JournalAttempt, JournalRecord
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +44,6 @@ class Holder:
     """Groups leased to it as a whole of which attempts wait, by id."""
     freed: Broadcast = field(default_factory=Broadcast)
     """Notified when it holds one attempt fewer."""
-    _noted: bool = False
 
     @property
     def full(self) -> bool:
@@ -56,22 +53,10 @@ class Holder:
         return self.purpose in (trajectory_pb2.PURPOSE_UNSPECIFIED, purpose)
 
     def takes(self, task: task_service_pb2.Task) -> bool:
-        """Logs the first refusal, because the agent would wait silently."""
         if not self.whole_groups:
             return True
         is_race = 0 < task.finish_count < task.group_size
-        takes = task.group_size <= self.concurrency and not is_race
-        if not takes and not self._noted:
-            self._noted = True
-            logger.warning(
-                "agent %s wants whole groups and works on %d attempts at a time; it skips task %s of %d%s",
-                self.agent_id,
-                self.concurrency,
-                task.task_id,
-                task.group_size,
-                f", of which the first {task.finish_count} complete it" if is_race else "",
-            )
-        return takes
+        return task.group_size <= self.concurrency and not is_race
 
 
 class AttemptState(Enum):
@@ -112,6 +97,12 @@ class Attempt:
     trajectory_id: str = ""
     holder: Holder | None = None
     deadline: float = 0.0
+    """When its lease expires, unless a call renews it."""
+    ends_at: float = math.inf
+    """When its time is over, whatever its agent does."""
+    leased_at: float = 0.0
+    called_at: float = 0.0
+    """When its agent last made or ended a call on it. A renewal is none."""
     open_calls: int = 0
     branches: set[str] = field(default_factory=set[str])
     """Direct and indirect branches."""
@@ -141,6 +132,8 @@ class Group:
     """The only stream that a whole group is leased to, while that stream lives."""
     waiting: deque[Attempt] = field(default_factory=deque[Attempt])
     """Attempts of a task that wait for a lease: those made again, then in order of `sample_index`."""
+    begun_at: float = 0.0
+    """By this server's clock."""
 
     @property
     def untouched(self) -> bool:
@@ -183,6 +176,18 @@ class Settled:
     """Trajectories that the group was completed without, including their branches."""
     taken_back: tuple[str, ...] = ()
     """The leased ones among `left_out`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """An attempt that was taken back from its agent."""
+
+    attempt: Attempt
+    trajectory_ids: tuple[str, ...]
+    """Its own before its branches; empty if it was never opened."""
+    settled: Settled
+    timed_out: bool
+    """Whether it reached its time limit. Otherwise its agent was silent."""
 
 
 def group_changed(group: Group) -> Record:

@@ -29,7 +29,7 @@ are requested as soon as they finish. Otherwise, and for redelivery, it is read 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -126,6 +126,8 @@ class GroupBuffer:
         self._last_delivery_id = 0
         self._dropped: deque[trainer_service_pb2.Notice] = deque(maxlen=MAX_UNREAD_DROPS)
         self.drops = ReasonCounts()
+        self._drops_before = Counter[str]()
+        """The drops when a group was last trained."""
         self.redeliveries = 0
         self.byte_count = 0
         """Memory budget used by groups, excluding journal groups that are also kept in memory."""
@@ -138,8 +140,22 @@ class GroupBuffer:
         return len(self._buffered)
 
     @property
+    def buffered(self) -> Iterable[BufferedGroup]:
+        """Oldest first."""
+        return self._buffered.values()
+
+    @property
     def buffered_evaluation_count(self) -> int:
         return len(self._evaluations)
+
+    @property
+    def drops_since_trained(self) -> Counter[str]:
+        """Groups dropped or refused since one was trained, by reason."""
+        return self.drops - self._drops_before
+
+    def trained(self) -> None:
+        """A step has used a group."""
+        self._drops_before = Counter(self.drops)
 
     @property
     def held_count(self) -> int:

@@ -6,6 +6,9 @@
 - If the server itself stood still, every lease gets at least the grace period. Calls that renew it may be
   in a socket, unread.
 - A group opened by a caller has no leases but one deadline: a call on any sibling keeps all of them alive.
+- No call extends the time limit of an attempt, nor of a caller's group. After it and the grace period, in
+  which its agent may still report the failure, the attempt is over. Siblings that are judged together wait
+  for each other, so each new lease of one of them begins the limit of all anew.
 - The ids of expired leases and of their branches are remembered, so that late callers get LEASE_EXPIRED.
 
 Pure apart from the injected clock; nothing here awaits.
@@ -14,7 +17,7 @@ Pure apart from the injected clock; nothing here awaits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from penstock.server.config.limits import LeasesSection
 from penstock.server.core.aio import Broadcast
@@ -34,6 +37,16 @@ class LeaseClock:
         self.sooner = Broadcast()
         """Notified when a lease expires earlier than `next_deadline` last returned."""
 
+    def now(self) -> float:
+        return self._clock()
+
+    def begin(self, attempts: Iterable[Attempt]) -> None:
+        """Start the time limit of attempts."""
+        ends_at = self.now() + self.rules.attempt_seconds + self.rules.grace_seconds
+        for attempt in attempts:
+            attempt.ends_at = ends_at
+        self._arm(ends_at)
+
     def touch(self, attempt: Attempt) -> None:
         deadline = self._clock() + self.rules.seconds
         # A caller's group expires as a whole, because siblings not yet opened cannot be called.
@@ -50,6 +63,7 @@ class LeaseClock:
     def call_began(self, attempt: Attempt) -> str:
         """Stop the lease while a call on the trajectory is open. Returns the lease, for `call_ended`."""
         attempt.open_calls += 1
+        attempt.called_at = self._clock()
         self._reached(attempt)
         return attempt.trajectory_id
 
@@ -63,6 +77,7 @@ class LeaseClock:
         if attempt.trajectory_id != lease or not attempt.state.leased:
             return
         attempt.open_calls = max(0, attempt.open_calls - 1)
+        attempt.called_at = self._clock()
         if attempt.state is AttemptState.ORPHANED:
             # A call that ended together with the stream is no sign of life.
             attempt.deadline = self._clock() + self.rules.grace_seconds
@@ -84,23 +99,23 @@ class LeaseClock:
 
     def next_deadline(self, groups: Iterable[Group]) -> float | None:
         """When to call `due` next; None while no lease can expire."""
-        self._armed = min(
-            (attempt.deadline for group in groups for attempt in _running(group)), default=None
-        )
+        self._armed = min((deadline for _, deadline in _deadlines(groups)), default=None)
         return self._armed
 
     def forgive(self, groups: Iterable[Group]) -> None:
         """Give every lease at least the grace period, because the server stood still."""
         least = self._clock() + self.rules.grace_seconds
-        for group in groups:
-            for attempt in _running(group):
-                attempt.deadline = max(attempt.deadline, least)
+        for attempt, _ in _deadlines(groups):
+            attempt.deadline = max(attempt.deadline, least)
+            attempt.ends_at = max(attempt.ends_at, least)
 
     def due(self, groups: Iterable[Group]) -> list[Attempt]:
         now = self._clock()
-        return [
-            attempt for group in groups for attempt in _running(group) if attempt.deadline <= now
-        ]
+        return [attempt for attempt, deadline in _deadlines(groups) if deadline <= now]
+
+    def timed_out(self, attempt: Attempt) -> bool:
+        """Whether its time limit is over, and not only its lease."""
+        return attempt.ends_at <= self._clock()
 
     def remember_expired(self, trajectory_ids: Iterable[str], *, retried: bool) -> None:
         """Calls on these ids are refused from now on."""
@@ -130,9 +145,15 @@ class LeaseClock:
         return self._expired.get(trajectory_id, False)
 
 
-def _running(group: Group) -> list[Attempt]:
-    if group.task is not None:
-        return [a for a in group.attempts if a.state.leased and not a.open_calls]
-    if any(attempt.open_calls for attempt in group.attempts):
-        return []
-    return [attempt for attempt in group.attempts if not attempt.state.final]
+def _deadlines(groups: Iterable[Group]) -> Iterator[tuple[Attempt, float]]:
+    """Each attempt that can expire, and when it does."""
+    for group in groups:
+        own = group.task is None
+        called = own and any(attempt.open_calls for attempt in group.attempts)
+        for attempt in group.attempts:
+            if attempt.state.leased or (own and not attempt.state.final):
+                stopped = called or attempt.open_calls
+                yield (
+                    attempt,
+                    attempt.ends_at if stopped else min(attempt.deadline, attempt.ends_at),
+                )

@@ -10,6 +10,8 @@ Agents that want whole groups can have an offered one only while it is untouched
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
 
 from penstock.server.groups.attempts import Group, Holder
 from penstock.v1 import trajectory_pb2
@@ -53,10 +55,21 @@ class Offers:
             if not holder.wants(purpose):
                 continue
             for group in groups.values():
-                assert group.task is not None
-                if not holder.whole_groups or (group.untouched and holder.takes(group.task)):
+                if self.suits(group, holder):
                     return group
         return None
+
+    def offered(self) -> Iterator[Group]:
+        """Groups that any agent may work on which takes them."""
+        return chain.from_iterable(groups.values() for groups in self._offered.values())
+
+    @staticmethod
+    def suits(group: Group, holder: Holder) -> bool:
+        """Whether a holder that is not full would get attempts of an offered group."""
+        assert group.task is not None
+        if not holder.wants(group.purpose):
+            return False
+        return not holder.whole_groups or (group.untouched and holder.takes(group.task))
 
     def owing(self) -> list[Holder]:
         """Holders for whose whole groups attempts came back since the last call."""

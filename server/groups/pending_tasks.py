@@ -95,6 +95,10 @@ class _Line:
         heads = [tasks[0] for tasks in self._shapes.values() if takes(tasks[0][1])]
         return min(heads)[1] if heads else None
 
+    def kinds(self) -> Iterator[tuple[task_service_pb2.Task, int]]:
+        """The first task of each shape, and how many there are."""
+        return ((tasks[0][1], len(tasks)) for tasks in self._shapes.values())
+
     def pop_first_like(self, task: task_service_pb2.Task) -> task_service_pb2.Task:
         shape = _shape(task)
         _, first = self._shapes[shape].popleft()
@@ -192,6 +196,14 @@ class PendingTasks:
         for purpose, line in self._tasks.items():
             if (task := line.first(takes)) is not None:
                 yield purpose, task
+
+    def kinds(
+        self,
+    ) -> Iterator[tuple[trajectory_pb2.Purpose.ValueType, task_service_pb2.Task, int]]:
+        """The purpose, the first task and the number of each kind that an agent takes or not."""
+        for purpose, line in self._tasks.items():
+            for task, count in line.kinds():
+                yield purpose, task, count
 
     def begin(
         self, purpose: trajectory_pb2.Purpose.ValueType, task: task_service_pb2.Task

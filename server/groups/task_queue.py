@@ -6,7 +6,7 @@
   before them. If it is lost, no agent gets its groups until all their attempts are back, and then any.
 - The attempt of an expired lease is leased again under a new trajectory id, and calls on the old id are
   refused with LEASE_EXPIRED. An attempt whose leases expired `max_attempts` times becomes a failure, as if
-  its agent had reported one.
+  its agent had reported one. The same holds for an attempt whose time limit is over.
 - A caller's own group (opened by Generate without a lease) takes a slot at the gate with its first
   sibling. It is never leased. Siblings that no call touches for the length of a lease become failures.
 - When the last attempt is settled, the group is completed and its id is not used again.
@@ -26,13 +26,21 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from penstock.server.config.limits import LeasesSection
 from penstock.server.core.aio import Broadcast
 from penstock.server.core.errors import DomainError, FieldInvalid
 from penstock.server.groups.admission import Admission
-from penstock.server.groups.attempts import Attempt, AttemptState, Group, Holder, Lease, Settled
+from penstock.server.groups.attempts import (
+    Attempt,
+    AttemptState,
+    Expired,
+    Group,
+    Holder,
+    Lease,
+    Settled,
+)
 from penstock.server.groups.lease_clock import LeaseClock
 from penstock.server.groups.offers import Offers
 from penstock.server.groups.pending_tasks import PendingTasks
@@ -67,6 +75,8 @@ class TaskQueue:
         self._evaluations: set[str] = set()
         """Evaluation groups begun, and neither buffered nor dropped."""
         self.offers = Offers()
+        self.holders: set[Holder] = set()
+        """Every lease stream that is open."""
         self._attempts: dict[str, Attempt] = {}
         self._changed = changed
         self._begun_bytes = 0
@@ -99,10 +109,13 @@ class TaskQueue:
         self.pending.restore(pending)
         for group in groups:
             self._register(group)
+            # The journal has no times, so each limit begins anew.
+            self.leases.begin(group.attempts)
             if group.task is None:
                 self.leases.touch(group.attempts[0])
             for attempt in group.attempts:
                 if attempt.state.leased:
+                    attempt.leased_at = attempt.called_at = self.leases.now()
                     self._attempts[attempt.trajectory_id] = attempt
                     self.leases.touch(attempt)
                     if group.task is not None:
@@ -124,12 +137,14 @@ class TaskQueue:
         attempt = group.waiting.popleft()
         attempt.trajectory_id = f"{group.group_id}-{attempt.sample_index}-{attempt.retry_count}"
         attempt.to(AttemptState.LEASED)
+        attempt.leased_at = attempt.called_at = self.leases.now()
         attempt.holder = holder
         holder.held.add(attempt.trajectory_id)
         self._attempts[attempt.trajectory_id] = attempt
         self.leases.touch(attempt)
         if holder.whole_groups:
             group.whole, group.holder = True, holder
+        self.leases.begin(_leased(group) if group.whole else [attempt])
         self.offers.place(group)
         return Lease(group, attempt.trajectory_id, attempt.sample_index, attempt.retry_count)
 
@@ -148,7 +163,7 @@ class TaskQueue:
 
     def _begin_group(self, holder: Holder, active_version: int) -> Group | None:
         for purpose, first in self.pending.first(holder.takes):
-            if holder.wants(purpose) and self._may_begin(purpose, active_version):
+            if holder.wants(purpose) and self.may_begin(purpose, active_version):
                 task = self.pending.begin(purpose, first)
                 name, size = uuid.uuid4().hex[:16], max(1, task.group_size)
                 group = self._begin(Group(name, size, task, purpose, active_version))
@@ -158,7 +173,7 @@ class TaskQueue:
                 return group
         return None
 
-    def _may_begin(self, purpose: trajectory_pb2.Purpose.ValueType, active_version: int) -> bool:
+    def may_begin(self, purpose: trajectory_pb2.Purpose.ValueType, active_version: int) -> bool:
         if not self._has_memory():
             return False
         if purpose == trajectory_pb2.PURPOSE_TRAIN:
@@ -176,6 +191,7 @@ class TaskQueue:
             self._admission.admit(group.group_id, group.admitted_version)
         else:
             self._evaluations.add(group.group_id)
+        group.begun_at = self.leases.now()
         self._groups[group.group_id] = group
         self._begun_bytes += _task_bytes(group)
 
@@ -204,6 +220,7 @@ class TaskQueue:
                 )
             train = trajectory_pb2.PURPOSE_TRAIN
             group = self._begin(Group(group_id, size, None, train, active_version))
+            self.leases.begin(group.attempts)
         if group.task is not None:
             raise FieldInvalid(
                 "trajectory_id", "is not the one leased for its group", trajectory_id
@@ -214,6 +231,7 @@ class TaskQueue:
         if not _waits(attempt):
             raise FieldInvalid("sample_index", "is taken in this group", sample_index)
         attempt.to(AttemptState.LEASED)
+        attempt.leased_at = attempt.called_at = self.leases.now()
         attempt.trajectory_id = trajectory_id
         self._attempts[trajectory_id] = attempt
         self.leases.touch(attempt)
@@ -241,6 +259,7 @@ class TaskQueue:
 
     def holder_lost(self, holder: Holder) -> None:
         """The stream's leases expire after the grace period unless renewed."""
+        self.holders.discard(holder)
         for trajectory_id in list(holder.held):
             self.leases.orphan(self._attempts[trajectory_id])
         holder.held.clear()
@@ -251,19 +270,29 @@ class TaskQueue:
                 self.offers.place(group, first=True)
         self._changed.notify()
 
+    def untaken(self) -> Iterator[tuple[task_service_pb2.Task, int]]:
+        """Tasks that none of the open streams takes, one of each kind, and how many there are. Includes
+        those of begun groups with attempts to lease."""
+        for purpose, task, count in self.pending.kinds():
+            if not any(h.wants(purpose) and h.takes(task) for h in self.holders):
+                yield task, count
+        for group in self.offers.offered():
+            if not any(self.offers.suits(group, holder) for holder in self.holders):
+                assert group.task is not None
+                yield group.task, 1
+
     def next_deadline(self) -> float | None:
         """When to call `expire` next; None while no lease can expire."""
         return self.leases.next_deadline(self._groups.values())
 
-    def expire(self) -> list[tuple[Attempt, list[str], Settled]]:
-        """Take back expired leases. Returns each attempt, its trajectory ids (its own before its
-        branches) and how it was settled."""
-        expired: list[tuple[Attempt, list[str], Settled]] = []
+    def expire(self) -> list[Expired]:
+        """Take back expired leases, and attempts whose time is over."""
+        expired: list[Expired] = []
         for attempt in self.leases.due(self._groups.values()):
-            lost = _ids(attempt)
+            timed_out, lost = self.leases.timed_out(attempt), _ids(attempt)
             settled = self.settle(attempt, failed=True)
             self.leases.remember_expired(lost, retried=not settled.final)
-            expired.append((attempt, lost, settled))
+            expired.append(Expired(attempt, tuple(lost), settled, timed_out))
         return expired
 
     def settle(self, attempt: Attempt, *, failed: bool) -> Settled:
@@ -362,6 +391,10 @@ class TaskQueue:
         self._evaluations.clear()
         self._changed.notify()
         return dropped, groups
+
+
+def _leased(group: Group) -> list[Attempt]:
+    return [attempt for attempt in group.attempts if attempt.state.leased]
 
 
 def _waits(attempt: Attempt) -> bool:

@@ -132,7 +132,7 @@ class Endpoints:
                 answer.answer_id, self.model, turn.context_token_count, turn.budget, turn.sampling
             )
             if request.stream:
-                before = turn.record.token_array()[: turn.context_token_count].tolist()
+                before = turn.record.token_array(0, turn.context_token_count).tolist()
                 stream = self.renderer.open_stream(before, answer.tools)
                 deltas = tell(self.turns, answer, reply, stream)
                 async with contextlib.aclosing(deltas):

@@ -266,7 +266,7 @@ class AgentTurns:
                 async for event in events:
                     count = turn.policy_token_count
                     if count > taken and not how.final_only:
-                        yield turn.policy_tokens(count)[taken:].tolist()
+                        yield turn.policy_tokens(count, taken).tolist()
                         taken = count
                     ended = event.get("finished")
                     if ended is None:
@@ -278,7 +278,7 @@ class AgentTurns:
                 await self._go_on(answer)
         if taken < answer.finished.policy_token_count and not how.final_only:
             # The turn was whole before this request arrived.
-            yield turn.policy_tokens(answer.finished.policy_token_count)[taken:].tolist()
+            yield turn.policy_tokens(answer.finished.policy_token_count, taken).tolist()
 
     async def told(self, answer: Answer, message: Message) -> None:
         """Stores the message that the agent receives, if it differs from the parsed one. The journal has

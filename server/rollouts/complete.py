@@ -27,7 +27,7 @@ from penstock.server.core.aio import OwnTasks
 from penstock.server.core.errors import MAX_ID_LENGTH, DomainError, FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.core.telemetry import ReasonCounts
-from penstock.server.groups.attempts import Attempt, Group, Lease, Settled, group_changed
+from penstock.server.groups.attempts import Attempt, Expired, Group, Lease, Settled, group_changed
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.protocol import Journal, Record
 from penstock.server.journal.records import leases_expired, trajectories_forgotten
@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 # Per trajectory in the journal, in addition to its tokens and its outcome.
 RECORD_BYTES = 4096
 MAX_OUTCOME_BYTES = 1 << 20
-_Expired = tuple[Attempt, list[str], Settled]
+ATTEMPT_TIMEOUT = "ATTEMPT_TIMEOUT"
+"""Failure of an attempt that reached its time limit; workers report it under the same name."""
 
 
 @dataclass(eq=False)
@@ -212,9 +213,9 @@ class Closing:
         while True:
             if deadline is not None and self.clock() - deadline > STOOD_STILL_SECONDS:
                 self.queue.leases.forgive(self.queue.groups)
-            expired: dict[str, list[_Expired]] = {}
-            for attempt, lost, settled in self.queue.expire():
-                expired.setdefault(attempt.group.group_id, []).append((attempt, lost, settled))
+            expired: dict[str, list[Expired]] = {}
+            for one in self.queue.expire():
+                expired.setdefault(one.attempt.group.group_id, []).append(one)
             # When a worker dies, thousands of leases expire. Their groups share the wait for the journal.
             for settling in [self._settle_expired(group) for group in expired.values()]:
                 await asyncio.shield(settling)
@@ -225,39 +226,54 @@ class Closing:
                 async with asyncio.timeout(timeout):
                     await self.queue.leases.sooner.wait()
 
-    def _settle_expired(self, expired: Sequence[_Expired]) -> asyncio.Task[None]:
+    def _settle_expired(self, expired: Sequence[Expired]) -> asyncio.Task[None]:
         """In order; the last attempt may complete the group."""
-        group = expired[0][0].group
-        records = [record for one in expired for record in self._expired(*one)]
-        settling = self._settle(group, [settled for _, _, settled in expired], records)
+        group = expired[0].attempt.group
+        records = [record for one in expired for record in self._expired(one)]
+        settling = self._settle(group, [one.settled for one in expired], records)
         return self._tasks.start(settling, f"expiry in {group.group_id}")
 
-    def _expired(self, attempt: Attempt, lost: Sequence[str], settled: Settled) -> list[Record]:
-        """`lost` holds the ids of the trajectory and its branches; empty if it was never opened."""
-        trajectory_id = lost[0] if lost else ""
+    def _expired(self, one: Expired) -> list[Record]:
+        trajectory_id = one.trajectory_ids[0] if one.trajectory_ids else ""
+        failure = self._failure(one)
         logger.warning(
-            "lease of %s expired; %s",
-            trajectory_id or f"a sibling of {attempt.group.group_id}",
-            "the attempt failed" if settled.final else "the attempt returns to the queue",
+            "attempt %s: %s; it %s",
+            trajectory_id or f"at {one.attempt.group.group_id}, never opened",
+            failure.message,
+            "failed" if one.settled.final else "returns to the queue",
         )
-        self.failures[Reason.LEASE_EXPIRED] += 1
+        self.failures.count(failure.reason)
         record = self.store.find(trajectory_id)
         if record is not None:
             # A detached turn may still be running without a listener.
             for member in record.with_branches():
                 self._abort_soon(member)
         records: list[Record] = []
-        if settled.final:
-            records = self._close_expired(attempt, trajectory_id, record)
+        if one.settled.final:
+            records = self._close_expired(one.attempt, trajectory_id, record, failure)
         else:
             self._forget_attempts([trajectory_id])
-        return [*records, leases_expired(lost, retried=not settled.final)]
+        return [*records, leases_expired(one.trajectory_ids, retried=not one.settled.final)]
+
+    def _failure(self, one: Expired) -> trajectory_pb2.Failure:
+        if one.timed_out:
+            limit = self.queue.leases.rules.attempt_seconds
+            return Failure(
+                reason=ATTEMPT_TIMEOUT,
+                message=f"not closed within leases.attempt_seconds, {limit:g} s",
+            )
+        return Failure(
+            reason=Reason.LEASE_EXPIRED, message="no call reached the trajectory in time"
+        )
 
     def _close_expired(
-        self, attempt: Attempt, trajectory_id: str, record: TrajectoryRecord | None
+        self,
+        attempt: Attempt,
+        trajectory_id: str,
+        record: TrajectoryRecord | None,
+        failure: trajectory_pb2.Failure,
     ) -> list[Record]:
-        problem = "no call reached the trajectory in time"
-        outcome = Outcome(failure=Failure(reason=Reason.LEASE_EXPIRED, message=problem))
+        outcome = Outcome(failure=failure)
         if record is None:
             # Make up an id that cannot be in use.
             unopened = f"{attempt.group.group_id}-{attempt.sample_index}-{uuid.uuid4().hex}"

@@ -32,6 +32,8 @@ from penstock.wire.reasons import Reason
 
 # Bytes that a turn takes in the journal in addition to its tokens.
 TURN_RECORD_BYTES = 8192
+MAX_DEPTH = 1_024
+"""Branches of branches: how deep they may be nested. Each level makes reading a context slower."""
 
 tracer = trace.get_tracer("penstock.server")
 
@@ -110,9 +112,9 @@ class Opening:
         )
         count = len(prompt.token_ids)
         self._check_tokens(count + self._budget(count, sampling))
-        self._place(record, request, attempt, parent)
-        own = prompt.token_ids if parent is None else record.share_prefix(prompt.token_ids)
-        record.append_context(own, 0)
+        shared = 0 if parent is None else parent.shared_with(prompt.token_ids)
+        self._place(record, request, attempt, parent, shared)
+        record.append_context(prompt.token_ids[shared:], 0)
         return self._begin_turn(record, 0, sampling, how, context), how
 
     def _owners(
@@ -145,6 +147,12 @@ class Opening:
         _check_open(parent)
         if request.group_id not in ("", parent.group_id):
             raise FieldInvalid("group_id", "must be the parent's, or unset", request.group_id)
+        if (depth := parent.depth + 1) > MAX_DEPTH:
+            raise FieldInvalid(
+                "parent_trajectory_id",
+                f"is itself a branch of a branch, {depth - 1} deep, which is the most",
+                parent_id,
+            )
         return parent
 
     def _place(
@@ -153,12 +161,11 @@ class Opening:
         request: rollout_service_pb2.GenerateRequest,
         attempt: Attempt | None,
         parent: TrajectoryRecord | None,
+        shared: int,
     ) -> None:
         """Attach the record to its lease, its parent's attempt or its caller's group, if any."""
         if parent is not None:
-            record.group_id, record.sample_index = parent.group_id, parent.sample_index
-            record.parent_trajectory_id, record.parent = parent.trajectory_id, parent
-            parent.children.append(record)
+            record.branch_from(parent, shared)
             root = self.store.root_of(parent)
             branched = None if root is None else self.queue.attempt_of(root.trajectory_id)
             if branched is not None:

@@ -10,6 +10,7 @@ from penstock.common.memory_file import host_id
 from penstock.server.engine.protocol import Engine
 from penstock.server.groups.buffer import GroupBuffer
 from penstock.server.pool.engine import PoolEngine
+from penstock.server.rpc.progress import Progress
 from penstock.server.rpc.standard import Health
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.weights.switch import Switcher, WeightSwitch
@@ -41,6 +42,7 @@ class ServerInfo:
     store: TrajectoryStore
     buffer: GroupBuffer
     health: Health
+    progress: Progress
     http_port: int
     """Port of the compatible endpoints; 0 if they are not served."""
     _server_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -49,7 +51,7 @@ class ServerInfo:
     async def get_server_info(
         self, request: rollout_service_pb2.GetServerInfoRequest
     ) -> rollout_service_pb2.GetServerInfoResponse:
-        """Tensors only on request."""
+        """Tensors and progress only on request."""
         description = self.engine.description
         load, limits = self._load(), description.adapters
         tensors = description.tensors.items() if request.with_tensors else ()
@@ -77,6 +79,8 @@ class ServerInfo:
             ],
             draining=self.health.draining,
             full_weight_version=self.switch.full_version,
+            waits=self.progress.waits(),
+            progress=self.progress.message() if request.with_progress else None,
         )
 
     def _replicas(

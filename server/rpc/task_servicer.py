@@ -82,8 +82,9 @@ class TaskServicer:
         if not 1 <= request.concurrency <= requests.MAX_CONCURRENCY:
             problem = f"must be from 1 to {requests.MAX_CONCURRENCY}"
             raise FieldInvalid("concurrency", problem, request.concurrency)
-        length = duration_pb2.Duration()
-        length.FromNanoseconds(int(self.queue.leases.rules.seconds * 1e9))
+        rules = self.queue.leases.rules
+        length, limit = _duration(rules.seconds), _duration(rules.attempt_seconds)
+        self.queue.holders.add(holder)
         logger.info("agent %s leases up to %d attempts", holder.agent_id, holder.concurrency)
         try:
             while True:
@@ -101,6 +102,7 @@ class TaskServicer:
                     sample_index=lease.sample_index,
                     retry_count=lease.retry_count,
                     lease=length,
+                    time_limit=limit,
                 )
         finally:
             logger.info(
@@ -131,3 +133,9 @@ class TaskServicer:
         return CompleteTrajectoryResponse(
             group_completed=closed.group_completed, retried=closed.retried
         )
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

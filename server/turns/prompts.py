@@ -91,7 +91,7 @@ class Prompts:
             tokens = await _off_loop(length, lambda: self._renderer.render(messages, tools))
         else:
             history = parent.history.branch(message_count)
-            kept = parent.token_array()[:token_count]
+            kept = parent.token_array(0, token_count)
             last = int(kept[-1]) if len(kept) else None
             suffix = await _off_loop(length, lambda: self._renderer.render_next(new, last))
             tokens = np.concatenate([kept, suffix])
@@ -125,7 +125,7 @@ class Prompts:
     async def _next_messages(
         self, messages: list[Message], record: TrajectoryRecord
     ) -> NDArray[np.int32]:
-        tokens = record.token_array()
+        tokens = record.token_array(record.token_count - 1)
         last = int(tokens[-1]) if len(tokens) else None
         length = sum(len(message.content) for message in messages)
         return await _off_loop(length, lambda: self._renderer.render_next(messages, last))

@@ -189,10 +189,11 @@ class Turn:
             self.attempt.error is not None or self.attempt.finish is Finish.ABORTED
         )
 
-    def policy_tokens(self, count: int) -> NDArray[np.int32]:
-        """The first tokens the policy wrote in this turn, shape [count]."""
-        start = self.context_token_count
-        return self.record.token_array()[start : start + count]
+    def policy_tokens(self, stop: int, start: int = 0) -> NDArray[np.int32]:
+        """The tokens from `start` to `stop` among those the policy wrote in this turn, shape
+        [stop - start]."""
+        before = self.context_token_count
+        return self.record.token_array(before + start, before + stop)
 
 
 @dataclass(slots=True)
@@ -304,24 +305,54 @@ class TrajectoryRecord:
         """Whether no append of a large segment is under way."""
         return all(not isinstance(found, Future) or found.done() for found in self.written.values())
 
-    def token_array(self) -> NDArray[np.int32]:
-        """All tokens, including the parent's, shape [token_count]."""
-        own = np.frombuffer(b"".join(segment.tokens for segment in self.segments), TOKEN)
-        if self.parent is None or not self.parent_token_count:
-            return own
-        return np.concatenate([self.parent.token_array()[: self.parent_token_count], own])
+    def token_array(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
+        """Tokens `start` to `stop` of all, including the parent's. Reads no others, however deep the
+        branches are nested."""
+        end = self.token_count if stop is None else min(stop, self.token_count)
+        pieces: list[memoryview] = []
+        record: TrajectoryRecord | None = self
+        while record is not None and start < end:
+            pieces += record._own_pieces(max(start, record.parent_token_count), end)
+            end = min(end, record.parent_token_count)
+            record = record.parent
+        return np.frombuffer(b"".join(reversed(pieces)), TOKEN)
 
-    def share_prefix(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Share the prompt's common prefix with the parent. Returns the rest of the prompt."""
-        assert self.parent is not None and not self.token_count
-        theirs = self.parent.token_array()
-        if self.parent.turn is not None and self.parent.turn.in_flight:
-            # The tokens of the turn in flight are not recorded yet.
-            theirs = theirs[: self.parent.turn.context_token_count]
+    def _own_pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Bytes of the tokens `start` to `stop`, which are not the parent's; the last ones first."""
+        end = self.token_count
+        for segment in reversed(self.segments):
+            begin = end - segment.token_count
+            if start < end and begin < stop:
+                width = TOKEN.itemsize
+                first, last = max(start, begin) - begin, min(stop, end) - begin
+                yield memoryview(segment.tokens)[first * width : last * width]
+            elif end <= start:
+                return
+            end = begin
+
+    def shared_with(self, token_ids: NDArray[np.int32]) -> int:
+        """Number of tokens at the beginning of a branch's prompt that are this trajectory's."""
+        # The tokens of a turn in flight are not recorded yet.
+        settled = self.turn.context_token_count if self.growing and self.turn else None
+        theirs = self.token_array(0, settled)
         count = min(len(theirs), len(token_ids))
         differing = np.flatnonzero(theirs[:count] != token_ids[:count])
-        self.parent_token_count = self.token_count = int(differing[0]) if len(differing) else count
-        return token_ids[self.parent_token_count :]
+        return int(differing[0]) if len(differing) else count
+
+    def branch_from(self, parent: TrajectoryRecord, shared: int) -> None:
+        """Make this empty record a branch that begins with `shared` of the parent's tokens."""
+        self.group_id, self.sample_index = parent.group_id, parent.sample_index
+        self.parent_trajectory_id, self.parent = parent.trajectory_id, parent
+        self.parent_token_count = self.token_count = shared
+        parent.children.append(self)
+
+    @property
+    def depth(self) -> int:
+        """Number of trajectories that this one branches from, directly and indirectly."""
+        depth, record = 0, self.parent
+        while record is not None:
+            depth, record = depth + 1, record.parent
+        return depth
 
     def append_context(self, token_ids: NDArray[np.int32], turn_index: int) -> None:
         if not len(token_ids):
@@ -357,9 +388,11 @@ class TrajectoryRecord:
 
     def with_branches(self) -> list[TrajectoryRecord]:
         """This trajectory and its direct and indirect branches, each before its own branches."""
-        members: list[TrajectoryRecord] = [self]
-        for child in self.children:
-            members += child.with_branches()
+        members: list[TrajectoryRecord] = []
+        left: list[TrajectoryRecord] = [self]
+        while left:
+            members.append(member := left.pop())
+            left += reversed(member.children)
         return members
 
     def policy_versions(self) -> list[int]:

@@ -25,6 +25,7 @@ any state (`refuse`). So is whether the active version is the trainer's (`await_
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
@@ -175,6 +176,7 @@ class WeightSwitch:
         self._lock = asyncio.Lock()
         self._changed = Broadcast()
         self.phase = SwitchPhase.IDLE
+        self.phase_since = time.monotonic()
         self.awaiting_trainer = False
         """Whether turns wait until the trainer's version is active."""
         self._admitting = 0
@@ -194,6 +196,11 @@ class WeightSwitch:
     def trusted(self) -> bool:
         """Whether the engine holds the weights of `active_version`."""
         return self._refusal is None
+
+    @property
+    def problem(self) -> str:
+        """Why no version can be served; empty if one can."""
+        return "" if self._refusal is None else self._refusal.message
 
     @property
     def switching(self) -> bool:
@@ -261,7 +268,7 @@ class WeightSwitch:
     def move(self, phase: SwitchPhase) -> None:
         if phase not in _TRANSITIONS[self.phase]:
             raise RuntimeError(f"a change of weights cannot go from {self.phase} to {phase}")
-        self.phase = phase
+        self.phase, self.phase_since = phase, time.monotonic()
         self._changed.notify()
 
     async def hold_turns(self, phase: SwitchPhase = SwitchPhase.CLOSED) -> None:

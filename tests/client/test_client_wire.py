@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 
@@ -903,3 +904,43 @@ async def test_a_worker_says_that_it_is_connected_and_that_no_task_comes(
     address = penstock.address
     assert f"connected to {address}; waiting for tasks" in caplog.text
     assert f"no task from {address} for 0.05 s; is a trainer connected to it?" in caplog.text
+
+
+async def hang(task, trajectory) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+def hang_in_thread(task, trajectory) -> float:
+    threading.Event().wait(60)
+    return 1.0
+
+
+@pytest.mark.parametrize("function", [hang, hang_in_thread])
+async def test_a_function_that_hangs_fails_its_attempt_within_the_leases_time(
+    tmp_path, function, caplog: pytest.LogCaptureFixture
+):
+    settings = ("leases.attempt_seconds=0.3", "leases.grace_seconds=20", "leases.max_attempts=2")
+    async with serve(tmp_path, *settings) as harness, client_of(harness) as penstock:
+        await penstock.submit_tasks([Task("hung", prompt=CHAT)])
+        worker = penstock.worker(WorkerSettings(concurrency=1, attempts=2), function, None)
+        statistics = await asyncio.wait_for(worker.run(), 20)
+        # The worker reports it before the server takes the attempt back.
+        assert statistics.failures == {"ATTEMPT_TIMEOUT": 2}
+        assert harness.serving.closing.failures == {"ATTEMPT_TIMEOUT": 2}
+        assert "the server's time for an attempt" in caplog.text
+        assert harness.serving.buffer.buffered_count == 1
+
+
+async def test_a_group_reward_that_hangs_fails_within_the_leases_time(tmp_path):
+    settings = ("leases.attempt_seconds=0.5", "leases.grace_seconds=20", "leases.max_attempts=1")
+
+    @group_reward
+    async def judge(task, trajectories) -> list[float]:
+        return await asyncio.Event().wait()
+
+    async with serve(tmp_path, *settings) as harness, client_of(harness) as penstock:
+        await penstock.submit_tasks([Task("hung", prompt=CHAT, group_size=2)])
+        worker = penstock.worker(WorkerSettings(concurrency=2, attempts=2), single_turn, judge)
+        await asyncio.wait_for(worker.run(), 20)
+        assert harness.serving.closing.failures == {"ATTEMPT_TIMEOUT": 2}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -27,6 +27,7 @@ from penstock.trainer.core.aio import together
 from penstock.trainer.data.shards import Division
 from penstock.trainer.exchange.evaluation_stream import EvaluationStream
 from penstock.trainer.exchange.stream import Exchange, Listeners, RunFacts
+from penstock.trainer.exchange.waiting import saying
 from penstock.v1 import trainer_service_pb2, trajectory_pb2
 from penstock.wire.messages import StalenessContract
 
@@ -55,6 +56,7 @@ class Servers:
     ) -> None:
         """`channels` has each server's address and a channel to it."""
         self.division = division
+        self._channels = channels
         self.left = asyncio.Event()
         """Set when the run stops without one of its servers, for good. Nothing more is sent to any of
         them."""
@@ -95,6 +97,10 @@ class Servers:
 
     def __getitem__(self, server: int) -> Exchange:
         return self._exchanges[server]
+
+    def saying(self, what: str) -> AbstractAsyncContextManager[None]:
+        """If the body takes long, logs that it waits for `what`, and why."""
+        return saying(what, self._channels)
 
     @property
     def held_version(self) -> int:

@@ -133,7 +133,7 @@ export class Calls {
   }
 
   getServerInfo(waiting: Waiting = {}): Promise<GetServerInfoResponse> {
-    return this.unary(Rollout.getServerInfo, { withTensors: false }, waiting);
+    return this.unary(Rollout.getServerInfo, { withTensors: false, withProgress: false }, waiting);
   }
 
   getTrajectory(trajectoryId: string, waiting: Waiting = {}): Promise<GetTrajectoryResponse> {

@@ -24,6 +24,8 @@ export interface Attempt {
   sampleIndex: number;
   /** Earlier attempts at this place in the group. */
   retryCount: number;
+  /** When it has to be closed, in Unix milliseconds. The server takes it back after that. */
+  endsAt: number;
   /** Aborted when its lease is lost, or its time is over; further work on it is wasted. */
   signal: AbortSignal;
 }
@@ -168,13 +170,15 @@ export class Leases implements AsyncIterableIterator<Attempt> {
     const { resumeAborted = false } = this.options;
     const options = { groupId, sampleIndex, groupSize: task.groupSize, resumeAborted, signal };
     const trajectory = new Trajectory(this.calls, trajectoryId, options, task, (id) => this.release(id));
-    const leaseMs = lease.lease ? Number(lease.lease.seconds) * 1000 + lease.lease.nanos / 1e6 : 0;
+    const leaseMs = milliseconds(lease.lease);
+    // A server from before this field names no limit.
+    const endsAt = Date.now() + (milliseconds(lease.timeLimit) || Infinity);
     if (leaseMs > 0 && leaseMs / 3 < this.renewMs) {
       this.renewMs = leaseMs / 3;
       this.sooner.abort();
     }
     this.held.set(trajectoryId, { trajectory, controller });
-    this.ready.push({ task, trajectory, groupId, sampleIndex, retryCount, signal });
+    this.ready.push({ task, trajectory, groupId, sampleIndex, retryCount, endsAt, signal });
     this.tell();
     // Bounded: after a loss, the new stream leases attempts while old ones are still held.
     while (this.ready.length > this.concurrency && !this.ended) await this.news();
@@ -242,4 +246,8 @@ export class LeaseLost extends Error {
   constructor(readonly trajectoryId: string) {
     super(`the lease of ${trajectoryId} ran out`);
   }
+}
+
+function milliseconds(duration?: { seconds: bigint; nanos: number }): number {
+  return duration ? Number(duration.seconds) * 1000 + duration.nanos / 1e6 : 0;
 }

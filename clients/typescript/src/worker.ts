@@ -18,7 +18,7 @@ export type Agent = (attempt: Attempt) => Promise<Score> | Score;
 export interface WorkerOptions extends Omit<LeaseOptions, "wholeGroups" | "resumeAborted"> {
   /** Return after this many attempts; if unset, continue until stopped. */
   attempts?: number;
-  /** Time limit of one attempt; after it, the attempt fails with ATTEMPT_TIMEOUT. */
+  /** Time limit of one attempt, if less than the server's; after it, the attempt fails with ATTEMPT_TIMEOUT. */
   attemptMs?: number;
   /** Stops the worker: attempts in flight are finished or given back. */
   signal?: AbortSignal;
@@ -40,6 +40,8 @@ export interface Statistics {
 
 /** Time limit for giving back unfinished attempts when the worker stops. */
 const GIVE_BACK_MS = 5_000;
+
+const LONGEST_TIMER_MS = 2 ** 31 - 1;
 
 /** Leases attempts and runs `agent` on each. Throws PenstockError if the server refuses to lease. */
 export async function work(calls: Calls, options: WorkerOptions, agent: Agent): Promise<Statistics> {
@@ -109,10 +111,12 @@ class AttemptRun {
 
   /** Runs the agent; returns undefined if its lease is lost. */
   private async judge(agent: Agent): Promise<Outcome | Failed | undefined> {
-    const { trajectory, signal } = this.attempt;
-    const { attemptMs } = this.options;
-    const late = new Failed("ATTEMPT_TIMEOUT", `not done within ${attemptMs} ms`);
-    const timer = attemptMs && setTimeout(() => this.leases.cancel(trajectory.trajectoryId, late), attemptMs);
+    const { trajectory, signal, endsAt } = this.attempt;
+    const ms = Math.min(this.options.attemptMs ?? Infinity, endsAt - Date.now());
+    const late = new Failed("ATTEMPT_TIMEOUT", `not done within ${Math.round(ms)} ms`);
+    const cancel = () => this.leases.cancel(trajectory.trajectoryId, late);
+    // A timer that is set for longer would fire at once.
+    const timer = ms <= LONGEST_TIMER_MS ? setTimeout(cancel, ms) : undefined;
     try {
       // An agent that waits for something else may not react to the signal.
       const score = await Promise.race([Promise.resolve(this.attempt).then(agent), rejected(signal)]);

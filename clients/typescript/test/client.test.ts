@@ -180,6 +180,17 @@ test("an attempt has its time", async () => {
   assert.equal((told as Failed).reason, "ATTEMPT_TIMEOUT");
 });
 
+test("the server's limit is the lease's, also for an agent that reacts to nothing", async () => {
+  let left = 0;
+  const agent: Agent = ({ endsAt }) => {
+    left = endsAt - Date.now();
+    return new Promise<number>(() => undefined);
+  };
+  const told = await outcomeOf(agent, { attemptMs: 300 });
+  assert.equal((told as Failed).reason, "ATTEMPT_TIMEOUT");
+  assert.ok(left > 3_500_000 && left <= 3_600_000, `${left}`);
+});
+
 test("a worker that is stopped gives back what runs", async () => {
   const stopping = new AbortController();
   const agent: Agent = async () => {

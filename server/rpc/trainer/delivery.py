@@ -143,6 +143,8 @@ class Receipts:
                 "receipt.step", "must be positive, or zero with a rejection", receipt.step
             )
         groups = self._buffer.receipt(receipt.delivery_ids, receipt.step)
+        if not refused and groups:
+            self._buffer.trained()
         if refused:
             self._buffer.drops.count(receipt.rejection.reason or "REFUSED", len(groups))
         if refused or receipt.step <= session.resume_step:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
@@ -159,6 +160,7 @@ class TrainerServicer:
         async for request in requests:
             if session.ended:
                 return  # Replaced: messages of an older trainer no longer count.
+            session.heard_at = time.monotonic()
             kind = request.WhichOneof("message")
             if kind == "demand":
                 self.deliverer.demand(session, request.demand)

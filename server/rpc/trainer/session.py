@@ -11,6 +11,7 @@ any other is refused with STALE_EPOCH.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,6 +71,8 @@ class Session:
     switches: asyncio.Queue[trainer_service_pb2.SwitchWeights | None] = field(
         default_factory=lambda: asyncio.Queue(MAX_WAITING_SWITCHES)
     )
+    heard_at: float = field(default_factory=time.monotonic)
+    """When its last message arrived."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -112,6 +115,12 @@ class CurrentSession:
         self._start_id = ""
         """Identifies the start of that run; empty if no trainer has named one."""
         self._epoch = 0
+        self.left_at = time.monotonic()
+        """When the last session ended, or this server began."""
+
+    @property
+    def current(self) -> Session | None:
+        return self._session
 
     @property
     def connected(self) -> bool:
@@ -173,7 +182,7 @@ class CurrentSession:
         session.leave()
         if self._session is not session:
             return False
-        self._session = None
+        self._session, self.left_at = None, time.monotonic()
         return True
 
 

@@ -27,9 +27,12 @@ from penstock.client.tasks import Purpose, Task, read_task, write_purpose
 from penstock.client.trajectory import Place, Trajectory
 from penstock.common import telemetry
 from penstock.v1 import task_service_pb2
+from penstock.wire.waits import ORDINARY, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+
+    from penstock.v1 import rollout_service_pb2
 
 logger = logging.getLogger("penstock.client")
 
@@ -39,7 +42,7 @@ _LONGEST_RENEWAL_SECONDS = 3.0
 _UNREACHABLE = (ServerUnavailable, Overloaded, DeadlineExceeded)
 # A server that does not answer for longer than this is reported.
 _SILENCE_SECONDS = 2.0
-# A worker that gets no task at all for this long logs it, once.
+# A worker that gets no task for this long, though it could take one, logs why.
 _IDLE_SECONDS = 30.0
 # Extra wait before a lease counts as expired: the server may have started it slightly later.
 _OUTWAIT_SECONDS = 0.5
@@ -55,6 +58,8 @@ class Attempt:
     """Position in the group, from zero."""
     retry_count: int
     """Number of earlier attempts in this place."""
+    ends_at: float = math.inf
+    """When it has to be closed, on the clock of `time.monotonic`. The server takes it back after that."""
 
 
 class LeaseListener:
@@ -108,8 +113,10 @@ class Leases:
         self._concurrency = concurrency
         self._resume_aborted = resume_aborted
         self._listener = listener or LeaseListener()
-        self._idle: asyncio.TimerHandle | None = None
-        """Reports that no task arrives, unless one does first; None before the first connection."""
+        self._leased = asyncio.Event()
+        """Set when a lease arrives."""
+        self._connected = asyncio.Event()
+        """Set by the first connection."""
         self._request = task_service_pb2.LeaseTasksRequest(
             agent_id=agent_id,
             concurrency=concurrency,
@@ -201,28 +208,27 @@ class Leases:
         return self._receiver, self._renewer
 
     async def _receive(self) -> None:
+        idle = asyncio.create_task(self._say_idle())
         try:
             await self._receive_streams()
         finally:
-            if self._idle is not None:
-                self._idle.cancel()
+            idle.cancel()
 
     async def _receive_streams(self) -> None:
         backoff = Backoff(math.inf)
         while True:
             try:
                 await self._reach()
-                if self._idle is None:
+                if not self._connected.is_set():
                     logger.info("connected to %s; waiting for tasks", self._calls.address)
-                    loop = asyncio.get_running_loop()
-                    self._idle = loop.call_later(_IDLE_SECONDS, self._say_idle)
+                    self._connected.set()
                 # Closing the stream gives the leases up.
                 leases = self._calls.stream(
                     self._request, task_service_pb2.LeaseTasksResponse, None, telemetry.outgoing()
                 )
                 async with contextlib.aclosing(leases) as stream:
                     async for lease in stream:
-                        self._idle.cancel()
+                        self._leased.set()
                         backoff.reset()
                         self._say_back()
                         await self._offer(lease)
@@ -248,9 +254,33 @@ class Leases:
         cause = await self._calls.why_unreachable() or "no answer yet"
         self._say_lost(ServerUnavailable(f"no connection to {self._calls.address}: {cause}"))
 
-    def _say_idle(self) -> None:
-        seconds, address = _IDLE_SECONDS, self._calls.address
-        logger.warning("no task from %s for %g s; is a trainer connected to it?", address, seconds)
+    async def _say_idle(self) -> None:
+        """Says why no lease arrives, once for each time that this lasts, although there is room for one."""
+        await self._connected.wait()
+        while True:
+            self._leased.clear()
+            try:
+                async with asyncio.timeout(_IDLE_SECONDS):
+                    await self._leased.wait()
+                continue
+            except TimeoutError:
+                pass
+            if len(self._held) < self._concurrency and self._down_since is None:
+                await self._explain_idle()
+                await self._leased.wait()
+
+    async def _explain_idle(self) -> None:
+        waits: Sequence[rollout_service_pb2.Wait] = ()
+        # A lost server is reported by the stream.
+        with contextlib.suppress(*_UNREACHABLE):
+            waits = (await self._calls.get_server_info()).waits
+        ordinary = bool(waits) and waits[0].cause in ORDINARY
+        why = in_words(waits[0]) if waits else "is a trainer connected to it?"
+        logger.log(
+            logging.INFO if ordinary else logging.WARNING,
+            "no task from %s for %g s; %s",
+            *(self._calls.address, _IDLE_SECONDS, why),
+        )
 
     async def _offer(self, lease: task_service_pb2.LeaseTasksResponse) -> None:
         task = read_task(lease.task)
@@ -262,8 +292,13 @@ class Leases:
             resume_aborted=self._resume_aborted,
             on_closed=self.release,
         )
-        attempt = Attempt(task, trajectory, lease.group_id, lease.sample_index, lease.retry_count)
-        self._lease_seconds = lease.lease.seconds + lease.lease.nanos / 1e9
+        # A server from before this field names no limit.
+        limit = lease.time_limit.ToNanoseconds() / 1e9 or math.inf
+        attempt = Attempt(
+            *(task, trajectory, lease.group_id, lease.sample_index, lease.retry_count),
+            ends_at=time.monotonic() + limit,
+        )
+        self._lease_seconds = lease.lease.ToNanoseconds() / 1e9
         if 0 < self._lease_seconds / 3 < self._renew_seconds:
             self._renew_seconds = self._lease_seconds / 3
             self._renew_sooner.set()

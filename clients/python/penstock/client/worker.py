@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +27,7 @@ from penstock.client.leases import Attempt, LeaseListener, Leases, default_agent
 from penstock.client.outcome import Failed, Outcome
 from penstock.client.scoring import (
     Agent,
+    AttemptFailed,
     as_failed,
     as_outcome,
     as_outcomes,
@@ -66,6 +69,10 @@ class WorkerSettings:
 
 class WorkerMisconfigured(Exception):
     """The worker's settings do not fit the tasks."""
+
+
+class AttemptTimeout(AttemptFailed):
+    """An attempt was not done within its time."""
 
 
 class Worker(LeaseListener):
@@ -209,7 +216,7 @@ class Worker(LeaseListener):
             # Its lease expired before this worker took it.
             return self._lose(attempt)
         try:
-            outcome = await self._judge(self._run(attempt), attempt.task)
+            outcome = await self._judge(self._run(attempt), attempt)
         except asyncio.CancelledError:
             # Its lease expired, its stream was lost, or the whole worker is cancelled.
             ready, task = self._lose(attempt), asyncio.current_task()
@@ -248,10 +255,12 @@ class Worker(LeaseListener):
         scores = await call(self._reward, ready.siblings[0].task, trajectories)
         return as_outcomes(scores, len(trajectories))
 
-    async def _judge(self, work: Coroutine[Any, Any, T], task: Task) -> T | Failed:
+    async def _judge(self, work: Coroutine[Any, Any, T], attempt: Attempt) -> T | Failed:
         """Runs the caller's functions within the time limit. An exception becomes a failure."""
-        seconds = self._settings.attempt_seconds
-        timeout = asyncio.timeout(seconds)
+        started = time.monotonic()
+        own = self._settings.attempt_seconds
+        seconds = min(math.inf if own is None else own, attempt.ends_at - started)
+        timeout = asyncio.timeout(None if seconds == math.inf else seconds)
         try:
             async with timeout:
                 return await work
@@ -263,12 +272,19 @@ class Worker(LeaseListener):
             return Failed(STOPPED, "the worker was stopped")
         except (Exception, SystemExit) as error:
             if timeout.expired():
-                return Failed("ATTEMPT_TIMEOUT", f"not done within {seconds:g} s")
-            return self._failed(error, task)
+                limit = (
+                    "--attempt-timeout" if seconds == own else "the server's time for an attempt"
+                )
+                return self._failed(
+                    AttemptTimeout(f"not done within {round(seconds, 2):g} s, {limit}")
+                )
+            return self._failed(error, attempt.task)
 
     async def _close_group(self, ready: ReadyGroup) -> None:
         try:
-            scored = await self._judge(self._score(ready), ready.siblings[0].task)
+            # The siblings wait for each other: the newest lease decides.
+            newest = max(ready.siblings, key=lambda attempt: attempt.ends_at)
+            scored = await self._judge(self._score(ready), newest)
         except asyncio.CancelledError:
             for attempt in ready.unscored:
                 self._lose(attempt)

@@ -615,16 +615,20 @@ class GetServerInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WITH_TENSORS_FIELD_NUMBER: _builtins.int
+    WITH_PROGRESS_FIELD_NUMBER: _builtins.int
     with_tensors: _builtins.bool
     """Whether to include `tensors`, which is long."""
+    with_progress: _builtins.bool
+    """Whether to include `progress`."""
     def __init__(
         self,
         *,
         with_tensors: _builtins.bool = ...,
+        with_progress: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["with_tensors", b"with_tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["with_progress", b"with_progress", "with_tensors", b"with_tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -656,6 +660,8 @@ class GetServerInfoResponse(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     FULL_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """Release version of the server."""
     model: _builtins.str
@@ -714,6 +720,14 @@ class GetServerInfoResponse(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorDescription]:
         """Every tensor of a full upload, if the request set with_tensors."""
 
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
+        """What the server or its peers wait for, the most likely cause first. Empty while nothing waits."""
+
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """What is under way, if the request set with_progress."""
+
     def __init__(
         self,
         *,
@@ -737,14 +751,298 @@ class GetServerInfoResponse(_message.Message):
         tensors: _abc.Iterable[Global___TensorDescription] | None = ...,
         draining: _builtins.bool = ...,
         full_weight_version: _builtins.int = ...,
+        waits: _abc.Iterable[Global___Wait] | None = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "lora", b"lora"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "lora", b"lora", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "adapter_weight_versions", b"adapter_weight_versions", "delta_base_weight_version", b"delta_base_weight_version", "draining", b"draining", "eos_token_ids", b"eos_token_ids", "full_weight_version", b"full_weight_version", "host_id", b"host_id", "http_port", b"http_port", "load", b"load", "lora", b"lora", "max_context_length", b"max_context_length", "model", b"model", "replicas", b"replicas", "server_id", b"server_id", "server_version", b"server_version", "staged_weight_versions", b"staged_weight_versions", "tensors", b"tensors", "vocab_size", b"vocab_size", "weight_dtype", b"weight_dtype", "weight_sources", b"weight_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_weight_version", b"active_weight_version", "adapter_weight_versions", b"adapter_weight_versions", "delta_base_weight_version", b"delta_base_weight_version", "draining", b"draining", "eos_token_ids", b"eos_token_ids", "full_weight_version", b"full_weight_version", "host_id", b"host_id", "http_port", b"http_port", "load", b"load", "lora", b"lora", "max_context_length", b"max_context_length", "model", b"model", "progress", b"progress", "replicas", b"replicas", "server_id", b"server_id", "server_version", b"server_version", "staged_weight_versions", b"staged_weight_versions", "tensors", b"tensors", "vocab_size", b"vocab_size", "waits", b"waits", "weight_dtype", b"weight_dtype", "weight_sources", b"weight_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class Wait(_message.Message):
+    """Something that is waited for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    cause: _builtins.str
+    """A constant for programs, such as NO_WORKER. proto/README.md has a table."""
+    message: _builtins.str
+    """What is waited for."""
+    advice: _builtins.str
+    """What would end the wait."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long it has lasted."""
+
+    def __init__(
+        self,
+        *,
+        cause: _builtins.str = ...,
+        message: _builtins.str = ...,
+        advice: _builtins.str = ...,
+        duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "cause", b"cause", "duration", b"duration", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Wait: _TypeAlias = Wait  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """What is under way on a server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DropsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TRAINER_CONNECTED_FIELD_NUMBER: _builtins.int
+    TRAINER_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    DEMANDED_GROUP_COUNT_FIELD_NUMBER: _builtins.int
+    DEMANDED_EVALUATION_GROUP_COUNT_FIELD_NUMBER: _builtins.int
+    PLACE_LIMIT_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    PLACE_COUNT_FIELD_NUMBER: _builtins.int
+    PENDING_TASK_COUNT_FIELD_NUMBER: _builtins.int
+    AGENTS_FIELD_NUMBER: _builtins.int
+    AGENT_COUNT_FIELD_NUMBER: _builtins.int
+    OLDEST_LEASE_FIELD_NUMBER: _builtins.int
+    MOST_SILENT_LEASE_FIELD_NUMBER: _builtins.int
+    SINCE_TOKEN_FIELD_NUMBER: _builtins.int
+    SINCE_DELIVERY_FIELD_NUMBER: _builtins.int
+    SWITCH_STATE_FIELD_NUMBER: _builtins.int
+    SINCE_SWITCH_STATE_FIELD_NUMBER: _builtins.int
+    DROPS_FIELD_NUMBER: _builtins.int
+    trainer_connected: _builtins.bool
+    """Whether a trainer is connected."""
+    trainer_weight_version: _builtins.int
+    """Weight version that the trainer holds."""
+    demanded_group_count: _builtins.int
+    """Training groups that the trainer has asked for and not received."""
+    demanded_evaluation_group_count: _builtins.int
+    """Evaluation groups that the trainer has asked for and not received."""
+    place_limit: _builtins.int
+    """Most training groups that may be begun and not delivered now."""
+    place_count: _builtins.int
+    """Number of such groups."""
+    pending_task_count: _builtins.int
+    """Tasks whose group has not begun."""
+    agent_count: _builtins.int
+    """Number of such streams."""
+    switch_state: _builtins.str
+    """State of the weight switch: "idle", or what it does."""
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___Place]:
+        """Groups begun and not delivered, oldest first: the first 100 of them."""
+
+    @_builtins.property
+    def agents(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasingAgent]:
+        """Streams that lease tasks: the first 100 of them."""
+
+    @_builtins.property
+    def oldest_lease(self) -> Global___LeasedAttempt:
+        """The attempt that was leased first of those that are leased now. Unset if none is."""
+
+    @_builtins.property
+    def most_silent_lease(self) -> Global___LeasedAttempt:
+        """The attempt whose agent has been silent for the longest. Unset if none is leased without an open call."""
+
+    @_builtins.property
+    def since_token(self) -> _duration_pb2.Duration:
+        """Time since the policy wrote a token. Unset if it has written none."""
+
+    @_builtins.property
+    def since_delivery(self) -> _duration_pb2.Duration:
+        """Time since a group was delivered. Unset if none was."""
+
+    @_builtins.property
+    def since_switch_state(self) -> _duration_pb2.Duration:
+        """Time in that state."""
+
+    @_builtins.property
+    def drops(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Groups that were dropped or refused since a group was last trained, by reason."""
+
+    def __init__(
+        self,
+        *,
+        trainer_connected: _builtins.bool = ...,
+        trainer_weight_version: _builtins.int = ...,
+        demanded_group_count: _builtins.int = ...,
+        demanded_evaluation_group_count: _builtins.int = ...,
+        place_limit: _builtins.int = ...,
+        places: _abc.Iterable[Global___Place] | None = ...,
+        place_count: _builtins.int = ...,
+        pending_task_count: _builtins.int = ...,
+        agents: _abc.Iterable[Global___LeasingAgent] | None = ...,
+        agent_count: _builtins.int = ...,
+        oldest_lease: Global___LeasedAttempt | None = ...,
+        most_silent_lease: Global___LeasedAttempt | None = ...,
+        since_token: _duration_pb2.Duration | None = ...,
+        since_delivery: _duration_pb2.Duration | None = ...,
+        switch_state: _builtins.str = ...,
+        since_switch_state: _duration_pb2.Duration | None = ...,
+        drops: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["most_silent_lease", b"most_silent_lease", "oldest_lease", b"oldest_lease", "since_delivery", b"since_delivery", "since_switch_state", b"since_switch_state", "since_token", b"since_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_count", b"agent_count", "agents", b"agents", "demanded_evaluation_group_count", b"demanded_evaluation_group_count", "demanded_group_count", b"demanded_group_count", "drops", b"drops", "most_silent_lease", b"most_silent_lease", "oldest_lease", b"oldest_lease", "pending_task_count", b"pending_task_count", "place_count", b"place_count", "place_limit", b"place_limit", "places", b"places", "since_delivery", b"since_delivery", "since_switch_state", b"since_switch_state", "since_token", b"since_token", "switch_state", b"switch_state", "trainer_connected", b"trainer_connected", "trainer_weight_version", b"trainer_weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class Place(_message.Message):
+    """A group that was begun and not delivered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    PURPOSE_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    WAITING_COUNT_FIELD_NUMBER: _builtins.int
+    LEASED_COUNT_FIELD_NUMBER: _builtins.int
+    ENDED_COUNT_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """The group."""
+    task_id: _builtins.str
+    """Its task; empty for a group that its agent opened without a lease."""
+    purpose: _trajectory_pb2.Purpose.ValueType
+    """What it is for."""
+    waiting_count: _builtins.int
+    """Attempts that wait for a lease."""
+    leased_count: _builtins.int
+    """Attempts that are leased."""
+    ended_count: _builtins.int
+    """Attempts that have ended. A group whose attempts have all ended waits for the trainer."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """Time since it was begun, or since the server started."""
+
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        task_id: _builtins.str = ...,
+        purpose: _trajectory_pb2.Purpose.ValueType = ...,
+        age: _duration_pb2.Duration | None = ...,
+        waiting_count: _builtins.int = ...,
+        leased_count: _builtins.int = ...,
+        ended_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "ended_count", b"ended_count", "group_id", b"group_id", "leased_count", b"leased_count", "purpose", b"purpose", "task_id", b"task_id", "waiting_count", b"waiting_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Place: _TypeAlias = Place  # noqa: Y015
+
+@_typing.final
+class LeasingAgent(_message.Message):
+    """A stream that leases tasks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    CONCURRENCY_FIELD_NUMBER: _builtins.int
+    LEASED_COUNT_FIELD_NUMBER: _builtins.int
+    WHOLE_GROUPS_FIELD_NUMBER: _builtins.int
+    agent_id: _builtins.str
+    """The agent."""
+    concurrency: _builtins.int
+    """Attempts it works on at a time."""
+    leased_count: _builtins.int
+    """Attempts it has."""
+    whole_groups: _builtins.bool
+    """Whether it takes whole groups only."""
+    def __init__(
+        self,
+        *,
+        agent_id: _builtins.str = ...,
+        concurrency: _builtins.int = ...,
+        leased_count: _builtins.int = ...,
+        whole_groups: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "concurrency", b"concurrency", "leased_count", b"leased_count", "whole_groups", b"whole_groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeasingAgent: _TypeAlias = LeasingAgent  # noqa: Y015
+
+@_typing.final
+class LeasedAttempt(_message.Message):
+    """A leased attempt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    SILENCE_FIELD_NUMBER: _builtins.int
+    trajectory_id: _builtins.str
+    """Its trajectory."""
+    group_id: _builtins.str
+    """Its group."""
+    agent_id: _builtins.str
+    """The agent that has it; empty if its stream was lost."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """Time since it was leased."""
+
+    @_builtins.property
+    def silence(self) -> _duration_pb2.Duration:
+        """Time since its agent made or ended a call on it, other than renewals of the lease."""
+
+    def __init__(
+        self,
+        *,
+        trajectory_id: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        agent_id: _builtins.str = ...,
+        age: _duration_pb2.Duration | None = ...,
+        silence: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "silence", b"silence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "agent_id", b"agent_id", "group_id", b"group_id", "silence", b"silence", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeasedAttempt: _TypeAlias = LeasedAttempt  # noqa: Y015
 
 @_typing.final
 class TensorDescription(_message.Message):

@@ -212,6 +212,7 @@ class LeaseTasksResponse(_message.Message):
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     RETRY_COUNT_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    TIME_LIMIT_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Id to open the trajectory with."""
     group_id: _builtins.str
@@ -228,6 +229,12 @@ class LeaseTasksResponse(_message.Message):
     def lease(self) -> _duration_pb2.Duration:
         """How long the lease lasts without a call on the trajectory."""
 
+    @_builtins.property
+    def time_limit(self) -> _duration_pb2.Duration:
+        """How long the attempt may take, from its lease to its close. The server takes it back a little after
+        that, even if calls on it are open.
+        """
+
     def __init__(
         self,
         *,
@@ -237,10 +244,11 @@ class LeaseTasksResponse(_message.Message):
         sample_index: _builtins.int = ...,
         retry_count: _builtins.int = ...,
         lease: _duration_pb2.Duration | None = ...,
+        time_limit: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "task", b"task", "time_limit", b"time_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "lease", b"lease", "retry_count", b"retry_count", "sample_index", b"sample_index", "task", b"task", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "lease", b"lease", "retry_count", b"retry_count", "sample_index", b"sample_index", "task", b"task", "time_limit", b"time_limit", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

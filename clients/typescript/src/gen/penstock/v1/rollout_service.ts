@@ -21,7 +21,7 @@ import {
 } from "@grpc/grpc-js";
 import { Duration } from "../../google/protobuf/duration.js";
 import { ChatMessage, Conversation } from "./conversation.js";
-import { FinishReason, Segment, TokenSequence, Trajectory } from "./trajectory.js";
+import { FinishReason, Purpose, Segment, TokenSequence, Trajectory } from "./trajectory.js";
 import {
   FetchWeightsRequest,
   FetchWeightsResponse,
@@ -279,6 +279,8 @@ export interface AbortedTurn {
 export interface GetServerInfoRequest {
   /** Whether to include `tensors`, which is long. */
   withTensors: boolean;
+  /** Whether to include `progress`. */
+  withProgress: boolean;
 }
 
 /** Describes the server. */
@@ -330,6 +332,123 @@ export interface GetServerInfoResponse {
    * added to.
    */
   fullWeightVersion: bigint;
+  /** What the server or its peers wait for, the most likely cause first. Empty while nothing waits. */
+  waits: Wait[];
+  /** What is under way, if the request set with_progress. */
+  progress: Progress | undefined;
+}
+
+/** Something that is waited for. */
+export interface Wait {
+  /** A constant for programs, such as NO_WORKER. proto/README.md has a table. */
+  cause: string;
+  /** What is waited for. */
+  message: string;
+  /** What would end the wait. */
+  advice: string;
+  /** How long it has lasted. */
+  duration: Duration | undefined;
+}
+
+/** What is under way on a server. */
+export interface Progress {
+  /** Whether a trainer is connected. */
+  trainerConnected: boolean;
+  /** Weight version that the trainer holds. */
+  trainerWeightVersion: bigint;
+  /** Training groups that the trainer has asked for and not received. */
+  demandedGroupCount: number;
+  /** Evaluation groups that the trainer has asked for and not received. */
+  demandedEvaluationGroupCount: number;
+  /** Most training groups that may be begun and not delivered now. */
+  placeLimit: number;
+  /** Groups begun and not delivered, oldest first: the first 100 of them. */
+  places: Place[];
+  /** Number of such groups. */
+  placeCount: number;
+  /** Tasks whose group has not begun. */
+  pendingTaskCount: number;
+  /** Streams that lease tasks: the first 100 of them. */
+  agents: LeasingAgent[];
+  /** Number of such streams. */
+  agentCount: number;
+  /** The attempt that was leased first of those that are leased now. Unset if none is. */
+  oldestLease:
+    | LeasedAttempt
+    | undefined;
+  /** The attempt whose agent has been silent for the longest. Unset if none is leased without an open call. */
+  mostSilentLease:
+    | LeasedAttempt
+    | undefined;
+  /** Time since the policy wrote a token. Unset if it has written none. */
+  sinceToken:
+    | Duration
+    | undefined;
+  /** Time since a group was delivered. Unset if none was. */
+  sinceDelivery:
+    | Duration
+    | undefined;
+  /** State of the weight switch: "idle", or what it does. */
+  switchState: string;
+  /** Time in that state. */
+  sinceSwitchState:
+    | Duration
+    | undefined;
+  /** Groups that were dropped or refused since a group was last trained, by reason. */
+  drops: { [key: string]: bigint };
+}
+
+export interface Progress_DropsEntry {
+  key: string;
+  value: bigint;
+}
+
+/** A group that was begun and not delivered. */
+export interface Place {
+  /** The group. */
+  groupId: string;
+  /** Its task; empty for a group that its agent opened without a lease. */
+  taskId: string;
+  /** What it is for. */
+  purpose: Purpose;
+  /** Time since it was begun, or since the server started. */
+  age:
+    | Duration
+    | undefined;
+  /** Attempts that wait for a lease. */
+  waitingCount: number;
+  /** Attempts that are leased. */
+  leasedCount: number;
+  /** Attempts that have ended. A group whose attempts have all ended waits for the trainer. */
+  endedCount: number;
+}
+
+/** A stream that leases tasks. */
+export interface LeasingAgent {
+  /** The agent. */
+  agentId: string;
+  /** Attempts it works on at a time. */
+  concurrency: number;
+  /** Attempts it has. */
+  leasedCount: number;
+  /** Whether it takes whole groups only. */
+  wholeGroups: boolean;
+}
+
+/** A leased attempt. */
+export interface LeasedAttempt {
+  /** Its trajectory. */
+  trajectoryId: string;
+  /** Its group. */
+  groupId: string;
+  /** The agent that has it; empty if its stream was lost. */
+  agentId: string;
+  /** Time since it was leased. */
+  age:
+    | Duration
+    | undefined;
+  /** Time since its agent made or ended a call on it, other than renewals of the lease. */
+  silence: Duration | undefined;
 }
 
 /** A tensor of a full upload. */
@@ -1814,13 +1933,16 @@ export const AbortedTurn: MessageFns<AbortedTurn> = {
 };
 
 function createBaseGetServerInfoRequest(): GetServerInfoRequest {
-  return { withTensors: false };
+  return { withTensors: false, withProgress: false };
 }
 
 export const GetServerInfoRequest: MessageFns<GetServerInfoRequest> = {
   encode(message: GetServerInfoRequest, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
     if (message.withTensors !== false) {
       writer.uint32(8).bool(message.withTensors);
+    }
+    if (message.withProgress !== false) {
+      writer.uint32(16).bool(message.withProgress);
     }
     return writer;
   },
@@ -1846,6 +1968,14 @@ export const GetServerInfoRequest: MessageFns<GetServerInfoRequest> = {
             message.withTensors = reader.bool();
             continue;
           }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.withProgress = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1864,6 +1994,7 @@ export const GetServerInfoRequest: MessageFns<GetServerInfoRequest> = {
   fromPartial<I extends Exact<DeepPartial<GetServerInfoRequest>, I>>(object: I): GetServerInfoRequest {
     const message = createBaseGetServerInfoRequest();
     message.withTensors = object.withTensors ?? false;
+    message.withProgress = object.withProgress ?? false;
     return message;
   },
 };
@@ -1890,6 +2021,8 @@ function createBaseGetServerInfoResponse(): GetServerInfoResponse {
     tensors: [],
     draining: false,
     fullWeightVersion: 0n,
+    waits: [],
+    progress: undefined,
   };
 }
 
@@ -1987,6 +2120,12 @@ export const GetServerInfoResponse: MessageFns<GetServerInfoResponse> = {
         throw new globalThis.Error("value provided for field message.fullWeightVersion of type int64 too large");
       }
       writer.uint32(160).int64(message.fullWeightVersion);
+    }
+    for (const v of message.waits) {
+      Wait.encode(v!, writer.uint32(170).fork()).join();
+    }
+    if (message.progress !== undefined) {
+      Progress.encode(message.progress, writer.uint32(178).fork()).join();
     }
     return writer;
   },
@@ -2204,6 +2343,22 @@ export const GetServerInfoResponse: MessageFns<GetServerInfoResponse> = {
             message.fullWeightVersion = reader.int64() as bigint;
             continue;
           }
+          case 21: {
+            if (tag !== 170) {
+              break;
+            }
+
+            message.waits.push(Wait.decode(reader, reader.uint32()));
+            continue;
+          }
+          case 22: {
+            if (tag !== 178) {
+              break;
+            }
+
+            message.progress = Progress.decode(reader, reader.uint32());
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2252,6 +2407,787 @@ export const GetServerInfoResponse: MessageFns<GetServerInfoResponse> = {
     message.fullWeightVersion = (object.fullWeightVersion !== undefined && object.fullWeightVersion !== null)
       ? BigInt(object.fullWeightVersion)
       : 0n;
+    message.waits = object.waits?.map((e) => Wait.fromPartial(e)) || [];
+    message.progress = (object.progress !== undefined && object.progress !== null)
+      ? Progress.fromPartial(object.progress)
+      : undefined;
+    return message;
+  },
+};
+
+function createBaseWait(): Wait {
+  return { cause: "", message: "", advice: "", duration: undefined };
+}
+
+export const Wait: MessageFns<Wait> = {
+  encode(message: Wait, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.cause !== "") {
+      writer.uint32(10).string(message.cause);
+    }
+    if (message.message !== "") {
+      writer.uint32(18).string(message.message);
+    }
+    if (message.advice !== "") {
+      writer.uint32(26).string(message.advice);
+    }
+    if (message.duration !== undefined) {
+      Duration.encode(message.duration, writer.uint32(34).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): Wait {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseWait();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.cause = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.message = reader.string();
+            continue;
+          }
+          case 3: {
+            if (tag !== 26) {
+              break;
+            }
+
+            message.advice = reader.string();
+            continue;
+          }
+          case 4: {
+            if (tag !== 34) {
+              break;
+            }
+
+            message.duration = Duration.decode(reader, reader.uint32());
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<Wait>, I>>(base?: I): Wait {
+    return Wait.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<Wait>, I>>(object: I): Wait {
+    const message = createBaseWait();
+    message.cause = object.cause ?? "";
+    message.message = object.message ?? "";
+    message.advice = object.advice ?? "";
+    message.duration = (object.duration !== undefined && object.duration !== null)
+      ? Duration.fromPartial(object.duration)
+      : undefined;
+    return message;
+  },
+};
+
+function createBaseProgress(): Progress {
+  return {
+    trainerConnected: false,
+    trainerWeightVersion: 0n,
+    demandedGroupCount: 0,
+    demandedEvaluationGroupCount: 0,
+    placeLimit: 0,
+    places: [],
+    placeCount: 0,
+    pendingTaskCount: 0,
+    agents: [],
+    agentCount: 0,
+    oldestLease: undefined,
+    mostSilentLease: undefined,
+    sinceToken: undefined,
+    sinceDelivery: undefined,
+    switchState: "",
+    sinceSwitchState: undefined,
+    drops: {},
+  };
+}
+
+export const Progress: MessageFns<Progress> = {
+  encode(message: Progress, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.trainerConnected !== false) {
+      writer.uint32(8).bool(message.trainerConnected);
+    }
+    if (message.trainerWeightVersion !== 0n) {
+      if (BigInt.asIntN(64, message.trainerWeightVersion) !== message.trainerWeightVersion) {
+        throw new globalThis.Error("value provided for field message.trainerWeightVersion of type int64 too large");
+      }
+      writer.uint32(16).int64(message.trainerWeightVersion);
+    }
+    if (message.demandedGroupCount !== 0) {
+      writer.uint32(24).int32(message.demandedGroupCount);
+    }
+    if (message.demandedEvaluationGroupCount !== 0) {
+      writer.uint32(32).int32(message.demandedEvaluationGroupCount);
+    }
+    if (message.placeLimit !== 0) {
+      writer.uint32(40).int32(message.placeLimit);
+    }
+    for (const v of message.places) {
+      Place.encode(v!, writer.uint32(50).fork()).join();
+    }
+    if (message.placeCount !== 0) {
+      writer.uint32(56).int32(message.placeCount);
+    }
+    if (message.pendingTaskCount !== 0) {
+      writer.uint32(64).int32(message.pendingTaskCount);
+    }
+    for (const v of message.agents) {
+      LeasingAgent.encode(v!, writer.uint32(74).fork()).join();
+    }
+    if (message.agentCount !== 0) {
+      writer.uint32(80).int32(message.agentCount);
+    }
+    if (message.oldestLease !== undefined) {
+      LeasedAttempt.encode(message.oldestLease, writer.uint32(90).fork()).join();
+    }
+    if (message.mostSilentLease !== undefined) {
+      LeasedAttempt.encode(message.mostSilentLease, writer.uint32(98).fork()).join();
+    }
+    if (message.sinceToken !== undefined) {
+      Duration.encode(message.sinceToken, writer.uint32(106).fork()).join();
+    }
+    if (message.sinceDelivery !== undefined) {
+      Duration.encode(message.sinceDelivery, writer.uint32(114).fork()).join();
+    }
+    if (message.switchState !== "") {
+      writer.uint32(122).string(message.switchState);
+    }
+    if (message.sinceSwitchState !== undefined) {
+      Duration.encode(message.sinceSwitchState, writer.uint32(130).fork()).join();
+    }
+    globalThis.Object.entries(message.drops).forEach(([key, value]: [string, bigint]) => {
+      Progress_DropsEntry.encode({ key: key as any, value }, writer.uint32(138).fork()).join();
+    });
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): Progress {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseProgress();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 8) {
+              break;
+            }
+
+            message.trainerConnected = reader.bool();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.trainerWeightVersion = reader.int64() as bigint;
+            continue;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.demandedGroupCount = reader.int32();
+            continue;
+          }
+          case 4: {
+            if (tag !== 32) {
+              break;
+            }
+
+            message.demandedEvaluationGroupCount = reader.int32();
+            continue;
+          }
+          case 5: {
+            if (tag !== 40) {
+              break;
+            }
+
+            message.placeLimit = reader.int32();
+            continue;
+          }
+          case 6: {
+            if (tag !== 50) {
+              break;
+            }
+
+            message.places.push(Place.decode(reader, reader.uint32()));
+            continue;
+          }
+          case 7: {
+            if (tag !== 56) {
+              break;
+            }
+
+            message.placeCount = reader.int32();
+            continue;
+          }
+          case 8: {
+            if (tag !== 64) {
+              break;
+            }
+
+            message.pendingTaskCount = reader.int32();
+            continue;
+          }
+          case 9: {
+            if (tag !== 74) {
+              break;
+            }
+
+            message.agents.push(LeasingAgent.decode(reader, reader.uint32()));
+            continue;
+          }
+          case 10: {
+            if (tag !== 80) {
+              break;
+            }
+
+            message.agentCount = reader.int32();
+            continue;
+          }
+          case 11: {
+            if (tag !== 90) {
+              break;
+            }
+
+            message.oldestLease = LeasedAttempt.decode(reader, reader.uint32());
+            continue;
+          }
+          case 12: {
+            if (tag !== 98) {
+              break;
+            }
+
+            message.mostSilentLease = LeasedAttempt.decode(reader, reader.uint32());
+            continue;
+          }
+          case 13: {
+            if (tag !== 106) {
+              break;
+            }
+
+            message.sinceToken = Duration.decode(reader, reader.uint32());
+            continue;
+          }
+          case 14: {
+            if (tag !== 114) {
+              break;
+            }
+
+            message.sinceDelivery = Duration.decode(reader, reader.uint32());
+            continue;
+          }
+          case 15: {
+            if (tag !== 122) {
+              break;
+            }
+
+            message.switchState = reader.string();
+            continue;
+          }
+          case 16: {
+            if (tag !== 130) {
+              break;
+            }
+
+            message.sinceSwitchState = Duration.decode(reader, reader.uint32());
+            continue;
+          }
+          case 17: {
+            if (tag !== 138) {
+              break;
+            }
+
+            const entry17 = Progress_DropsEntry.decode(reader, reader.uint32());
+            if (entry17.value !== undefined) {
+              message.drops[entry17.key] = entry17.value;
+            }
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<Progress>, I>>(base?: I): Progress {
+    return Progress.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<Progress>, I>>(object: I): Progress {
+    const message = createBaseProgress();
+    message.trainerConnected = object.trainerConnected ?? false;
+    message.trainerWeightVersion = (object.trainerWeightVersion !== undefined && object.trainerWeightVersion !== null)
+      ? BigInt(object.trainerWeightVersion)
+      : 0n;
+    message.demandedGroupCount = object.demandedGroupCount ?? 0;
+    message.demandedEvaluationGroupCount = object.demandedEvaluationGroupCount ?? 0;
+    message.placeLimit = object.placeLimit ?? 0;
+    message.places = object.places?.map((e) => Place.fromPartial(e)) || [];
+    message.placeCount = object.placeCount ?? 0;
+    message.pendingTaskCount = object.pendingTaskCount ?? 0;
+    message.agents = object.agents?.map((e) => LeasingAgent.fromPartial(e)) || [];
+    message.agentCount = object.agentCount ?? 0;
+    message.oldestLease = (object.oldestLease !== undefined && object.oldestLease !== null)
+      ? LeasedAttempt.fromPartial(object.oldestLease)
+      : undefined;
+    message.mostSilentLease = (object.mostSilentLease !== undefined && object.mostSilentLease !== null)
+      ? LeasedAttempt.fromPartial(object.mostSilentLease)
+      : undefined;
+    message.sinceToken = (object.sinceToken !== undefined && object.sinceToken !== null)
+      ? Duration.fromPartial(object.sinceToken)
+      : undefined;
+    message.sinceDelivery = (object.sinceDelivery !== undefined && object.sinceDelivery !== null)
+      ? Duration.fromPartial(object.sinceDelivery)
+      : undefined;
+    message.switchState = object.switchState ?? "";
+    message.sinceSwitchState = (object.sinceSwitchState !== undefined && object.sinceSwitchState !== null)
+      ? Duration.fromPartial(object.sinceSwitchState)
+      : undefined;
+    message.drops = (globalThis.Object.entries(object.drops ?? {}) as [string, bigint][]).reduce(
+      (acc: { [key: string]: bigint }, [key, value]: [string, bigint]) => {
+        if (value !== undefined) {
+          acc[key] = BigInt(value as string | number | bigint | boolean);
+        }
+        return acc;
+      },
+      {},
+    );
+    return message;
+  },
+};
+
+function createBaseProgress_DropsEntry(): Progress_DropsEntry {
+  return { key: "", value: 0n };
+}
+
+export const Progress_DropsEntry: MessageFns<Progress_DropsEntry> = {
+  encode(message: Progress_DropsEntry, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.key !== "") {
+      writer.uint32(10).string(message.key);
+    }
+    if (message.value !== 0n) {
+      if (BigInt.asIntN(64, message.value) !== message.value) {
+        throw new globalThis.Error("value provided for field message.value of type int64 too large");
+      }
+      writer.uint32(16).int64(message.value);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): Progress_DropsEntry {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseProgress_DropsEntry();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.key = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.value = reader.int64() as bigint;
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<Progress_DropsEntry>, I>>(base?: I): Progress_DropsEntry {
+    return Progress_DropsEntry.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<Progress_DropsEntry>, I>>(object: I): Progress_DropsEntry {
+    const message = createBaseProgress_DropsEntry();
+    message.key = object.key ?? "";
+    message.value = (object.value !== undefined && object.value !== null) ? BigInt(object.value) : 0n;
+    return message;
+  },
+};
+
+function createBasePlace(): Place {
+  return { groupId: "", taskId: "", purpose: 0, age: undefined, waitingCount: 0, leasedCount: 0, endedCount: 0 };
+}
+
+export const Place: MessageFns<Place> = {
+  encode(message: Place, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.groupId !== "") {
+      writer.uint32(10).string(message.groupId);
+    }
+    if (message.taskId !== "") {
+      writer.uint32(18).string(message.taskId);
+    }
+    if (message.purpose !== 0) {
+      writer.uint32(24).int32(message.purpose);
+    }
+    if (message.age !== undefined) {
+      Duration.encode(message.age, writer.uint32(34).fork()).join();
+    }
+    if (message.waitingCount !== 0) {
+      writer.uint32(40).int32(message.waitingCount);
+    }
+    if (message.leasedCount !== 0) {
+      writer.uint32(48).int32(message.leasedCount);
+    }
+    if (message.endedCount !== 0) {
+      writer.uint32(56).int32(message.endedCount);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): Place {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBasePlace();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.groupId = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.taskId = reader.string();
+            continue;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.purpose = reader.int32() as any;
+            continue;
+          }
+          case 4: {
+            if (tag !== 34) {
+              break;
+            }
+
+            message.age = Duration.decode(reader, reader.uint32());
+            continue;
+          }
+          case 5: {
+            if (tag !== 40) {
+              break;
+            }
+
+            message.waitingCount = reader.int32();
+            continue;
+          }
+          case 6: {
+            if (tag !== 48) {
+              break;
+            }
+
+            message.leasedCount = reader.int32();
+            continue;
+          }
+          case 7: {
+            if (tag !== 56) {
+              break;
+            }
+
+            message.endedCount = reader.int32();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<Place>, I>>(base?: I): Place {
+    return Place.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<Place>, I>>(object: I): Place {
+    const message = createBasePlace();
+    message.groupId = object.groupId ?? "";
+    message.taskId = object.taskId ?? "";
+    message.purpose = object.purpose ?? 0;
+    message.age = (object.age !== undefined && object.age !== null) ? Duration.fromPartial(object.age) : undefined;
+    message.waitingCount = object.waitingCount ?? 0;
+    message.leasedCount = object.leasedCount ?? 0;
+    message.endedCount = object.endedCount ?? 0;
+    return message;
+  },
+};
+
+function createBaseLeasingAgent(): LeasingAgent {
+  return { agentId: "", concurrency: 0, leasedCount: 0, wholeGroups: false };
+}
+
+export const LeasingAgent: MessageFns<LeasingAgent> = {
+  encode(message: LeasingAgent, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.agentId !== "") {
+      writer.uint32(10).string(message.agentId);
+    }
+    if (message.concurrency !== 0) {
+      writer.uint32(16).int32(message.concurrency);
+    }
+    if (message.leasedCount !== 0) {
+      writer.uint32(24).int32(message.leasedCount);
+    }
+    if (message.wholeGroups !== false) {
+      writer.uint32(32).bool(message.wholeGroups);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): LeasingAgent {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseLeasingAgent();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.agentId = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.concurrency = reader.int32();
+            continue;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.leasedCount = reader.int32();
+            continue;
+          }
+          case 4: {
+            if (tag !== 32) {
+              break;
+            }
+
+            message.wholeGroups = reader.bool();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<LeasingAgent>, I>>(base?: I): LeasingAgent {
+    return LeasingAgent.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<LeasingAgent>, I>>(object: I): LeasingAgent {
+    const message = createBaseLeasingAgent();
+    message.agentId = object.agentId ?? "";
+    message.concurrency = object.concurrency ?? 0;
+    message.leasedCount = object.leasedCount ?? 0;
+    message.wholeGroups = object.wholeGroups ?? false;
+    return message;
+  },
+};
+
+function createBaseLeasedAttempt(): LeasedAttempt {
+  return { trajectoryId: "", groupId: "", agentId: "", age: undefined, silence: undefined };
+}
+
+export const LeasedAttempt: MessageFns<LeasedAttempt> = {
+  encode(message: LeasedAttempt, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.trajectoryId !== "") {
+      writer.uint32(10).string(message.trajectoryId);
+    }
+    if (message.groupId !== "") {
+      writer.uint32(18).string(message.groupId);
+    }
+    if (message.agentId !== "") {
+      writer.uint32(26).string(message.agentId);
+    }
+    if (message.age !== undefined) {
+      Duration.encode(message.age, writer.uint32(34).fork()).join();
+    }
+    if (message.silence !== undefined) {
+      Duration.encode(message.silence, writer.uint32(42).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): LeasedAttempt {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseLeasedAttempt();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.trajectoryId = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.groupId = reader.string();
+            continue;
+          }
+          case 3: {
+            if (tag !== 26) {
+              break;
+            }
+
+            message.agentId = reader.string();
+            continue;
+          }
+          case 4: {
+            if (tag !== 34) {
+              break;
+            }
+
+            message.age = Duration.decode(reader, reader.uint32());
+            continue;
+          }
+          case 5: {
+            if (tag !== 42) {
+              break;
+            }
+
+            message.silence = Duration.decode(reader, reader.uint32());
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create<I extends Exact<DeepPartial<LeasedAttempt>, I>>(base?: I): LeasedAttempt {
+    return LeasedAttempt.fromPartial(base ?? ({} as any));
+  },
+  fromPartial<I extends Exact<DeepPartial<LeasedAttempt>, I>>(object: I): LeasedAttempt {
+    const message = createBaseLeasedAttempt();
+    message.trajectoryId = object.trajectoryId ?? "";
+    message.groupId = object.groupId ?? "";
+    message.agentId = object.agentId ?? "";
+    message.age = (object.age !== undefined && object.age !== null) ? Duration.fromPartial(object.age) : undefined;
+    message.silence = (object.silence !== undefined && object.silence !== null)
+      ? Duration.fromPartial(object.silence)
+      : undefined;
     return message;
   },
 };

@@ -119,7 +119,14 @@ export interface LeaseTasksResponse {
   /** Attempts made before this one. */
   retryCount: number;
   /** How long the lease lasts without a call on the trajectory. */
-  lease: Duration | undefined;
+  lease:
+    | Duration
+    | undefined;
+  /**
+   * How long the attempt may take, from its lease to its close. The server takes it back a little after
+   * that, even if calls on it are open.
+   */
+  timeLimit: Duration | undefined;
 }
 
 /** Extends a lease. */
@@ -622,7 +629,15 @@ export const LeaseTasksRequest: MessageFns<LeaseTasksRequest> = {
 };
 
 function createBaseLeaseTasksResponse(): LeaseTasksResponse {
-  return { task: undefined, trajectoryId: "", groupId: "", sampleIndex: 0, retryCount: 0, lease: undefined };
+  return {
+    task: undefined,
+    trajectoryId: "",
+    groupId: "",
+    sampleIndex: 0,
+    retryCount: 0,
+    lease: undefined,
+    timeLimit: undefined,
+  };
 }
 
 export const LeaseTasksResponse: MessageFns<LeaseTasksResponse> = {
@@ -644,6 +659,9 @@ export const LeaseTasksResponse: MessageFns<LeaseTasksResponse> = {
     }
     if (message.lease !== undefined) {
       Duration.encode(message.lease, writer.uint32(50).fork()).join();
+    }
+    if (message.timeLimit !== undefined) {
+      Duration.encode(message.timeLimit, writer.uint32(58).fork()).join();
     }
     return writer;
   },
@@ -709,6 +727,14 @@ export const LeaseTasksResponse: MessageFns<LeaseTasksResponse> = {
             message.lease = Duration.decode(reader, reader.uint32());
             continue;
           }
+          case 7: {
+            if (tag !== 58) {
+              break;
+            }
+
+            message.timeLimit = Duration.decode(reader, reader.uint32());
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -733,6 +759,9 @@ export const LeaseTasksResponse: MessageFns<LeaseTasksResponse> = {
     message.retryCount = object.retryCount ?? 0;
     message.lease = (object.lease !== undefined && object.lease !== null)
       ? Duration.fromPartial(object.lease)
+      : undefined;
+    message.timeLimit = (object.timeLimit !== undefined && object.timeLimit !== null)
+      ? Duration.fromPartial(object.timeLimit)
       : undefined;
     return message;
   },
