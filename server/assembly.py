@@ -338,8 +338,8 @@ class Serving:
         )
 
     @cached_property
-    def trainer(self) -> TrainerServicer:
-        drops = Drops(
+    def drops(self) -> Drops:
+        return Drops(
             self.admission,
             self.queue,
             self.buffer,
@@ -347,6 +347,10 @@ class Serving:
             self.turns,
             self.completed.drop_unbuffered,
         )
+
+    @cached_property
+    def trainer(self) -> TrainerServicer:
+        drops = self.drops
         return TrainerServicer(
             self.changed,
             self.journal,

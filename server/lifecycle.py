@@ -118,7 +118,8 @@ class Lifecycle:
             # Until the trainer has published again, this is still the middle of its run.
             version = switch.active_version or (left_version if switch.awaiting_trainer else 0)
             run = serving.session.run
-            return snapshot(starts, run, version, serving.queue, serving.store, serving.buffer)
+            parts = (serving.queue, serving.store, serving.buffer, serving.drops.notices)
+            return snapshot(starts, run, version, *parts)
 
         await serving.journal.start(state, serving.own.give_way)
         await serving.journal.append([server_started(starts)])

@@ -42,4 +42,5 @@ def restore(serving: Serving, found: Recovered) -> None:
         for group in groups
         if group.training and not group.step
     )
+    serving.drops.restore(found.notices)
     serving.session.restore(found.run_id, found.trainer_epoch, found.start_id)

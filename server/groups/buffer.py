@@ -208,6 +208,11 @@ class GroupBuffer:
         self._dropped.append(dropped)
         self._changed.notify()
 
+    @property
+    def unread_drops(self) -> Iterable[trainer_service_pb2.Notice]:
+        """What the next `read_drops` returns."""
+        return self._dropped
+
     def read_drops(self) -> list[trainer_service_pb2.Notice]:
         """Returns notices of the groups dropped since the last call."""
         dropped = list(self._dropped)
@@ -219,6 +224,10 @@ class GroupBuffer:
         found = self._buffered.get(group_id) or self._receipted.get(group_id)
         delivered = (g for g in self._delivered.values() if g.group_id == group_id)
         return found or next(delivered, None)
+
+    def is_delivered(self, delivery_id: int) -> bool:
+        """Whether a delivery awaits its receipt."""
+        return delivery_id in self._delivered
 
     def buffered_evaluations(self, count: int) -> list[str]:
         return list(islice(self._evaluations, count))

@@ -13,7 +13,7 @@ the thing that a record is about; such a record is ignored. After a start:
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -38,7 +38,10 @@ from penstock.server.turns.records import (
 )
 from penstock.server.turns.store import ClosedMark, TrajectoryStore, outcome_digest
 from penstock.server.turns.trajectory import TrajectoryRecord
-from penstock.v1 import journal_pb2, task_service_pb2
+from penstock.v1 import journal_pb2, task_service_pb2, trainer_service_pb2
+from penstock.wire.messages import Notice
+
+MAX_NOTICES = 1_000
 
 
 @dataclass(eq=False)
@@ -56,6 +59,10 @@ class Recovered:
     """Waiting tasks and the tasks of groups under way, by id."""
     pending: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
     """In order."""
+    notices: deque[trainer_service_pb2.Notice] = field(
+        default_factory=lambda: deque[trainer_service_pb2.Notice](maxlen=MAX_NOTICES)
+    )
+    """Of dropped groups, for the trainer. Some may have been sent."""
     known: OrderedDict[str, None] = field(default_factory=OrderedDict[str, None])
     """Tasks that must not be accepted again, in the order in which they ended."""
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
@@ -113,6 +120,7 @@ class Recovered:
             self._referred(record.group_referred, stored)
         elif kind == "group_dropped":
             self._forget(record.group_dropped.group_id)
+            self._note(record.group_dropped)
         elif kind == "groups_receipted":
             self._receipted(record.groups_receipted)
         elif kind == "step_final":
@@ -224,6 +232,17 @@ class Recovered:
         self.groups.pop(group_id, None)
         self.ended[group_id] = None
 
+    def _note(self, dropped: journal_pb2.GroupDropped) -> None:
+        if dropped.task_id:
+            self.notices.append(
+                Notice(
+                    reason=dropped.reason,
+                    message=dropped.message,
+                    group_id=dropped.group_id,
+                    task_id=dropped.task_id,
+                )
+            )
+
     def _forget(self, group_id: str) -> None:
         group = self.groups.get(group_id)
         finished = self.finished.pop(group_id, None)
@@ -291,6 +310,7 @@ class Recovered:
             collection.clear()
         self.finished.clear()
         self.ended.clear()
+        self.notices.clear()
 
 
 def recover(found: Iterable[tuple[Record, Stored]]) -> Recovered:
@@ -324,9 +344,10 @@ def snapshot(
     queue: TaskQueue,
     store: TrajectoryStore,
     buffer: GroupBuffer,
+    notices: Iterable[trainer_service_pb2.Notice],
 ) -> Iterator[SnapshotItem]:
     """Yield records from which `Recovered` rebuilds the state. `run` is the trainer's: its id, its epoch
-    and the id of its start."""
+    and the id of its start. `notices` are those that it has not been sent."""
     yield records.server_started(starts)
     run_id, trainer_epoch, start_id = run
     if run_id:
@@ -337,6 +358,8 @@ def snapshot(
     known, ended = list(queue.pending.known), list(queue.ended_groups)
     # Before any group, so that ended groups are not put under way again.
     yield Deferred(lambda: (records.tasks_known(known), records.groups_ended(ended)))
+    for notice in notices:
+        yield records.group_dropped(notice)
     for completed in buffer.groups:
         assert completed.stored is not None
         yield completed.stored

@@ -290,7 +290,8 @@ class AgentTurns:
         history = turn.record.history
         if history is not None and turn.record.turn is turn and not turn.in_flight:
             history.set_written(message, turn.record.token_count)
-            await self.turns.recorder.record(turn.record)
+            # The journal's answer is shared with what refers to this record.
+            await asyncio.shield(self.turns.recorder.record(turn.record))
 
     async def _go_on(self, answer: Answer) -> None:
         """Resumes an aborted turn once there is room for it, unless another request already has."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.server.journal.protocol import Record
-from penstock.v1 import task_service_pb2
+from penstock.v1 import task_service_pb2, trainer_service_pb2
 from penstock.wire import messages
 
 
@@ -58,8 +58,14 @@ def leases_expired(trajectory_ids: Iterable[str], *, retried: bool) -> Record:
     return messages.JournalRecord(leases_expired=expired)
 
 
-def group_dropped(group_id: str, reason: str) -> Record:
-    dropped = messages.GroupDropped(group_id=group_id, reason=reason)
+def group_dropped(notice: trainer_service_pb2.Notice) -> Record:
+    """`notice` is for the trainer; without a task there is nothing to tell it."""
+    dropped = messages.GroupDropped(
+        group_id=notice.group_id,
+        reason=notice.reason,
+        task_id=notice.task_id,
+        message=notice.message,
+    )
     return messages.JournalRecord(group_dropped=dropped)
 
 

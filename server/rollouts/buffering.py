@@ -26,7 +26,7 @@ from penstock.server.journal.records import group_dropped
 from penstock.server.turns import encoding
 from penstock.server.turns.store import TrajectoryStore
 from penstock.server.turns.trajectory import TrajectoryRecord
-from penstock.v1 import trajectory_pb2
+from penstock.v1 import trainer_service_pb2, trajectory_pb2
 from penstock.wire.channel import MAX_MESSAGE_BYTES
 from penstock.wire.messages import Notice
 
@@ -54,8 +54,9 @@ class CompletedGroups:
         self._unbuffered.add(completed.group_id)
         hit("closing.before_append")
         if completed.byte_count > MAX_GROUP_BYTES:
-            dropped = group_dropped(completed.group_id, GROUP_TOO_LARGE)
-            return self._drop_too_large(completed, self.journal.append([*records, dropped]))
+            notice = _too_large(completed)
+            appending = self.journal.append([*records, group_dropped(notice)])
+            return self._drop_too_large(completed, notice, appending)
         appended: list[Appended] = [*records]
         if self.journal.on_disk:
             appended.append(
@@ -89,7 +90,8 @@ class CompletedGroups:
         elif stored:
             self.journal.release(stored[-1])
             # This record comes after the group's, even after a compaction: held records are copied.
-            self.journal.append([group_dropped(completed.group_id, "RUN_REPLACED")])
+            notice = Notice(group_id=completed.group_id, reason="RUN_REPLACED")
+            self.journal.append([group_dropped(notice)])
         self.queue.release(completed.group_id)
 
     def _is_wanted(self, completed: BufferedGroup) -> bool:
@@ -133,25 +135,17 @@ class CompletedGroups:
         return encoded, completed
 
     async def _drop_too_large(
-        self, completed: BufferedGroup, appending: Awaitable[list[Stored]]
+        self,
+        completed: BufferedGroup,
+        notice: trainer_service_pb2.Notice,
+        appending: Awaitable[list[Stored]],
     ) -> None:
         await appending
         if self._is_wanted(completed):
-            message = (
-                f"group {completed.group_id} of task {completed.task_id!r} has "
-                f"{completed.byte_count} bytes; a message holds {MAX_GROUP_BYTES} of a group"
-            )
-            logger.error("%s: dropped", message)
+            logger.error("%s: dropped", notice.message)
             self.admission.release(completed.group_id)
             self.queue.pending.known.leave(completed.task_id)
-            self.buffer.drop_unbuffered(
-                Notice(
-                    reason=GROUP_TOO_LARGE,
-                    message=message,
-                    group_id=completed.group_id,
-                    task_id=completed.task_id,
-                )
-            )
+            self.buffer.drop_unbuffered(notice)
         self.queue.release(completed.group_id)
 
     async def find_trajectory(self, trajectory_id: str) -> trajectory_pb2.Trajectory | None:
@@ -162,3 +156,13 @@ class CompletedGroups:
             return None
         group = encoding.decode_group(await self.buffer.read(held))
         return next(t for t in group.trajectories if t.trajectory_id == trajectory_id)
+
+
+def _too_large(completed: BufferedGroup) -> trainer_service_pb2.Notice:
+    return Notice(
+        reason=GROUP_TOO_LARGE,
+        message=f"group {completed.group_id} of task {completed.task_id!r} has "
+        f"{completed.byte_count} bytes; a message holds {MAX_GROUP_BYTES} of a group",
+        group_id=completed.group_id,
+        task_id=completed.task_id,
+    )

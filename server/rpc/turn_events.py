@@ -6,6 +6,7 @@ A call on a turn only subscribes to it. The turn belongs to the server: `rollout
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -63,7 +64,8 @@ class TurnEvents:
             try:
                 await subscription.admitted()
                 if subscription.attempt.recorded is not None:
-                    await subscription.attempt.recorded
+                    # Other readers of the turn wait for it too.
+                    await asyncio.shield(subscription.attempt.recorded)
                 yield {
                     "started": TurnStarted(
                         turn_index=turn.index,

@@ -111,9 +111,13 @@ class Deliverer:
 
     async def _send_whole(self, session: Session, group: BufferedGroup) -> None:
         """Drop the group if it cannot be read back."""
+        delivery_id, redeliveries = group.delivery_id, group.delivery_count - 1
         try:
             data = await self.buffer.read(group)
         except DomainError as error:
+            if not self.buffer.is_delivered(delivery_id):
+                # A newer trainer has it, or its receipt was late. What reads it next sees the same error.
+                return
             # Drop it before the first await, because the notice may go to another stream.
             await self.journal.append(self.drops.unreadable(group, error))
             # The trainer's demand for this group is still unmet.
@@ -123,7 +127,7 @@ class Deliverer:
                 session.evaluation_credit += 1
             return
         self.on_delivery(group)
-        await session.send(Delivery(data, group.delivery_id, group.delivery_count - 1))
+        await session.send(Delivery(data, delivery_id, redeliveries))
 
 
 class Receipts:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from penstock.server.core.errors import DomainError
 from penstock.server.groups.admission import Admission
 from penstock.server.groups.buffer import BufferedGroup, GroupBuffer
+from penstock.server.groups.recovery import MAX_NOTICES
 from penstock.server.groups.staleness_gate import LatePolicy
 from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.protocol import Record
@@ -21,9 +22,6 @@ from penstock.v1 import trainer_service_pb2
 from penstock.wire.messages import ExchangeResponse, Notice
 
 logger = logging.getLogger(__name__)
-
-
-MAX_NOTICES = 1_000
 
 
 @dataclass(eq=False)
@@ -66,11 +64,11 @@ class Drops:
         self, group: BufferedGroup, reason: str, message: str, *, requeue: bool
     ) -> list[Record]:
         self.buffer.drops[reason] += 1
-        records = [group_dropped(group.group_id, reason)]
+        notice = self._note(reason, message, group.group_id, group.task_id)
+        records = [group_dropped(notice)]
         if requeue and group.task is not None:
             self.queue.pending.resubmit(group.task)
             records.append(task_accepted(group.task, first=True))
-        self._note(reason, message, group.group_id, group.task_id)
         return records
 
     def run(self, run_id: str, what: str) -> list[Record]:
@@ -97,10 +95,22 @@ class Drops:
         self._note(reason, f"run {run_id} {what}: {tasks} tasks, {len(dropped)} groups dropped")
         return [run_replaced(run_id)]
 
-    def _note(self, reason: str, message: str, group_id: str = "", task_id: str = "") -> None:
-        self._notices.append(
-            Notice(reason=reason, message=message, group_id=group_id, task_id=task_id)
-        )
+    def _note(
+        self, reason: str, message: str, group_id: str = "", task_id: str = ""
+    ) -> trainer_service_pb2.Notice:
+        notice = Notice(reason=reason, message=message, group_id=group_id, task_id=task_id)
+        self._notices.append(notice)
+        return notice
+
+    @property
+    def notices(self) -> list[trainer_service_pb2.Notice]:
+        """Those of groups that no stream has taken yet."""
+        return [*self._notices, *self.buffer.unread_drops]
+
+    def restore(self, notices: Iterable[trainer_service_pb2.Notice]) -> None:
+        """Take over the notices of a previous server. It may have sent some of them: a trainer ignores
+        those of tasks that it does not wait for."""
+        self._notices.extend(notices)
 
     async def tell(self, session: Session) -> bool:
         """Send the notices that wait. Return whether there were any."""

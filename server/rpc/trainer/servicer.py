@@ -123,14 +123,18 @@ class TrainerServicer:
             previous = self.current.begin_run(hello)
             if previous is not None:
                 await self.journal.append(self.drops.run(*previous))
+                session.check()
             self.deliverer.begin(contract, hello.weight_version, hello.resume_step)
             # Durable before the trainer sees it, so that no older trainer gets in after a restart either.
             # No await since the groups wait again, so no snapshot falls in between.
             await self.journal.append([session_began(*self.current.run, hello.resume_step)])
+            session.check()
             welcome = await self._welcome()
+            session.check()
             message = "trainer of run %s holds version %d, resumes after step %d; %s"
             logger.info(message, hello.run_id, hello.weight_version, hello.resume_step, contract)
             await self.on_session()
+            session.check()
             await session.send(ExchangeResponse(welcome=welcome))
         except BaseException:
             # The caller left before the answer, or the journal failed.

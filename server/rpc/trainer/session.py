@@ -93,6 +93,12 @@ class Session:
         if not self.failure.done():
             self.failure.set_exception(reason)
 
+    def check(self) -> None:
+        """Raise what ended the session from outside. To be called after each await before it is open: a
+        newer session may have begun meanwhile."""
+        if self.failure.done():
+            self.failure.result()
+
     def leave(self) -> None:
         """Called when the stream is gone."""
         self.move(SessionState.ENDED)

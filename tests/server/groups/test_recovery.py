@@ -23,6 +23,7 @@ from penstock.server.groups.recovery import Recovered, snapshot
 from penstock.server.journal.disk.journal import LogJournal
 from penstock.server.journal.protocol import Deferred, EncodedRecord, Stored
 from penstock.server.journal.records import tasks_known
+from penstock.server.rollouts import buffering
 from penstock.server.turns.encoding import encode_group, group_finished
 from penstock.v1 import journal_pb2, trajectory_pb2
 from penstock.wire import codec
@@ -50,6 +51,7 @@ from tests.support.harness import (
     sampling,
     sequence,
     serve,
+    until,
 )
 
 SEEDS = int(os.environ.get("PENSTOCK_TEST_SEEDS", "10"))
@@ -140,8 +142,8 @@ async def state(harness: Harness) -> list[str]:
     journal = harness.serving.journal
     found: list[str] = []
     serving = harness.serving
-    run, parts = serving.session.run, (serving.queue, serving.store, serving.buffer)
-    taken = list(snapshot(0, run, 0, *parts))
+    parts = (serving.queue, serving.store, serving.buffer, serving.drops.notices)
+    taken = list(snapshot(0, serving.session.run, 0, *parts))
     for item in chain.from_iterable(
         item.make() if isinstance(item, Deferred) else (item,) for item in taken
     ):
@@ -489,6 +491,37 @@ async def test_a_group_that_rots_on_the_disk_is_dropped_and_its_task_made_again(
         assert given.task.task_id == "a"
         await work(harness, given)
         assert (await exchange.receive("delivery")).group.task_id == "a"
+
+
+@pytest.mark.parametrize("compacted", [False, True], ids=["appended", "compacted"])
+async def test_a_trainer_is_told_of_dropped_groups_by_the_next_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: bool
+) -> None:
+    """It would wait for their tasks for ever."""
+    monkeypatch.setattr(buffering, "MAX_GROUP_BYTES", 100)
+    async with on_disk(tmp_path / "before") as harness:
+        await submit(harness, "large", group_size=1)
+        call, (given,) = await lease(harness, 1)
+        await work(harness, given)
+        await until(lambda: harness.serving.buffer.drops["GROUP_TOO_LARGE"] == 1)
+        call.cancel()
+        if compacted:
+            await compact(harness)
+        folder = killed(tmp_path / "before")
+    async with on_disk(folder) as harness:
+        trainer = await hello(harness.wire)
+        notice = await trainer.receive("notice")
+        assert (notice.reason, notice.task_id) == ("GROUP_TOO_LARGE", "large")
+        assert notice.group_id == given.group_id and "bytes" in notice.message
+        await trainer.nothing()
+        await compact(harness)
+        folder = killed(folder)
+        trainer.half_close()
+    # It was told, so the next one does not repeat it.
+    async with on_disk(folder) as harness:
+        trainer = await hello(harness.wire, 2)
+        await trainer.nothing()
+        trainer.half_close()
 
 
 async def test_in_the_middle_of_a_run_turns_wait_for_the_trainers_version(tmp_path: Path) -> None:

@@ -847,19 +847,27 @@ class GroupDropped(_message.Message):
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group."""
     reason: _builtins.str
     """Reason, in UPPER_SNAKE_CASE."""
+    task_id: _builtins.str
+    """Its task, if it has one and the trainer is to be told."""
+    message: _builtins.str
+    """The rest of the notice for the trainer."""
     def __init__(
         self,
         *,
         group_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        task_id: _builtins.str = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "message", b"message", "reason", b"reason", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
