@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from penstock.server.text.template import Guard, template_message, template_tool
 PROBE = "penstock-probe-7f3a91"
 # A private-use plane, whose characters ordinary text has no reason to contain.
 _FIRST_MARK = 0xF0000
+_FIRST_PLACE = 0x100000
+"""Marks that say where a message is; another private-use plane."""
 _MARK_END = "\U0010fa2e"
 
 
@@ -116,11 +119,10 @@ class Renderer:
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NDArray[np.int32]:
         """Tokens of a whole conversation up to where the policy continues. Raises FIELD_INVALID."""
         guard = Guard(self._marks)
-        text = self._apply(
-            [template_message(message, guard) for message in messages],
-            [template_tool(tool, guard) for tool in tools],
-            generate=True,
-        )
+        written = [template_message(message, guard) for message in messages]
+        offered = [template_tool(tool, guard) for tool in tools]
+        text = self._apply(written, offered, generate=True)
+        self._check_placed((), written, offered, text)
         return self._encode(text, guard, add_special_tokens=False)
 
     def render_next(self, messages: Sequence[Message], last_token: int | None) -> NDArray[np.int32]:
@@ -137,7 +139,9 @@ class Renderer:
             call_id = guard.text(messages[0].tool_call_id or "probe")
             function: dict[str, object] = {"name": PROBE, "arguments": {}}
             before[1]["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
-        suffix = _after_probe(self._apply([*before, *new], (), generate=True))
+        whole = self._apply([*before, *new], (), generate=True)
+        suffix = _after_probe(whole)
+        self._check_placed(before, new, (), whole)
         if messages[0].role == "tool":
             # After the probe comes the call, which the policy already wrote. The new text begins
             # where a conversation that ends with the call would end.
@@ -220,6 +224,40 @@ class Renderer:
                 "conversation", f"the model's chat template rejects it: {error}"
             ) from error
 
+    def _check_placed(
+        self,
+        before: Sequence[Mapping[str, object]],
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        text: str,
+    ) -> None:
+        """Raises FIELD_INVALID for a message or a tool of which the template writes nothing: the policy
+        would never know of it. `text` is what it wrote, beginning with the messages `before`.
+
+        Templates may change what they write, so the question is put to the template: each text gets a mark
+        at its end, and the marks have to come out.
+        """
+        marked = [_with_mark(message, place) for place, message in enumerate(messages)]
+        offered = [_tool_with_mark(tool, len(marked) + i) for i, tool in enumerate(tools)]
+        try:
+            found = self._apply([*before, *marked], offered, generate=True)
+        except FieldInvalid:
+            # It reads the text, for example as JSON. Then it also writes it as it is.
+            found = ""
+        for place, message in enumerate(messages):
+            content = str(message["content"]).strip()
+            if content and not _has_mark(found, place) and (found or content not in text):
+                role = message["role"]
+                raise FieldInvalid(
+                    f"conversation.messages[{place}]",
+                    f"is omitted by the model's chat template, which writes no {role} message there",
+                )
+        for index in range(len(tools)):
+            if found and not _has_mark(found, len(messages) + index):
+                raise FieldInvalid(
+                    f"conversation.tools[{index}]", "is omitted by the model's chat template"
+                )
+
     def _encode(self, text: str, guard: Guard, *, add_special_tokens: bool) -> NDArray[np.int32]:
         found = dict(guard.found())
         pieces = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
@@ -242,6 +280,27 @@ class Renderer:
             return ids
         # split_special_tokens only covers special tokens. Splitting the text avoids the other added ones.
         return self._spell(text[0]) + self._spell(text[1:])
+
+
+def _mark(place: int) -> str:
+    # Two characters, because each plane of private use has 65,534.
+    return chr(_FIRST_PLACE + place // 4096) + chr(_FIRST_PLACE + place % 4096)
+
+
+def _has_mark(text: str, place: int) -> bool:
+    """Also in the form of a template that escapes its JSON."""
+    mark = _mark(place)
+    return mark in text or json.dumps(mark)[1:-1] in text
+
+
+def _with_mark(message: Mapping[str, object], place: int) -> Mapping[str, object]:
+    content = str(message["content"])
+    return {**message, "content": content + _mark(place)} if content.strip() else message
+
+
+def _tool_with_mark(tool: Mapping[str, object], place: int) -> Mapping[str, object]:
+    function = cast("Mapping[str, object]", tool["function"])
+    return {**tool, "function": {**function, "name": f"{function['name']}{_mark(place)}"}}
 
 
 def _after_probe(text: str) -> str:

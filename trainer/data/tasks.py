@@ -55,6 +55,10 @@ def describe_problem(
     for role, text in messages:
         value = conversation_pb2.Role.Value(f"ROLE_{role.upper()}")
         task.conversation.messages.append(ChatMessage(role=value, content=text))
+    for tool in problem.tools:
+        written = task.conversation.tools.add(name=tool.name, description=tool.description)
+        json_format.ParseDict(tool.parameters, written.parameters)
+    task.text_prompt = problem.text_prompt
     json_format.ParseDict(problem.for_agents, task.metadata)
     return task
 

@@ -15,13 +15,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from google.protobuf import json_format
 
-from penstock.trainer.config.data import ColumnsConfig, DataConfig, RowsConfig
+from penstock.trainer.config.data import ColumnsConfig, DataConfig, RowsConfig, SamplingConfig
 from penstock.trainer.config.data_options import parse_columns, source_of
 from penstock.trainer.core.errors import ConfigInvalid
 from penstock.trainer.data.sources.factory import open_source
 from penstock.trainer.data.sources.problem import Problem
 from penstock.trainer.data.sources.rows import read_problem
+from penstock.trainer.data.tasks import describe_problem
 
 USER = {"role": "user", "content": "6 times 7?"}
 ASKED = (("user", "6 times 7?"),)
@@ -73,7 +75,64 @@ def read(row: object, **columns: str) -> Problem:
     ],
 )  # fmt: skip
 def test_a_row_is_read_as_it_is(row: dict[str, Any], metadata: dict[str, Any]) -> None:
-    assert read(row) == Problem(ASKED, metadata, "set")
+    texts = [row.get(name) for name in ("messages", "prompt", "question", "problem")]
+    is_text = isinstance(next(value for value in texts if value is not None), str)
+    assert read(row) == Problem(ASKED, metadata, "set", text_prompt=is_text)
+
+
+WEATHER = {
+    "name": "weather",
+    "description": "Today's weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+OF_OPENAI = [{"type": "function", "function": WEATHER}]
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        OF_OPENAI,
+        [WEATHER],
+        json.dumps(OF_OPENAI),
+        np.array(OF_OPENAI),
+        # What a table makes of it: a field of every row in each, and schemas as text.
+        [{"type": "function", "function": {**WEATHER, "strict": None}}],
+        [{**WEATHER, "parameters": json.dumps(WEATHER["parameters"])}],
+        [{**WEATHER, "parameters": {**WEATHER["parameters"], "required": None}}],
+    ],
+)
+def test_a_column_of_tools_is_the_tasks_tools(tools: object) -> None:
+    problem = read({"messages": [USER], "tools": tools, "answer": "42"})
+    assert problem.metadata == {"answer": "42"}
+    task = describe_problem(problem, "Be brief.", SamplingConfig())
+    (tool,) = task.conversation.tools
+    assert (tool.name, tool.description) == ("weather", "Today's weather.")
+    assert json_format.MessageToDict(tool.parameters) == WEATHER["parameters"]
+
+
+@pytest.mark.parametrize("tools", [None, "", "[]", []])
+def test_no_tools_are_none(tools: object) -> None:
+    assert read({"messages": [USER], "tools": tools}) == Problem(ASKED, {}, "set")
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        ("[{", "tools: not valid JSON"),
+        ("weather", "tools: not valid JSON"),
+        ({"name": "weather"}, "tools: expected a list of functions"),
+        ([{"description": "none"}], "tools: a function needs a name"),
+        (["weather"], "tools: a function needs a name"),
+        (
+            [{"name": "weather", "parameters": 3}],
+            "tools: weather: parameters must be a JSON Schema",
+        ),
+        ([{"name": "weather", "parameters": "{"}], "tools: weather: parameters: "),
+    ],
+)
+def test_tools_that_are_none_are_an_error_by_name(tools: object, problem: str) -> None:
+    with pytest.raises(ConfigInvalid, match=f"here: {problem}"):
+        read({"messages": [USER], "tools": tools})
 
 
 def test_a_worked_solution_does_not_replace_another_column() -> None:
@@ -108,11 +167,12 @@ def test_verls_table_is_read_as_it_is(tmp_path: Path) -> None:
 def test_columns_of_any_name_are_mapped() -> None:
     row = {"ask": "6 times 7?", "prompt": "other", "of": {"it": "42"}, "answer": "other"}
     problem = read(row, prompt="ask", answer="of.it")
-    assert problem == Problem(ASKED, {"prompt": "other", "of": {"it": "42"}, "answer": "42"}, "set")
+    metadata = {"prompt": "other", "of": {"it": "42"}, "answer": "42"}
+    assert problem == Problem(ASKED, metadata, "set", text_prompt=True)
     # A column's own name comes first, and a column within another one stays there.
     assert read({"a.b": "6 times 7?"}, prompt="a.b").messages == ASKED
     inner = read({"a": {"b": "6 times 7?", "c": 1}}, prompt="a.b")
-    assert inner == Problem(ASKED, {"a": {"b": "6 times 7?", "c": 1}}, "set")
+    assert inner == Problem(ASKED, {"a": {"b": "6 times 7?", "c": 1}}, "set", text_prompt=True)
 
 
 @pytest.mark.parametrize(

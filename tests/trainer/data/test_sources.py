@@ -82,7 +82,9 @@ def test_jsonl_takes_prompts_and_messages(tmp_path: Path) -> None:
         {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "two?"}]},
     )
     source = open_jsonl(config.model_copy(update={"shuffle": False}), seed=0)
-    assert source.problem(0) == Problem((("user", "one?"),), {"answer": 1}, "data")
+    assert source.problem(0) == Problem(
+        (("user", "one?"),), {"answer": 1}, "data", text_prompt=True
+    )
     # Reading a row does not change it: a later pass returns it again.
     assert source.problem(2) == source.problem(0)
     assert source.problem(1).messages == (("system", "s"), ("user", "two?"))
@@ -277,7 +279,7 @@ def test_data_sets_of_hugging_face_are_read(
     config = HuggingFaceConfig(path=str(folder), split="test", shuffle=False)
     source = open_huggingface(config, seed=0)
     assert texts(source, range(6)) == [f"p {n}" for n in (0, 1, 2, 3, 4, 0)]
-    assert source.problem(4) == Problem((("user", "p 4"),), {"answer": 4}, "sums")
+    assert source.problem(4) == Problem((("user", "p 4"),), {"answer": 4}, "sums", text_prompt=True)
     assert open_huggingface(config, seed=0).identity == source.identity
     wrong = config.model_copy(update={"split": "nonsense"})
     with pytest.raises(ConfigInvalid, match=r"data\.huggingface: .*'nonsense'"):

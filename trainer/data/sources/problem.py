@@ -18,6 +18,16 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
+class ProblemTool:
+    """A function that the policy may call."""
+
+    name: str
+    description: str
+    parameters: dict[str, object]
+    """JSON Schema of the arguments."""
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One entry of the data."""
 
@@ -27,6 +37,9 @@ class Problem:
     """Values that a reward needs, as JSON."""
     data_source: str
     """Name of the source."""
+    tools: tuple[ProblemTool, ...] = ()
+    text_prompt: bool = False
+    """Whether the entry has the prompt as a text."""
 
     @property
     def counted_under(self) -> str:

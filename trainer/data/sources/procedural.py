@@ -74,7 +74,8 @@ class ReasoningGymSource:
         text = json.dumps(entry, default=str)
         plain = cast("dict[str, object]", json.loads(text))
         metadata = {"dataset": self.name, "entry_json": text, **plain}
-        return Problem((("user", str(entry["question"])),), metadata, self.name)
+        messages = (("user", str(entry["question"])),)
+        return Problem(messages, metadata, self.name, text_prompt=True)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import xxhash
 from penstock.common.suggestions import did_you_mean, listed
 from penstock.trainer.config.data import RowsConfig
 from penstock.trainer.core.errors import ConfigInvalid
-from penstock.trainer.data.sources.problem import ROLES, Problem
+from penstock.trainer.data.sources.problem import ROLES, Problem, ProblemTool
 
 # A protocol message may be nested up to a hundred deep, and each level of metadata takes three.
 MOST_NESTED = 30
@@ -100,11 +100,12 @@ def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Prob
     """
     if isinstance(row, str):
         _check_sendable(row, place)
-        return Problem((("user", row),), {}, name)
+        return Problem((("user", row),), {}, name, text_prompt=True)
     if not isinstance(row, Mapping):
         raise ConfigInvalid(f"{place}: expected an object, got {repr(row)[:80]}")
     fields = dict(cast("Mapping[str, object]", row))
-    messages = _prompt(fields, config.columns.prompt, place)
+    messages, is_text = _prompt(fields, config.columns.prompt, place)
+    tools = _tools(fields, place)
     said = None
     if len(messages) > 1 and messages[-1][0] == "assistant":
         # A conversation to imitate: the policy gives this answer itself.
@@ -114,11 +115,13 @@ def read_problem(row: object, config: RowsConfig, name: str, place: str) -> Prob
     for _, content in messages:
         _check_sendable(content, place)
     _check_sendable(metadata, place)
-    return Problem(tuple(messages), metadata, name)
+    return Problem(tuple(messages), metadata, name, tools, is_text)
 
 
-def _prompt(fields: dict[str, object], column: str, place: str) -> list[tuple[str, str]]:
-    """Reads the prompt, and removes its column."""
+def _prompt(
+    fields: dict[str, object], column: str, place: str
+) -> tuple[list[tuple[str, str]], bool]:
+    """Reads the prompt, and removes its column. Also returns whether it is a text."""
     names = [column] if column else PROMPTS
     found = next((name for name in names if _at(fields, name) is not None), None)
     if found is None:
@@ -128,14 +131,65 @@ def _prompt(fields: dict[str, object], column: str, place: str) -> list[tuple[st
         # A table has a column for every row, so those before may be present and empty.
         fields.pop(name, None)
     if isinstance(value, str):
-        return [("user", value)]
+        return [("user", value)], True
     if isinstance(value, np.ndarray):
         value = cast("object", value.tolist())
     if not isinstance(value, list | tuple):
         raise ConfigInvalid(
             f"{place}: {found!r} is neither a text nor a list of messages: {repr(value)[:80]}"
         )
-    return _messages(cast("Sequence[object]", value), place)
+    return _messages(cast("Sequence[object]", value), place), False
+
+
+def _tools(fields: dict[str, object], place: str) -> tuple[ProblemTool, ...]:
+    """Reads the column `tools`, and removes it: functions with a JSON Schema, as OpenAI's API and TRL have
+    them, or the same as a text of JSON."""
+    value = fields.pop("tools", None)
+    if isinstance(value, str):
+        try:
+            value = cast("object", json.loads(value)) if value.strip() else None
+        except ValueError as error:
+            raise ConfigInvalid(f"{place}: tools: not valid JSON: {error}") from error
+    if isinstance(value, np.ndarray):
+        value = cast("object", value.tolist())
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise ConfigInvalid(f"{place}: tools: expected a list of functions, got {repr(value)[:80]}")
+    return tuple(_tool(one, place) for one in cast("Sequence[object]", value))
+
+
+def _tool(value: object, place: str) -> ProblemTool:
+    function = _at(value, "function") or value
+    name, parameters = _at(function, "name"), _at(function, "parameters")
+    if not isinstance(name, str) or not name:
+        raise ConfigInvalid(f"{place}: tools: a function needs a name, got {repr(value)[:80]}")
+    if isinstance(parameters, str):
+        # Parquet has one type per column, so tables often keep schemas as text.
+        try:
+            parameters = cast("object", json.loads(parameters))
+        except ValueError as error:
+            raise ConfigInvalid(f"{place}: tools: {name}: parameters: {error}") from error
+    if parameters is None:
+        parameters = {}
+    if not isinstance(parameters, Mapping):
+        raise ConfigInvalid(f"{place}: tools: {name}: parameters must be a JSON Schema")
+    schema = json.loads(
+        as_json(_without_nulls(cast("object", parameters)), place), parse_int=_exact
+    )
+    _check_sendable(schema, place)
+    description = _at(function, "description")
+    return ProblemTool(name, str(description or ""), schema)
+
+
+def _without_nulls(value: object) -> object:
+    """Drops what a table fills in: a column of structures has every field in every row."""
+    if isinstance(value, Mapping):
+        fields = cast("Mapping[object, object]", value)
+        return {k: _without_nulls(v) for k, v in fields.items() if v is not None}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_without_nulls(each) for each in cast("Sequence[object]", value)]
+    return value
 
 
 def _set_answer(fields: dict[str, object], column: str, said: str | None, place: str) -> None:

@@ -57,6 +57,8 @@ class Task:
     """Position in the data."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters for those that the agent's call leaves unset."""
+    text_prompt: bool = False
+    """Whether the data has the prompt as a text, which is here the only user message."""
 
     @property
     def prompt_kind(self) -> PromptKind | None:
@@ -86,6 +88,7 @@ def write_task(task: Task) -> task_service_pb2.Task:
         data_source=task.data_source,
         index=task.index,
         sampling_params=task.sampling.to_wire(),
+        text_prompt=task.text_prompt,
     )
 
 
@@ -114,4 +117,5 @@ def read_task(task: task_service_pb2.Task) -> Task:
         data_source=task.data_source,
         index=task.index,
         sampling=read_sampling(task.sampling_params),
+        text_prompt=task.text_prompt,
     )

@@ -29,7 +29,7 @@ from penstock.v1 import rollout_service_pb2 as penstock_dot_v1_dot_rollout__serv
 from penstock.v1 import trajectory_pb2 as penstock_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epenstock/v1/task_service.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1epenstock/v1/conversation.proto\x1a!penstock/v1/rollout_service.proto\x1a\x1cpenstock/v1/trajectory.proto\"\xe8\x02\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12%\n\x07purpose\x18\x02 \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x12\n\ngroup_size\x18\x03 \x01(\x05\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12\x31\n\x0c\x63onversation\x18\x05 \x01(\x0b\x32\x19.penstock.v1.ConversationH\x00\x12,\n\x06tokens\x18\t \x01(\x0b\x32\x1a.penstock.v1.TokenSequenceH\x00\x12)\n\x08metadata\x18\x06 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x13\n\x0b\x64\x61ta_source\x18\x07 \x01(\t\x12\r\n\x05index\x18\x08 \x01(\x03\x12\x34\n\x0fsampling_params\x18\n \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x14\n\x0c\x66inish_count\x18\x0b \x01(\x05\x42\x08\n\x06prompt\"]\n\x12SubmitTasksRequest\x12 \n\x05tasks\x18\x01 \x03(\x0b\x32\x11.penstock.v1.Task\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x03\"]\n\x13SubmitTasksResponse\x12\x16\n\x0e\x61\x63\x63\x65pted_count\x18\x01 \x01(\x05\x12\x17\n\x0f\x64uplicate_count\x18\x02 \x01(\x05\x12\x15\n\rpending_count\x18\x03 \x01(\x05\"w\n\x11LeaseTasksRequest\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63oncurrency\x18\x02 \x01(\x05\x12%\n\x07purpose\x18\x03 \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x14\n\x0cwhole_groups\x18\x04 \x01(\x08\"\xe2\x01\n\x12LeaseTasksResponse\x12\x1f\n\x04task\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Task\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x14\n\x0csample_index\x18\x04 \x01(\x05\x12\x13\n\x0bretry_count\x18\x05 \x01(\x05\x12(\n\x05lease\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntime_limit\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"+\n\x11RenewLeaseRequest\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"T\n\x12RenewLeaseResponse\x12\x1e\n\x16\x65xpired_trajectory_ids\x18\x01 \x03(\t\x12\x1e\n\x16retried_trajectory_ids\x18\x02 \x03(\t\"Y\n\x19\x43ompleteTrajectoryRequest\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12%\n\x07outcome\x18\x02 \x01(\x0b\x32\x14.penstock.v1.Outcome\"F\n\x1a\x43ompleteTrajectoryResponse\x12\x17\n\x0fgroup_completed\x18\x01 \x01(\x08\x12\x0f\n\x07retried\x18\x02 \x01(\x08\x32\xe6\x02\n\x0bTaskService\x12P\n\x0bSubmitTasks\x12\x1f.penstock.v1.SubmitTasksRequest\x1a .penstock.v1.SubmitTasksResponse\x12O\n\nLeaseTasks\x12\x1e.penstock.v1.LeaseTasksRequest\x1a\x1f.penstock.v1.LeaseTasksResponse0\x01\x12M\n\nRenewLease\x12\x1e.penstock.v1.RenewLeaseRequest\x1a\x1f.penstock.v1.RenewLeaseResponse\x12\x65\n\x12\x43ompleteTrajectory\x12&.penstock.v1.CompleteTrajectoryRequest\x1a\'.penstock.v1.CompleteTrajectoryResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epenstock/v1/task_service.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1epenstock/v1/conversation.proto\x1a!penstock/v1/rollout_service.proto\x1a\x1cpenstock/v1/trajectory.proto\"\xfd\x02\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12%\n\x07purpose\x18\x02 \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x12\n\ngroup_size\x18\x03 \x01(\x05\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12\x31\n\x0c\x63onversation\x18\x05 \x01(\x0b\x32\x19.penstock.v1.ConversationH\x00\x12,\n\x06tokens\x18\t \x01(\x0b\x32\x1a.penstock.v1.TokenSequenceH\x00\x12)\n\x08metadata\x18\x06 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x13\n\x0b\x64\x61ta_source\x18\x07 \x01(\t\x12\r\n\x05index\x18\x08 \x01(\x03\x12\x34\n\x0fsampling_params\x18\n \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x14\n\x0c\x66inish_count\x18\x0b \x01(\x05\x12\x13\n\x0btext_prompt\x18\x0c \x01(\x08\x42\x08\n\x06prompt\"]\n\x12SubmitTasksRequest\x12 \n\x05tasks\x18\x01 \x03(\x0b\x32\x11.penstock.v1.Task\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x03\"]\n\x13SubmitTasksResponse\x12\x16\n\x0e\x61\x63\x63\x65pted_count\x18\x01 \x01(\x05\x12\x17\n\x0f\x64uplicate_count\x18\x02 \x01(\x05\x12\x15\n\rpending_count\x18\x03 \x01(\x05\"w\n\x11LeaseTasksRequest\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63oncurrency\x18\x02 \x01(\x05\x12%\n\x07purpose\x18\x03 \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x14\n\x0cwhole_groups\x18\x04 \x01(\x08\"\xe2\x01\n\x12LeaseTasksResponse\x12\x1f\n\x04task\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Task\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x14\n\x0csample_index\x18\x04 \x01(\x05\x12\x13\n\x0bretry_count\x18\x05 \x01(\x05\x12(\n\x05lease\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntime_limit\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"+\n\x11RenewLeaseRequest\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"T\n\x12RenewLeaseResponse\x12\x1e\n\x16\x65xpired_trajectory_ids\x18\x01 \x03(\t\x12\x1e\n\x16retried_trajectory_ids\x18\x02 \x03(\t\"Y\n\x19\x43ompleteTrajectoryRequest\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12%\n\x07outcome\x18\x02 \x01(\x0b\x32\x14.penstock.v1.Outcome\"F\n\x1a\x43ompleteTrajectoryResponse\x12\x17\n\x0fgroup_completed\x18\x01 \x01(\x08\x12\x0f\n\x07retried\x18\x02 \x01(\x08\x32\xe6\x02\n\x0bTaskService\x12P\n\x0bSubmitTasks\x12\x1f.penstock.v1.SubmitTasksRequest\x1a .penstock.v1.SubmitTasksResponse\x12O\n\nLeaseTasks\x12\x1e.penstock.v1.LeaseTasksRequest\x1a\x1f.penstock.v1.LeaseTasksResponse0\x01\x12M\n\nRenewLease\x12\x1e.penstock.v1.RenewLeaseRequest\x1a\x1f.penstock.v1.RenewLeaseResponse\x12\x65\n\x12\x43ompleteTrajectory\x12&.penstock.v1.CompleteTrajectoryRequest\x1a\'.penstock.v1.CompleteTrajectoryResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,23 +37,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.task_service_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TASK']._serialized_start=207
-  _globals['_TASK']._serialized_end=567
-  _globals['_SUBMITTASKSREQUEST']._serialized_start=569
-  _globals['_SUBMITTASKSREQUEST']._serialized_end=662
-  _globals['_SUBMITTASKSRESPONSE']._serialized_start=664
-  _globals['_SUBMITTASKSRESPONSE']._serialized_end=757
-  _globals['_LEASETASKSREQUEST']._serialized_start=759
-  _globals['_LEASETASKSREQUEST']._serialized_end=878
-  _globals['_LEASETASKSRESPONSE']._serialized_start=881
-  _globals['_LEASETASKSRESPONSE']._serialized_end=1107
-  _globals['_RENEWLEASEREQUEST']._serialized_start=1109
-  _globals['_RENEWLEASEREQUEST']._serialized_end=1152
-  _globals['_RENEWLEASERESPONSE']._serialized_start=1154
-  _globals['_RENEWLEASERESPONSE']._serialized_end=1238
-  _globals['_COMPLETETRAJECTORYREQUEST']._serialized_start=1240
-  _globals['_COMPLETETRAJECTORYREQUEST']._serialized_end=1329
-  _globals['_COMPLETETRAJECTORYRESPONSE']._serialized_start=1331
-  _globals['_COMPLETETRAJECTORYRESPONSE']._serialized_end=1401
-  _globals['_TASKSERVICE']._serialized_start=1404
-  _globals['_TASKSERVICE']._serialized_end=1762
+  _globals['_TASK']._serialized_end=588
+  _globals['_SUBMITTASKSREQUEST']._serialized_start=590
+  _globals['_SUBMITTASKSREQUEST']._serialized_end=683
+  _globals['_SUBMITTASKSRESPONSE']._serialized_start=685
+  _globals['_SUBMITTASKSRESPONSE']._serialized_end=778
+  _globals['_LEASETASKSREQUEST']._serialized_start=780
+  _globals['_LEASETASKSREQUEST']._serialized_end=899
+  _globals['_LEASETASKSRESPONSE']._serialized_start=902
+  _globals['_LEASETASKSRESPONSE']._serialized_end=1128
+  _globals['_RENEWLEASEREQUEST']._serialized_start=1130
+  _globals['_RENEWLEASEREQUEST']._serialized_end=1173
+  _globals['_RENEWLEASERESPONSE']._serialized_start=1175
+  _globals['_RENEWLEASERESPONSE']._serialized_end=1259
+  _globals['_COMPLETETRAJECTORYREQUEST']._serialized_start=1261
+  _globals['_COMPLETETRAJECTORYREQUEST']._serialized_end=1350
+  _globals['_COMPLETETRAJECTORYRESPONSE']._serialized_start=1352
+  _globals['_COMPLETETRAJECTORYRESPONSE']._serialized_end=1422
+  _globals['_TASKSERVICE']._serialized_start=1425
+  _globals['_TASKSERVICE']._serialized_end=1783
 # @@protoc_insertion_point(module_scope)

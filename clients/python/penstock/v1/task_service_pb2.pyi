@@ -40,6 +40,7 @@ class Task(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     FINISH_COUNT_FIELD_NUMBER: _builtins.int
+    TEXT_PROMPT_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Chosen by the submitter, unique in the run; makes submission idempotent."""
     purpose: _trajectory_pb2.Purpose.ValueType
@@ -56,6 +57,10 @@ class Task(_message.Message):
     """Number of trajectories with a reward that complete the group: the first ones to end with one count.
     The server takes the remaining attempts back from their agents, and they are not part of the group.
     Zero means all trajectories of the group.
+    """
+    text_prompt: _builtins.bool
+    """Whether the data has the prompt as a text, from which the only user message of the conversation was
+    made. Some rewards then expect texts instead of messages.
     """
     @_builtins.property
     def conversation(self) -> _conversation_pb2.Conversation:
@@ -87,10 +92,11 @@ class Task(_message.Message):
         index: _builtins.int = ...,
         sampling_params: _rollout_service_pb2.SamplingParams | None = ...,
         finish_count: _builtins.int = ...,
+        text_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "metadata", b"metadata", "prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "data_source", b"data_source", "finish_count", b"finish_count", "group_size", b"group_size", "index", b"index", "metadata", b"metadata", "prompt", b"prompt", "purpose", b"purpose", "sampling_params", b"sampling_params", "task_id", b"task_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "data_source", b"data_source", "finish_count", b"finish_count", "group_size", b"group_size", "index", b"index", "metadata", b"metadata", "prompt", b"prompt", "purpose", b"purpose", "sampling_params", b"sampling_params", "task_id", b"task_id", "text", b"text", "text_prompt", b"text_prompt", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "conversation", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

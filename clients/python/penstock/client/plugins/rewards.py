@@ -1,10 +1,12 @@
 """Adapts reward functions of verl and TRL to a worker's reward functions.
 
     verl   compute_score(data_source, solution_str, ground_truth, extra_info) -> number, or a table
-    trl    reward(prompts=, completions=, completion_ids=, **columns) -> list of numbers
+    trl    reward(prompts=, completions=, completion_ids=, trainer_state=, log_metric=, log_extra=,
+                  **columns) -> list of numbers
 
 verl's function is called per attempt. TRL's receives lists: of one attempt, or, as a group reward,
-of all siblings. In a table, `score` is the reward.
+of all siblings. If the data has the prompt as a text, prompts and completions are texts; otherwise
+messages. `trainer_state` has `global_step` only. In a table, `score` is the reward.
 
 The answer is all the text that the policy wrote, over all turns, without the environment's text.
 The other arguments come from the task's metadata, which is the row of the data.
@@ -15,11 +17,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 from penstock.client.blocking import is_async, run_in_thread
 from penstock.client.conversation import Message, PromptKind, write_chat_message
 from penstock.client.outcome import Failed, Outcome
+from penstock.client.scoring import AttemptFailed
+from penstock.common.suggestions import did_you_mean, listed
 
 if TYPE_CHECKING:
     from penstock.client.scoring import Agent
@@ -29,6 +35,10 @@ if TYPE_CHECKING:
 
 class RewardMissing(Exception):
     """A reward function gave no reward for an attempt."""
+
+
+class RowIncomplete(AttemptFailed):
+    """The row lacks what the reward needs."""
 
 
 async def call_plugin(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -73,9 +83,7 @@ def verl_reward(function: Callable[..., Any], args: Mapping[str, Any]) -> Agent:
 
     async def reward(task: Task, trajectory: Trajectory) -> Outcome:
         row = task.metadata
-        model: Any = row.get("reward_model")
-        holder = cast("Mapping[str, Any]", model) if isinstance(model, Mapping) else row
-        truth = holder.get("ground_truth", row.get("answer"))
+        truth = _ground_truth(row)
         value = await call_plugin(
             function,
             data_source=str(row.get("data_source") or task.data_source),
@@ -89,22 +97,40 @@ def verl_reward(function: Callable[..., Any], args: Mapping[str, Any]) -> Agent:
     return reward
 
 
+def _ground_truth(row: Mapping[str, Any]) -> object:
+    """Raises RowIncomplete, where verl raises KeyError: a reward without the truth is no reward."""
+    model: Any = row.get("reward_model")
+    holder = cast("Mapping[str, Any]", model) if isinstance(model, Mapping) else row
+    if "ground_truth" in holder:
+        return holder["ground_truth"]
+    if "answer" in row:
+        return row["answer"]
+    raise RowIncomplete(
+        f"the row has no reward_model.ground_truth and no answer, only {listed(sorted(row))}"
+        f"{did_you_mean('reward_model', row)}"
+    )
+
+
 def trl_reward(function: Callable[..., Any], *, whole_group: bool) -> Agent:
     wanted = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in wanted.values())
 
     async def ask(task: Task, trajectories: Sequence[Trajectory]) -> list[Outcome | Failed]:
-        chat = task.prompt_kind is PromptKind.MESSAGES
-        text = task.prompt if isinstance(task.prompt, str) else ""
+        chat = task.prompt_kind is PromptKind.MESSAGES and not task.text_prompt
+        prompt = messages_of(task) if chat else _prompt_text(task)
+        logged = _Logged(len(trajectories))
         given: dict[str, Any] = {
             name: [value] * len(trajectories) for name, value in task.metadata.items()
         }
         given |= {
-            "prompts": [messages_of(task) if chat else text] * len(trajectories),
+            "prompts": [prompt] * len(trajectories),
             "completions": [_messages(t) if chat else _answer(t) for t in trajectories],
             "completion_ids": [
                 [int(i) for turn in t.turns for i in turn.token_ids] for t in trajectories
             ],
+            "trainer_state": SimpleNamespace(global_step=_newest_version(trajectories)),
+            "log_metric": logged.metric,
+            "log_extra": logged.extra,
         }
         if not takes_all:
             given = {name: value for name, value in given.items() if name in wanted}
@@ -114,12 +140,59 @@ def trl_reward(function: Callable[..., Any], *, whole_group: bool) -> Agent:
                 f"{len(trajectories)} attempts need a reward each, but the function returned {values!r}"
             )
         nothing = Failed("REWARD_MISSING", "the reward function returned None for this attempt")
-        return [nothing if value is None else score_of(value) for value in values]
+        return [
+            nothing if value is None else logged.added_to(score_of(value), place)
+            for place, value in enumerate(values)
+        ]
 
     async def one(task: Task, trajectory: Trajectory) -> Outcome | Failed:
         return (await ask(task, [trajectory]))[0]
 
     return ask if whole_group else one
+
+
+class _Logged:
+    """What a function of TRL logs: numbers become metrics of the attempts, columns their metadata."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._metrics: dict[str, float] = {}
+        self._columns: dict[str, Sequence[Any]] = {}
+
+    def metric(self, name: str, value: Any) -> None:
+        number = _number(value)
+        if number is None or not math.isfinite(number):
+            raise ValueError(f"log_metric: {name} must be a finite number, not {value!r}")
+        self._metrics[name] = number
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        if len(values) != self._count:
+            raise ValueError(
+                f"log_extra: {column} has {len(values)} values for {self._count} completions"
+            )
+        self._columns[column] = values
+
+    def added_to(self, outcome: Outcome, place: int) -> Outcome:
+        columns = {column: str(values[place]) for column, values in self._columns.items()}
+        return replace(
+            outcome,
+            metrics={**self._metrics, **outcome.metrics},
+            metadata={**columns, **outcome.metadata},
+        )
+
+
+def _newest_version(trajectories: Sequence[Trajectory]) -> int:
+    """The trainer's step whose weights sampled the newest token: each step makes a version."""
+    return max(
+        (v for t in trajectories for turn in t.turns for v in turn.weight_versions), default=0
+    )
+
+
+def _prompt_text(task: Task) -> str:
+    if task.prompt_kind is not PromptKind.MESSAGES:
+        return task.prompt if isinstance(task.prompt, str) else ""
+    messages = cast("Sequence[Message]", task.prompt or ())
+    return next((m.content for m in reversed(messages) if m.role == "user"), "")
 
 
 def _answer(trajectory: Trajectory) -> str:

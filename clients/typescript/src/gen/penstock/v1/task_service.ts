@@ -61,6 +61,11 @@ export interface Task {
    * Zero means all trajectories of the group.
    */
   finishCount: number;
+  /**
+   * Whether the data has the prompt as a text, from which the only user message of the conversation was
+   * made. Some rewards then expect texts instead of messages.
+   */
+  textPrompt: boolean;
 }
 
 /** Adds tasks. */
@@ -176,6 +181,7 @@ function createBaseTask(): Task {
     index: 0n,
     samplingParams: undefined,
     finishCount: 0,
+    textPrompt: false,
   };
 }
 
@@ -218,6 +224,9 @@ export const Task: MessageFns<Task> = {
     }
     if (message.finishCount !== 0) {
       writer.uint32(88).int32(message.finishCount);
+    }
+    if (message.textPrompt !== false) {
+      writer.uint32(96).bool(message.textPrompt);
     }
     return writer;
   },
@@ -323,6 +332,14 @@ export const Task: MessageFns<Task> = {
             message.finishCount = reader.int32();
             continue;
           }
+          case 12: {
+            if (tag !== 96) {
+              break;
+            }
+
+            message.textPrompt = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -370,6 +387,7 @@ export const Task: MessageFns<Task> = {
       ? SamplingParams.fromPartial(object.samplingParams)
       : undefined;
     message.finishCount = object.finishCount ?? 0;
+    message.textPrompt = object.textPrompt ?? false;
     return message;
   },
 };
