@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import grpc
 
+from penstock.common.loop_watch import LoopWatch
 from penstock.server.assembly import Serving
 from penstock.server.config.settings import AddressInUse, SecuritySection, check_exposure
 from penstock.server.core.errors import DomainError
@@ -75,6 +76,7 @@ class Lifecycle:
         self.serving = serving
         self._server = server
         self._background: list[asyncio.Task[None]] = []
+        self.watch = LoopWatch("server", serving.metrics.stalled)
 
     async def start(self) -> None:
         """Raises JournalUnreadable and OSError."""
@@ -92,6 +94,7 @@ class Lifecycle:
         await self._server.start()
         if serving.http is not None:
             await serving.http.start(cast("Any", endpoints(serving)))
+        self.watch.start()
         self._background += [
             asyncio.create_task(serving.lease_lines.run(), name="dealing of leases"),
             asyncio.create_task(serving.closing.expire_leases(), name="lease clock"),
@@ -164,6 +167,7 @@ class Lifecycle:
         refusal = DomainError(
             Reason.DRAINING, "the server is shutting down", retry_after_seconds=5.0
         )
+        self.watch.stop()
         await serving.health.drain()
         serving.opening.drain(refusal)
         serving.lease_lines.drain(refusal)

@@ -49,6 +49,7 @@ from functools import partial
 from opentelemetry.trace import Span
 
 from penstock.common.failpoints import hit
+from penstock.common.loop_watch import LoopWatch
 from penstock.trainer.config.trainer import TrainerConfig
 from penstock.trainer.evaluation.evaluation import Evaluator
 from penstock.trainer.exchange.servers import Servers
@@ -139,6 +140,8 @@ class TrainingLoop:
         run then ends as on a request to stop."""
         async with asyncio.TaskGroup() as group:
             self._group = group
+            watch = LoopWatch("trainer", self.metrics.stalled)
+            watch.start()
             self.evaluator.open(group)
             fillers = [group.create_task(filler) for filler in self.gatherer.fillers()]
             try:
@@ -151,6 +154,7 @@ class TrainingLoop:
                         self.learner.stopping.set()
                         await self.next_step()
             finally:
+                watch.stop()
                 for filler in fillers:
                     filler.cancel()
 

@@ -51,6 +51,9 @@ class ServerMetrics:
         self._unchanged = self._meter.create_counter(
             "penstock.weights.unchanged", "{version}", "Uploads that changed no tensor"
         )
+        self._stalls = self._meter.create_histogram(
+            "penstock.server.stall", "s", "How long the event loop stood still, from 50 ms on"
+        )
         self._conversations = self._meter.create_counter(
             "penstock.conversations",
             "{request}",
@@ -78,6 +81,9 @@ class ServerMetrics:
 
     def weights_switched(self, pause_seconds: float) -> None:
         self._pause.record(pause_seconds)
+
+    def stalled(self, seconds: float) -> None:
+        self._stalls.record(seconds)
 
     def observe(self, name: str, unit: str, description: str, read: Gauge) -> None:
         """`read` is called on each export."""

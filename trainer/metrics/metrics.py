@@ -65,6 +65,8 @@ class MetricsWriter:
         self.display = Display(self.console, self.steps, self._pace, step=self.step)
         self._tracer = trace.get_tracer("penstock.trainer")
         self._instruments = _Instruments()
+        self.stalled = self._instruments.stalled
+        """Called with the seconds for which the event loop stood still."""
 
     def measuring(self) -> AbstractAsyncContextManager[None]:
         """Return a context in which the server's load is sampled."""
@@ -211,6 +213,10 @@ class _Instruments:
         )
         self._failures = meter.create_counter("penstock.trainer.failures", unit="{trajectory}")
         self._dropped = meter.create_counter("penstock.trainer.groups_dropped", unit="{group}")
+        self._stalls = meter.create_histogram("penstock.trainer.stall", unit="s")
+
+    def stalled(self, seconds: float) -> None:
+        self._stalls.record(seconds)
 
     def record(self, record: StepRecord) -> None:
         self._reward.record(record.batch.reward_mean)
