@@ -418,16 +418,16 @@ class Serving:
     async def _switched(self, switched: Switched) -> None:
         self.metrics.weights_switched(switched.pause_seconds)
         recorded = self.journal.append([weights_activated(switched.weight_version)])
-        await self._release_turns()
+        self._release_turns()
         # Before the switch is answered. Without the record, a restarted server would sample with the
         # weights it loads and take them for the beginning of the run.
         await recorded
 
-    async def _release_turns(self) -> None:
+    def _release_turns(self) -> None:
         """Without a session any uploaded version counts as the trainer's, such as one from a hub."""
         active = self.switch.active_version
         if not self.session.connected or self.admission.trainer_version == active:
-            await self.switch.await_trainer(False)
+            self.switch.await_trainer(False)
 
     def _tokens_sampled(self, count: int, weight_version: int) -> None:
         self.metrics.tokens_sampled(count, weight_version)

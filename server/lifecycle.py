@@ -18,6 +18,7 @@ It is NOT_SERVING until the trainer's version is active.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -90,7 +91,7 @@ class Lifecycle:
         self._server.add_generic_rpc_handlers(service_handlers(guarded, stalled_seconds))
         serving.health.add_to(self._server)
         add_reflection(self._server)
-        await serving.health.publish()
+        serving.health.publish()
         await self._server.start()
         if serving.http is not None:
             await serving.http.start(cast("Any", endpoints(serving)))
@@ -112,7 +113,7 @@ class Lifecycle:
         awaiting = serving.config.weights.await_trainer or found.weight_version > 0
         if awaiting:
             serving.admission.await_trainer()
-        await switch.await_trainer(awaiting)
+        switch.await_trainer(awaiting)
 
         # A separate variable, so that the closure does not keep the rest of `found`, which may be large.
         left_version = found.weight_version
@@ -121,7 +122,8 @@ class Lifecycle:
             # Until the trainer has published again, this is still the middle of its run.
             version = switch.active_version or (left_version if switch.awaiting_trainer else 0)
             run = serving.session.run
-            parts = (serving.queue, serving.store, serving.buffer, serving.drops.notices)
+            notices = [*serving.drops.notices, *serving.completed.drops_under_way]
+            parts = (serving.queue, serving.store, serving.buffer, notices)
             return snapshot(starts, run, version, *parts)
 
         await serving.journal.start(state, serving.own.give_way)
@@ -143,13 +145,13 @@ class Lifecycle:
         if ended.done():
             return ended.result()
         if unwritable.done():
-            await switch.refuse(DomainError(Reason.JOURNAL_FAILED, unwritable.result()))
+            switch.refuse(DomainError(Reason.JOURNAL_FAILED, unwritable.result()))
             return unwritable.result()
         for task in self._background:
             if task.done():
                 task.result()
         reason = await lost
-        await switch.refuse(DomainError(Reason.ENGINE_LOST, f"the engine is lost: {reason}"))
+        switch.refuse(DomainError(Reason.ENGINE_LOST, f"the engine is lost: {reason}"))
         return f"the engine is lost: {reason}"
 
     async def _ended(self) -> str:
@@ -168,15 +170,15 @@ class Lifecycle:
             Reason.DRAINING, "the server is shutting down", retry_after_seconds=5.0
         )
         self.watch.stop()
-        await serving.health.drain()
+        serving.health.drain()
         serving.opening.drain(refusal)
         serving.lease_lines.drain(refusal)
         limit = serving.config.drain_seconds if drain_seconds is None else drain_seconds
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 await serving.turns.wait_idle()
-        except TimeoutError:
-            await serving.turns.abort(serving.turns.in_flight)
+        # Also those that still wait for admission.
+        await serving.turns.abort(serving.turns.in_flight)
         serving.session.end(refusal)
         if serving.http is not None:
             await serving.http.stop()

@@ -11,7 +11,7 @@ It takes many long siblings, because `complete` bounds what an agent adds to a t
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,15 @@ class CompletedGroups:
     journal: Journal
     budget: MemoryBudget
     _unbuffered: set[str] = field(default_factory=set[str])
+    _dropping: dict[str, trainer_service_pb2.Notice] = field(
+        default_factory=dict[str, trainer_service_pb2.Notice]
+    )
+    """Notices of groups whose drop is being written, by group."""
+
+    @property
+    def drops_under_way(self) -> Iterable[trainer_service_pb2.Notice]:
+        """For a snapshot that is taken between a drop's record and its notice."""
+        return self._dropping.values()
 
     def complete(self, group: Group, records: list[Record]) -> Coroutine[Any, Any, None]:
         """Begin to record a group whose last attempt is settled, after these records of its close. The
@@ -54,7 +63,7 @@ class CompletedGroups:
         self._unbuffered.add(completed.group_id)
         hit("closing.before_append")
         if completed.byte_count > MAX_GROUP_BYTES:
-            notice = _too_large(completed)
+            notice = self._dropping[completed.group_id] = _too_large(completed)
             appending = self.journal.append([*records, group_dropped(notice)])
             return self._drop_too_large(completed, notice, appending)
         appended: list[Appended] = [*records]
@@ -140,7 +149,10 @@ class CompletedGroups:
         notice: trainer_service_pb2.Notice,
         appending: Awaitable[list[Stored]],
     ) -> None:
-        await appending
+        try:
+            await appending
+        finally:
+            del self._dropping[completed.group_id]
         if self._is_wanted(completed):
             logger.error("%s: dropped", notice.message)
             self.admission.release(completed.group_id)

@@ -90,23 +90,14 @@ class Closing:
             record = self.store.get(trajectory_id)
         else:
             # An agent may fail, or report a reward, before the first turn of its lease.
-            record = self.store.find(trajectory_id) or self._add_unopened(trajectory_id, attempt)
+            record = self.store.find(trajectory_id) or _unopened(trajectory_id, attempt)
         closing = [*reversed(record.open_branches()), record]
         for member in closing:
             check_idle(member)
+        self._check_room(record, attempt, outcome)
+        if self.store.find(trajectory_id) is None:
+            self.store.add(record, bounded=False)
         return await self._close(closing, attempt, outcome)
-
-    def _add_unopened(self, trajectory_id: str, attempt: Attempt) -> TrajectoryRecord:
-        """A leased trajectory that was never opened, to be closed at once."""
-        record = TrajectoryRecord(
-            trajectory_id,
-            PromptKind.TOKENS,
-            TurnSampling(),
-            group_id=attempt.group.group_id,
-            sample_index=attempt.sample_index,
-        )
-        self.store.add(record, bounded=False)
-        return record
 
     async def _close(
         self,
@@ -115,7 +106,6 @@ class Closing:
         outcome: trajectory_pb2.Outcome,
     ) -> ClosedMark:
         record = closing[-1]
-        self._check_room(record, attempt, outcome)
         failed = outcome.HasField("failure")
         if failed:
             self.failures.count(outcome.failure.reason)
@@ -276,9 +266,10 @@ class Closing:
         outcome = Outcome(failure=failure)
         if record is None:
             # Make up an id that cannot be in use.
-            unopened = f"{attempt.group.group_id}-{attempt.sample_index}-{uuid.uuid4().hex}"
-            attempt.trajectory_id = trajectory_id or unopened
-            record = self._add_unopened(attempt.trajectory_id, attempt)
+            made_up = f"{attempt.group.group_id}-{attempt.sample_index}-{uuid.uuid4().hex}"
+            attempt.trajectory_id = trajectory_id or made_up
+            record = _unopened(attempt.trajectory_id, attempt)
+            self.store.add(record, bounded=False)
         closing = [*reversed(record.open_branches()), record]
         for member in closing:
             self.store.close(member, outcome)
@@ -295,6 +286,17 @@ class Closing:
             assert mark is not None
             records.append(trajectory_closed(member.trajectory_id, mark, member.outcome))
         return records
+
+
+def _unopened(trajectory_id: str, attempt: Attempt) -> TrajectoryRecord:
+    """A leased trajectory that was never opened, to be closed at once."""
+    return TrajectoryRecord(
+        trajectory_id,
+        PromptKind.TOKENS,
+        TurnSampling(),
+        group_id=attempt.group.group_id,
+        sample_index=attempt.sample_index,
+    )
 
 
 async def _written(appending: Awaitable[object]) -> None:

@@ -23,7 +23,7 @@ from penstock.server.rollouts.unleased import OwnTrajectories
 from penstock.server.turns import requests
 from penstock.server.turns.prompts import Prompts, Said
 from penstock.server.turns.runner import TurnRunner
-from penstock.server.turns.store import TrajectoryStore
+from penstock.server.turns.store import TrajectoryStore, unknown_trajectory
 from penstock.server.turns.trajectory import BYTES_PER_TOKEN, TrajectoryRecord, Turn
 from penstock.server.turns.turn import TurnSampling
 from penstock.server.weights.switch import WeightSwitch
@@ -225,11 +225,16 @@ class Opening:
             sampling = self.sampling(request.sampling_params)
         if said is None and request.WhichOneof("observation") is None:
             return self._resume(record, request, sampling, how, context), how
+        seen = record.turn and (record.turn, record.turn.attempt)
         observation, messages = await self.prompts.next(request, record, said)
         self._check_not_draining()
         self.queue.attempt_of(trajectory_id)
+        if self.store.get(trajectory_id) is not record:
+            raise unknown_trajectory(trajectory_id)
         _check_open(record)
         check_idle(record)
+        if seen != (record.turn and (record.turn, record.turn.attempt)):
+            raise _in_flight(record, "another turn was taken meanwhile")
         last = record.turn
         # A turn that found the context full does not count, and may be requested again.
         index = 0 if last is None else last.index + (last.budget > 0)
@@ -346,11 +351,15 @@ def _check_open(record: TrajectoryRecord) -> None:
 def check_idle(record: TrajectoryRecord) -> None:
     """Raises TURN_IN_FLIGHT."""
     if record.growing:
-        raise DomainError(
-            Reason.TURN_IN_FLIGHT,
-            f"a turn of {record.trajectory_id} is in flight",
-            {"trajectory_id": record.trajectory_id},
-        )
+        raise _in_flight(record, "a turn is in flight")
+
+
+def _in_flight(record: TrajectoryRecord, problem: str) -> DomainError:
+    return DomainError(
+        Reason.TURN_IN_FLIGHT,
+        f"trajectory {record.trajectory_id}: {problem}",
+        {"trajectory_id": record.trajectory_id},
+    )
 
 
 def _start_span(

@@ -7,7 +7,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 import grpc
@@ -16,37 +16,66 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
+from penstock.server.core.aio import Broadcast
 from penstock.server.rpc.boundary import SERVICES
 
+OVERALL = ""
+"""The name that asks for the server as a whole."""
 V1_SERVICE = "grpc.reflection.v1.ServerReflection"
 
 
 class Health:
-    """SERVING while the server can begin turns."""
+    """SERVING while the server can begin turns.
+
+    Not grpcio-health-checking's servicer: it writes to watchers under the lock that a change of the status
+    takes, so one watcher that does not read would hold up the server's end.
+    """
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         """`is_ready` is called at each `publish`."""
         self._is_ready = is_ready
         self.draining = False
-        # grpcio-health-checking carries no types.
-        self._servicer: Any = cast("Any", health).aio.HealthServicer()
+        self._status: health_pb2.HealthCheckResponse.ServingStatus.ValueType = (
+            health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        self._changed = Broadcast()
+        self._names = frozenset((OVERALL, *(service.full_name for service in SERVICES)))
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        cast("Any", health_pb2_grpc).add_HealthServicer_to_server(self._servicer, server)
+        # grpcio-health-checking carries no types.
+        cast("Any", health_pb2_grpc).add_HealthServicer_to_server(self, server)
 
-    async def drain(self) -> None:
+    def drain(self) -> None:
         self.draining = True
-        await self.publish()
+        self.publish()
 
-    async def publish(self) -> None:
+    def publish(self) -> None:
         """Report the state to watchers, for every service."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING
-            if self._is_ready() and not self.draining
-            else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for name in (health.OVERALL_HEALTH, *(service.full_name for service in SERVICES)):
-            await self._servicer.set(name, status)
+        ready = self._is_ready() and not self.draining
+        states = health_pb2.HealthCheckResponse
+        self._status = states.SERVING if ready else states.NOT_SERVING
+        self._changed.notify()
+
+    async def Check(  # noqa: N802 - the service's name for it.
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._names:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
+        return health_pb2.HealthCheckResponse(status=self._status)
+
+    async def Watch(  # noqa: N802 - the service's name for it.
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """Yields the status now, and whenever it has changed."""
+        told = None
+        while True:
+            known = request.service in self._names
+            status = self._status if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            if status == told:
+                await self._changed.wait()
+                continue
+            told = status
+            yield health_pb2.HealthCheckResponse(status=status)
 
 
 def _register_v1() -> None:

@@ -105,6 +105,9 @@ class TurnEvents:
     def _withdraw(self, turn: Turn) -> None:
         """Forget a trajectory whose first turn failed before its first token."""
         record = turn.record
+        if self.store.find(record.trajectory_id) is not record:
+            # Another reader of the turn did so.
+            return
         grouped = bool(record.group_id) and self.leases.attempt_of(record) is None
         # Keep it if another trajectory branched from it meanwhile, which shares its tokens.
         unused = turn.index == 0 and not turn.policy_token_count and not record.children

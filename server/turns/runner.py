@@ -119,7 +119,8 @@ class TurnRunner:
         finally:
             turn.to(TurnState.FINISHED)
             turn.task = None
-            del self._in_flight[turn.record.trajectory_id]
+            if self._in_flight.get(turn.record.trajectory_id) is turn:
+                del self._in_flight[turn.record.trajectory_id]
             _end_span(turn)
             attempt.ended.set()
             attempt.changed.notify()
@@ -167,6 +168,7 @@ class TurnRunner:
                 if finish is not Finish.ABORTED or not moves:
                     return finish
             turn.to(TurnState.WAITING)
+            self._ended.notify()
             self.on_left()
             turn.attempts += 1
 

@@ -35,6 +35,14 @@ def outcome_digest(outcome: trajectory_pb2.Outcome) -> bytes:
     return hashlib.sha256(outcome.SerializeToString(deterministic=True)).digest()
 
 
+def unknown_trajectory(trajectory_id: str) -> DomainError:
+    return DomainError(
+        Reason.TRAJECTORY_UNKNOWN,
+        f"no trajectory {trajectory_id!r}",
+        {"trajectory_id": trajectory_id},
+    )
+
+
 class TrajectoryStore:
     def __init__(
         self,
@@ -77,11 +85,13 @@ class TrajectoryStore:
         record = self.find(trajectory_id)
         if record is not None:
             return record
-        reason, message = Reason.TRAJECTORY_UNKNOWN, f"no trajectory {trajectory_id!r}"
-        if trajectory_id in self._closed:
-            reason = Reason.TRAJECTORY_CLOSED
-            message = f"trajectory {trajectory_id} is closed and no longer held"
-        raise DomainError(reason, message, {"trajectory_id": trajectory_id})
+        if trajectory_id not in self._closed:
+            raise unknown_trajectory(trajectory_id)
+        raise DomainError(
+            Reason.TRAJECTORY_CLOSED,
+            f"trajectory {trajectory_id} is closed and no longer held",
+            {"trajectory_id": trajectory_id},
+        )
 
     def charge(self, record: TrajectoryRecord) -> None:
         """Charge a record to the memory budget, including what its turn in flight may still add."""

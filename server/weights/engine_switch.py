@@ -174,7 +174,7 @@ class EngineSwitch:
         pause = time.monotonic() - began
         result = await self._confirm(version, before, probe) if probe is not None else None
         if not state.trusted:
-            await state.refuse(None)
+            state.refuse(None)
         return Switched(version, pause, result)
 
     async def _confirm(self, version: int, before: VersionBefore, probe: Probe) -> ProbeResult:
@@ -223,7 +223,7 @@ class EngineSwitch:
             version,
             problem,
         )
-        await self.state.refuse(
+        self.state.refuse(
             DomainError(
                 Reason.WEIGHTS_INCONSISTENT,
                 f"version {version} cannot be served; "

@@ -28,7 +28,6 @@ import asyncio
 import time
 from collections.abc import (
     AsyncGenerator,
-    Awaitable,
     Callable,
     Generator,
     Mapping,
@@ -169,7 +168,7 @@ class WeightSwitch:
     def __init__(
         self,
         active_version: int = 0,
-        on_health: Callable[[], Awaitable[None]] | None = None,
+        on_health: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_health` is called when `trusted` or `awaiting_trainer` has changed."""
         self._on_health = on_health
@@ -235,22 +234,18 @@ class WeightSwitch:
             if not self._admitting:
                 self._changed.notify()
 
-    async def await_trainer(self, awaiting: bool) -> None:
+    def await_trainer(self, awaiting: bool) -> None:
         """Start or stop holding turns because the active weights are not the trainer's."""
         if awaiting != self.awaiting_trainer:
             self.awaiting_trainer = awaiting
             self._changed.notify()
-            await self._tell_health()
+            self._on_health()
 
-    async def refuse(self, refusal: DomainError | None) -> None:
+    def refuse(self, refusal: DomainError | None) -> None:
         """None admits turns again."""
         self._refusal = refusal
         self._changed.notify()
-        await self._tell_health()
-
-    async def _tell_health(self) -> None:
-        if self._on_health is not None:
-            await self._on_health()
+        self._on_health()
 
     # For switchers
 
@@ -261,6 +256,9 @@ class WeightSwitch:
             try:
                 yield
             finally:
+                if self._verdict is not None and not self._verdict.done():
+                    # The change failed before it was judged. Turns wait for the verdict.
+                    self._verdict.set_result(False)
                 self.unconfirmed_version = self._verdict = None
                 if self.phase is not SwitchPhase.IDLE:
                     self.move(SwitchPhase.IDLE)

@@ -25,7 +25,7 @@ async def health(*arguments: str) -> tuple[int | None, str]:
 async def test_a_server_serves_or_is_alive_at_least(tmp_path: Path) -> None:
     async with serve(tmp_path) as running:
         assert await health(running.address) == (0, f"{running.address}: SERVING\n")
-        await running.serving.switch.await_trainer(True)
+        running.serving.switch.await_trainer(True)
         assert await health(running.address) == (1, f"{running.address}: NOT_SERVING\n")
         assert await health(running.address, "--alive") == (0, f"{running.address}: NOT_SERVING\n")
 

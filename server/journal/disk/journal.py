@@ -296,7 +296,8 @@ class LogJournal(AppendingJournal[_Pending]):
 
     def _take_over(self, number: int, written: WrittenSnapshot) -> list[Path]:
         """Make the snapshot authoritative; returns the files that it replaces."""
-        older = [(n, path) for n, path in self._segments.paths.items() if n < number]
+        # The journal's thread may begin a file meanwhile, so the loop is over a copy.
+        older = [(n, path) for n, path in list(self._segments.paths.items()) if n < number]
         self._segments.paths[number] = self._path / f"{number:010d}.snapshot"
         self._room.end_copy(number, written.end, written.other_bytes)
         for stored, (offset, length) in written.moves:

@@ -89,6 +89,7 @@ class Room:
         self._copying = False
         self._released, self._released_meanwhile = self._released_meanwhile, 0
         self.other = other
-        older = [n for n in self.by_file if n < number]
+        # The journal's thread may add a file meanwhile, so the loop is over a copy.
+        older = [n for n in list(self.by_file) if n < number]
         self.replaced = sum(self.by_file.pop(n) for n in older)
         self.by_file[number] = end

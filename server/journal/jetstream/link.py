@@ -228,7 +228,11 @@ class Link:
         self._asked += 1
         reply = f"{self._inbox}.{self._asked}"
         self._answers[reply] = asyncio.get_running_loop().create_future()
-        await self._client.publish(subject, body, reply, headers)
+        try:
+            await self._client.publish(subject, body, reply, headers)
+        except BaseException:
+            del self._answers[reply]
+            raise
         return reply
 
     async def _answer(self, reply: str) -> Msg:

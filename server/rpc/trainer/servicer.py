@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from penstock.common.memory_file import host_id
@@ -91,7 +91,7 @@ class TrainerServicer:
     receipts: Receipts
     drops: Drops
     switches: Switches
-    on_session: Callable[[], Awaitable[None]]
+    on_session: Callable[[], None]
     """Called when a trainer has reported the version it holds."""
 
     async def exchange(self, requests: Requests, write: Write) -> None:
@@ -133,8 +133,7 @@ class TrainerServicer:
             session.check()
             message = "trainer of run %s holds version %d, resumes after step %d; %s"
             logger.info(message, hello.run_id, hello.weight_version, hello.resume_step, contract)
-            await self.on_session()
-            session.check()
+            self.on_session()
             await session.send(ExchangeResponse(welcome=welcome))
         except BaseException:
             # The caller left before the answer, or the journal failed.

@@ -149,10 +149,10 @@ async def test_a_branch_that_never_began_does_not_expire_with_its_root(tmp_path:
             await collect(harness.wire.Generate(GenerateRequest(trajectory_id=root)))
             # Refused before the engine gets it, as if it had never been requested.
             refuse = harness.serving.switch.refuse
-            await refuse(DomainError(Reason.WEIGHTS_INCONSISTENT, "told to refuse"))
+            refuse(DomainError(Reason.WEIGHTS_INCONSISTENT, "told to refuse"))
             code, _ = await failure(harness.generate("branch", [9], parent_trajectory_id=root))
             assert code == grpc.StatusCode.UNAVAILABLE
-            await refuse(None)
+            refuse(None)
             harness.pass_lease_time()
             await take(call)
             # The id belongs to no lease, so it can be used.

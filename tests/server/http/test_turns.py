@@ -377,14 +377,14 @@ async def test_the_message_before_a_full_turn_outlives_its_abort_and_its_retry(s
         said = {"role": "assistant", "content": await ask(agent, [USER])}
         url = f"{server.http}/attempts/a/chat/completions"
         full = body(messages=[USER, said, {"role": "user", "content": "x" * 600}])
-        await server.serving.switch.await_trainer(True)
+        server.serving.switch.await_trainer(True)
         lost = asyncio.create_task(http.post(url, json=full))
         record = server.serving.store.find("a")
         assert record is not None
         await until(lambda: record.turn is not None and record.turn.index == 1)
         lost.cancel()
         await until(lambda: record.turn is not None and not record.turn.in_flight)
-        await server.serving.switch.await_trainer(False)
+        server.serving.switch.await_trainer(False)
         again = await http.post(url, json=full, headers={"x-stainless-retry-count": "1"})
         assert again.json()["choices"][0]["finish_reason"] == "length"
         await ask(agent, [USER, said, USER])

@@ -245,14 +245,14 @@ async def test_a_full_turn_that_was_aborted_stays_full_whatever_it_is_resumed_wi
     limit = harness.engine.description.max_context_length
     await harness.generate("t", [1] * (limit - 10), sampling_params=sampling(4))
     before = all_tokens(await stored(harness, "t"))
-    await harness.serving.switch.await_trainer(True)
+    harness.serving.switch.await_trainer(True)
     call = asyncio.ensure_future(harness.resume("t", tokens=sequence([2] * 20)))
     record = harness.serving.store.find("t")
     assert record is not None
     await until(lambda: record.turn is not None and record.turn.index == 1)
     await abort(harness, "t")
     assert (await call).finished.finish_reason == ABORTED
-    await harness.serving.switch.await_trainer(False)
+    harness.serving.switch.await_trainer(False)
     # There would be room for some tokens, but the context before them was never added.
     again = await harness.resume("t", sampling_params=sampling(4))
     assert (again.tokens, again.finished.finish_reason) == ([], LENGTH)

@@ -98,19 +98,19 @@ async def test_turns_wait_in_these_states_and_are_admitted_after_them(
 async def test_a_refusal_stands_in_every_state(phase: SwitchPhase) -> None:
     told: list[bool] = []
 
-    async def note() -> None:
+    def note() -> None:
         told.append(switch.trusted)
 
     switch = WeightSwitch(on_health=note)
     async with switch.change():
         for step in WAYS[phase]:
             switch.move(step)
-        await switch.refuse(REFUSAL)
+        switch.refuse(REFUSAL)
         with pytest.raises(DomainError):
             async with switch.admission():
                 pass
     assert not switch.trusted
-    await switch.refuse(None)
+    switch.refuse(None)
     assert told == [False, True]
 
 
