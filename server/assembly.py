@@ -234,6 +234,7 @@ class Serving:
             self.engine.description,
             PeerFetcher(peers.shown(), peers.silent_seconds),
             self.admission.advance,
+            lambda epoch: self.session.check_upload(epoch),
         )
 
     # Rollouts

@@ -91,6 +91,8 @@ class TrainingLoop:
         self._conclusion: asyncio.Task[None] | None = None
         self._group: asyncio.TaskGroup
         self._ended = False
+        self._in_step = False
+        """Whether `train` has begun a step and not published it."""
         every = self.config.metrics.sample_every_steps
         self._samples = Samples(self.config.model.path, every, self.learner.compute)
         self.step = self.learner.saved_step
@@ -150,7 +152,9 @@ class TrainingLoop:
                     if not self.learner.is_last(self.step):
                         self.gatherer.demand(self.step + 1)
                     yield
-                    if not self._ended:
+                    # A step that was cancelled in the middle is in the policy and in no checkpoint: the
+                    # run resumes before it.
+                    if not self._ended and not self._in_step:
                         self.learner.stopping.set()
                         await self.next_step()
             finally:
@@ -195,11 +199,12 @@ class TrainingLoop:
         `batch` is what to train instead, made from the step's own: all groups of that count as trained.
         """
         record = step.record
+        self._in_step = True
         await self._train(batch or step.batch, record)
         hit("train.computed")
         if self._conclusion is not None:
             # The server reads the payload until it has answered the previous switch.
-            await self._conclusion
+            await asyncio.shield(self._conclusion)
         entry = await self._note(step.batch, record)
         await self._publish(entry, record)
         hit("train.published")
@@ -208,11 +213,12 @@ class TrainingLoop:
         record.seconds_checkpoint = await self._save_if_due()
         record.finish(time.time() - record.time_gather_start)
         self._conclusion = self._group.create_task(self._conclude(switches, record, step.span))
+        self._in_step = False
 
     async def _finish(self) -> None:
         self._ended = True
         if self._conclusion is not None:
-            await self._conclusion
+            await asyncio.shield(self._conclusion)
         if self.step < self.config.run.steps:
             self._report_target()
         self.metrics.display.doing("evaluating")
@@ -272,7 +278,7 @@ class TrainingLoop:
                 weights = self.learner.policy.weights
                 await self.publisher.fill(weights, record.weight_version, uploads=not left)
             else:
-                self.publisher.relabel(record.weight_version)
+                await self.publisher.relabel(record.weight_version)
             record.unchanged = before == self.publisher.digest or not applied
             entry = _entry(batch, record, self.publisher.digest)
             repeated = self.learner.is_repeated(entry.step) and not self.learner.differs(entry)

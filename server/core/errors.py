@@ -45,6 +45,7 @@ _CODE_OF: dict[grpc.StatusCode, tuple[Reason, ...]] = {
         Reason.WEIGHT_VERSION_NOT_ACTIVE,
         Reason.BASE_VERSION_MISMATCH,
         Reason.STALE_EPOCH,
+        Reason.TRAINER_CONNECTED,
         Reason.ADAPTER_ACTIVE,
         Reason.LEASE_EXPIRED,
         Reason.SOURCE_UNAVAILABLE,

@@ -141,7 +141,9 @@ class PoolWeights:
     # Larger than any previous hub's, whose uploads engine servers then refuse.
     _epoch: int = field(default_factory=time.time_ns)
     _fanout: Fanout | None = None
-    _staging: asyncio.Task[None] | None = None
+    _staging: asyncio.Task[Fanout] | None = None
+    _staging_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Around every change of `_fanout` that waits."""
     _running: PoolSwitch | None = None
     _tasks: OwnTasks = field(default_factory=OwnTasks)
     _sharing: Sharing = field(default_factory=Sharing)
@@ -282,16 +284,20 @@ class PoolWeights:
             self._stage(update), f"staging version {staged.weight_version}", staged.release
         )
 
-    async def _stage(self, update: Update) -> None:
+    async def _stage(self, update: Update) -> Fanout:
+        """Returns the fanout of the version, which a newer version's may have replaced already."""
         payload = await asyncio.to_thread(VersionPayload, update.staged.weights, update.adapter)
-        before, differing = self._fanout, self._differing(payload)
-        self._fanout = Fanout(payload, self._epoch, self.rules, update.probe, differing=differing)
-        if before is not None:
-            await before.close()
-        for member in self.roster.members:
-            if member.state in (State.SERVING, State.SWITCHING):
-                # Refusals are handled at the switch. Joining engines are brought up to date after it.
-                self._fanout.begin(member).add_done_callback(_heard)
+        async with self._staging_lock:
+            before, differing = self._fanout, self._differing(payload)
+            fanout = Fanout(payload, self._epoch, self.rules, update.probe, differing=differing)
+            self._fanout = fanout
+            if before is not None:
+                await before.close()
+            for member in self.roster.members:
+                if member.state in (State.SERVING, State.SWITCHING):
+                    # Refusals are handled at the switch. Joining engines are brought up to date after it.
+                    fanout.begin(member).add_done_callback(_heard)
+            return fanout
 
     def _differing(self, payload: VersionPayload) -> Differing | None:
         """The difference from the active version; None if engine servers could not apply it."""
@@ -325,13 +331,17 @@ class PoolWeights:
 
     async def _switch(self, update: Update, policy: InFlight) -> Switched:
         version = update.weight_version
-        if self._staging is not None:
-            await asyncio.wait([self._staging])
-            self._staging = None
-        if self._fanout is None or self._fanout.weight_version != version:
-            await self._stage(update)
-        assert self._fanout is not None
-        fanout, self._fanout = self._fanout, None
+        if (staging := self._staging) is not None:
+            await asyncio.wait([staging])
+            if self._staging is staging:
+                self._staging = None
+        async with self._staging_lock:
+            # A newer version that is staged meanwhile waits for the lock, or has its own fanout by now.
+            fanout = self._fanout
+        if fanout is None or fanout.weight_version != version:
+            fanout = await self._stage(update)
+        if self._fanout is fanout:
+            self._fanout = None
         expect_aborts = self.pool_turns.expect_aborts
         switch = PoolSwitch(self.roster, self.rules, fanout, policy, expect_aborts)
         self._running = switch

@@ -197,11 +197,17 @@ class WeightVersions:
             )
         self.on_staged(length_bytes, version.changed_tensor_count)
 
-    async def activate(self, weight_version: int, in_flight: InFlight | None) -> Switched:
-        """Does nothing if the version is active already. Raises WEIGHT_VERSION_NOT_STAGED,
-        WEIGHT_LOAD_FAILED, PROBE_MISMATCH, WEIGHTS_INCONSISTENT or ENGINE_LOST."""
+    async def activate(
+        self,
+        weight_version: int,
+        in_flight: InFlight | None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Switched:
+        """Does nothing if the version is active already. `check` raises if the switch is no longer allowed
+        after a wait for another one. Raises WEIGHT_VERSION_NOT_STAGED, WEIGHT_LOAD_FAILED, PROBE_MISMATCH,
+        WEIGHTS_INCONSISTENT or ENGINE_LOST."""
         # If the caller leaves, the engine must not stay paused or hold half a version.
-        switching = self._activate(weight_version, in_flight or self.in_flight)
+        switching = self._activate(weight_version, in_flight or self.in_flight, check)
         return await asyncio.shield(
             self._switches.start(switching, f"switch to version {weight_version}")
         )
@@ -212,8 +218,11 @@ class WeightVersions:
         while self._taking == self.active_version:
             await self._taken.wait()
 
-    async def _activate(self, weight_version: int, in_flight: InFlight) -> Switched:
+    async def _activate(
+        self, weight_version: int, in_flight: InFlight, check: Callable[[], None]
+    ) -> Switched:
         async with self._activating:
+            check()
             if weight_version == self.trusted_version:
                 return Switched(weight_version, 0.0)
             version, staged = self._staged.get(weight_version, (None, None))

@@ -135,16 +135,18 @@ class Evaluator:
         """Resubmits open prompts to a server that may have lost them. If it is full, retries in the
         background. Raises ServerLost."""
         for one in self.sets:
-            if one.current is None or one.current.gone.is_set():
+            # Taken now: the evaluation may end while its prompts are sent.
+            current = one.current
+            if current is None or current.gone.is_set():
                 continue
             assert self._group is not None, "open comes first"
             try:
-                await self._submit_asked(one, one.current, server)
+                await self._submit_asked(one, current, server)
             except ServerFull:
                 # The stream must continue meanwhile: room may open only when the trainer takes groups.
                 later = keep_trying(
                     self._streams[server].ready,
-                    lambda one=one, current=one.current: self._submit_asked(one, current, server),
+                    lambda one=one, current=current: self._submit_asked(one, current, server),
                 )
                 self._group.create_task(unless(self.stopping, later))
 

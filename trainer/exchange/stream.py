@@ -363,6 +363,10 @@ class Exchange:
         error = SwitchRejected(
             version, receipt.active_weight_version, rejection.reason, rejection.message
         )
+        if self.left.is_set():
+            # The run stops without its server, and nobody waits for the switch any more.
+            log.info("%s", error)
+            return
         if future is None or future.done():
             raise error
         future.set_exception(error)

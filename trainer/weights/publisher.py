@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from penstock.trainer.core.aio import together
 from penstock.trainer.exchange.stream import SwitchReceipt
@@ -119,13 +119,10 @@ class Publisher:
 
         Waits for uploads in progress. A server that is being restored reads the payload, so this waits
         until each such server samples its version. No other code waits for that answer."""
-        await together(sender.restored() for sender in self.senders)
         begins = uploads and weight_version > self._inherited
-        async with AsyncExitStack() as stack:
-            for sender in self.senders:
-                await stack.enter_async_context(sender.lock)
+        async with self._alone():
             # Before the copy begins, so that a partly overwritten payload never counts as a version.
-            self.relabel(weight_version)
+            self._relabel(weight_version)
             if not any(sender.has_base for sender in self.senders):
                 self._copy.base = None
             keeps_base = self._copy.base is not None or any(s.sends_deltas for s in self.senders)
@@ -143,7 +140,25 @@ class Publisher:
                 self._leave_ahead()
                 raise
 
-    def relabel(self, weight_version: int) -> None:
+    @asynccontextmanager
+    async def _alone(self) -> AsyncGenerator[None]:
+        """While no server reads the payload: no upload is in progress, and none is being restored."""
+        while True:
+            await together(sender.restored() for sender in self.senders)
+            async with AsyncExitStack() as stack:
+                for sender in self.senders:
+                    await stack.enter_async_context(sender.lock)
+                # A server may have come back while this waited for another one.
+                if all(sender.is_restored for sender in self.senders):
+                    yield
+                    return
+
+    async def relabel(self, weight_version: int) -> None:
+        """Give the payload another number, for a step that changed no weights."""
+        async with self._alone():
+            self._relabel(weight_version)
+
+    def _relabel(self, weight_version: int) -> None:
         self._copy.relabel(weight_version)
         self._leave_ahead()
 
@@ -161,7 +176,7 @@ class Publisher:
             entry.step,
             version,
         )
-        self.relabel(version)
+        self._relabel(version)
         return version
 
     async def stage(self, weight_version: int) -> Sent | None:

@@ -39,6 +39,7 @@ from penstock.trainer.core.errors import (
     SwitchRejected,
     WeightsRefused,
 )
+from penstock.trainer.exchange.connection import GREATEST_EPOCH
 from penstock.trainer.exchange.stream import Exchange, SwitchReceipt
 from penstock.trainer.policy.adapter import check_taken
 from penstock.trainer.weights.base import Base
@@ -61,8 +62,8 @@ Delta = Literal["auto", "on", "off"]
 
 INFO_TIMEOUT_SECONDS = 30.0
 # Transient refusals: a broken upload that the server has not noticed yet, a flipped bit, an epoch
-# that a reconnection of the exchange has just outdated.
-PASSING = (Reason.UPLOAD_IN_PROGRESS, Reason.CHECKSUM_MISMATCH, Reason.STALE_EPOCH)
+# that the server does not know yet because the exchange is reconnecting.
+PASSING = (Reason.UPLOAD_IN_PROGRESS, Reason.CHECKSUM_MISMATCH, Reason.TRAINER_CONNECTED)
 # Rejections after which the version may still be good: the server has lost what was staged, or the
 # engine did not load it, or its results are off.
 SENT_AGAIN = (
@@ -249,6 +250,11 @@ class Sender:
         """Wait until a server that came back without its state samples its version again."""
         await self.exchange.answer(self.exchange.restored.wait())
 
+    @property
+    def is_restored(self) -> bool:
+        """Whether `restored` would not wait."""
+        return self.exchange.restored.is_set() or self.exchange.left.is_set()
+
     def switched(self, weight_version: int) -> None:
         """The server samples this version; the next one can be a difference from it."""
         if self.copy.filled is not None and weight_version == self.copy.version:
@@ -316,7 +322,7 @@ class Sender:
                     continue
                 if not await self._passes(failure):
                     raise
-                if await self._is_held():
+                if await self._is_held(parcel.weight_version):
                     break
                 await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
         self._base.sent(delta=parcel.is_delta)
@@ -355,17 +361,21 @@ class Sender:
     async def _passes(self, failure: Failure) -> bool:
         """Whether another attempt may succeed, or none is needed."""
         if failure.reason == Reason.WEIGHT_VERSION_STALE:
-            return await self._is_held()
+            return await self._is_held(self.copy.version)
         if failure.code == grpc.StatusCode.INTERNAL and not failure.reason:
             # grpc reports this if a refusal arrives during a write. Another attempt gets the reason.
             return True
+        if failure.reason == Reason.STALE_EPOCH:
+            # The epoch of this trainer's own reconnection, or that of another one, which is final.
+            current = int(failure.metadata.get("current", GREATEST_EPOCH))
+            return current <= self.exchange.trainer_epoch
         return failure.reason in (*PASSING, *self._transport.passing)
 
-    async def _is_held(self) -> bool:
-        """Whether the server already has this version, from an upload whose answer was lost."""
+    async def _is_held(self, weight_version: int) -> bool:
+        """Whether the server already has a version, from an upload whose answer was lost."""
         info = await self.server_info()
         held = (info.active_weight_version, *info.staged_weight_versions)
-        return self.copy.version in held
+        return weight_version in held
 
 
 def _cannot_read(failure: Failure) -> bool:
@@ -381,6 +391,9 @@ def _lost_or(error: grpc.aio.AioRpcError, subject: str) -> ServerLost | WeightsR
     text = f"{subject}: {failure.reason or failure.code.name}: {failure.message}"
     if failure.is_unanswered:
         return ServerLost(text)
+    if failure.reason == Reason.UPLOAD_IN_PROGRESS:
+        # What a lost connection left: the server still reads it, which takes as long as its bytes.
+        return ServerLost(text, failure.retry_after_seconds or 0.0)
     if failure.is_full:
         return ServerFull(text, failure.retry_after_seconds or 0.0)
     return WeightsRefused(text)

@@ -151,6 +151,15 @@ class CurrentSession:
                 {"trainer_epoch": trainer_epoch, "current": self._epoch},
             )
 
+    def check_upload(self, trainer_epoch: int) -> None:
+        """Raise TRAINER_CONNECTED if the upload of a newer epoch is not the connected trainer's."""
+        if self._session is not None and trainer_epoch > self._epoch:
+            raise DomainError(
+                Reason.TRAINER_CONNECTED,
+                f"the trainer of run {self._run_id} is connected, and uploads its own versions",
+                {"trainer_epoch": trainer_epoch, "current": self._epoch, "run_id": self._run_id},
+            )
+
     def begin(self, hello: trainer_service_pb2.Hello, write: Write) -> Session:
         """Raises STALE_EPOCH."""
         epoch = hello.trainer_epoch

@@ -61,8 +61,11 @@ class UploadService:
         description: EngineDescription,
         peers: PeerFetcher,
         on_trainer_version: Callable[[int], None],
+        check_newer: Callable[[int], None],
     ) -> None:
-        """`on_trainer_version` is called with the trainer's version when an upload activates it."""
+        """`on_trainer_version` is called with the trainer's version when an upload activates it.
+        `check_newer` is called with the epoch of an upload that is newer than any before, and raises if a
+        trainer is connected."""
         self._versions = versions
         self._stage = stage
         self._collective = collective
@@ -70,7 +73,7 @@ class UploadService:
         self._peers = peers
         self._on_trainer_version = on_trainer_version
         # Otherwise the memory of a trainer that is gone would stay taken.
-        self._slot = UploadSlot(stage.forget_shared)
+        self._slot = UploadSlot(stage.forget_shared, check_newer)
         self._tasks = OwnTasks()
         self.arriving: IncomingUpload | None = None
 
@@ -196,7 +199,11 @@ class UploadService:
         announced = accepted.announced
         self._on_trainer_version(announced.weight_version)
         policy = in_flight or announced.in_flight
-        switched = await self._versions.activate(announced.weight_version, policy)
+        switched = await self._versions.activate(
+            announced.weight_version,
+            policy,
+            lambda: self._slot.check_epoch(announced.trainer_epoch),
+        )
         await respond(self._active_response(accepted, switched))
 
     def _check_order(self, announced: Announced) -> None:

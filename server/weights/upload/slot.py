@@ -21,11 +21,15 @@ class Claim:
 class UploadSlot:
     """Held by at most one claim, from `take` to `free`."""
 
-    def __init__(self, on_fence: Callable[[], None]) -> None:
-        """`on_fence` is called when a newer trainer appears."""
+    def __init__(
+        self, on_fence: Callable[[], None], check_newer: Callable[[int], None] = lambda epoch: None
+    ) -> None:
+        """`on_fence` is called when a newer trainer appears. `check_newer` raises if an upload of an epoch
+        that is newer than any may not make itself the newest."""
         self.epoch = 0
         """Epoch of the newest trainer."""
         self._on_fence = on_fence
+        self._check_newer = check_newer
         self._holder: Claim | None = None
         self._end: Callable[[], object] | None = None
         self.outdated = False
@@ -58,6 +62,7 @@ class UploadSlot:
         """Hold the slot until `free`. Waits for an outdated holder to leave; `check` may then refuse the
         claim. Raises UPLOAD_IN_PROGRESS if the slot is taken."""
         if claim.trainer_epoch > self.epoch:
+            self._check_newer(claim.trainer_epoch)
             self.fence(claim.trainer_epoch)
         if self.outdated:
             await self._idle.wait()

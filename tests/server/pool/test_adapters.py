@@ -168,7 +168,7 @@ async def test_a_staged_adapter_is_on_every_engine_before_it_is_switched_to(
     tmp_path: Path,
 ) -> None:
     async with lora_pool(tmp_path, 2) as pool:
-        exchange = await hello(pool.hub.wire)
+        exchange = await hello(pool.hub.wire, 1 << 62)
         await push(pool.hub, 1, staged=True)
         await until(lambda: all(e.serving.weights.staged_versions == [1] for e in pool.engines))
         assert set((await pool.hub.generate("before")).versions) == {0}
@@ -182,7 +182,7 @@ async def test_a_staged_adapter_is_on_every_engine_before_it_is_switched_to(
 
 async def test_full_weights_and_the_adapter_on_them_may_be_staged_together(tmp_path: Path) -> None:
     async with lora_pool(tmp_path, 2) as pool:
-        exchange = await hello(pool.hub.wire)
+        exchange = await hello(pool.hub.wire, 1 << 62)
         await pool.hub.upload(1, staged=True)
         await push(pool.hub, 2, staged=True, probe=probe(seed(2, full=1)))
         for version in (1, 2):

@@ -502,7 +502,7 @@ async def test_a_staged_version_is_on_every_engine_before_it_is_switched_to(
     tmp_path: Path,
 ) -> None:
     async with serve_pool(tmp_path, 2) as pool:
-        exchange = await hello(pool.hub.wire, weight_version=0)
+        exchange = await hello(pool.hub.wire, 1 << 62, weight_version=0)
         await pool.hub.upload(1, staged=True)
         await until(lambda: all(e.serving.weights.staged_versions == [1] for e in pool.engines))
         assert [engine.engine.version for engine in pool.engines] == [0, 0]

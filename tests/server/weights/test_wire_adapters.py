@@ -224,9 +224,8 @@ async def test_an_adapter_that_changes_nothing_is_an_alarm(
 
 
 async def test_lag_counts_adapters_as_any_version(lora: Harness) -> None:
-    exchange = await hello(
-        lora.wire, max_lag=1, groups_per_step=1, late_policy=trainer_service_pb2.LATE_POLICY_DROP
-    )
+    policy = trainer_service_pb2.LATE_POLICY_DROP
+    exchange = await hello(lora.wire, 1 << 62, max_lag=1, groups_per_step=1, late_policy=policy)
     await push(lora, 1, staged=True)
     exchange.send(switch_weights={"weight_version": 1})
     await exchange.receive("weight_receipt")

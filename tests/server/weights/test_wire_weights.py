@@ -110,7 +110,7 @@ async def test_a_staged_version_waits_for_its_switch(harness: Harness) -> None:
 async def test_a_switch_is_answered_once_it_is_written_down(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exchange = await hello(harness.wire)
+    exchange = await hello(harness.wire, 1 << 62)
     await harness.upload(1, staged=True)
     written = hold_back_switches(harness, monkeypatch)
     exchange.send(switch_weights={"weight_version": 1})

@@ -33,7 +33,7 @@ PROMPTS = 7
 
 def data(folder: Path) -> Path:
     path = folder / "held-out.jsonl"
-    rows: list[dict[str, Any]] = [{"prompt": f"p{n}", "n": n} for n in range(PROMPTS)]
+    rows: list[dict[str, Any]] = [{"prompt": f"p{n}", "n": n, "answer": n} for n in range(PROMPTS)]
     rows[0]["data_source"] = "named"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -71,7 +71,7 @@ async def measure(
 async def test_a_trainer_of_the_same_server_notices_nothing(
     tmp_path: Path, harness: Harness
 ) -> None:
-    exchange = await hello(harness.wire)
+    exchange = await hello(harness.wire, 1 << 62)
     exchange.send(demand={"group_count": 5})
     exchange.send(demand={"group_count": 5, "purpose": 2})
     active: list[int] = []

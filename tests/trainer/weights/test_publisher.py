@@ -80,6 +80,7 @@ class Connected:
         self.trainer_epoch = trainer_epoch
         self.restored = asyncio.Event()
         self.restored.set()
+        self.left = asyncio.Event()
 
     async def answer(self, wait: Awaitable[Any]) -> Any:
         return await wait
@@ -197,7 +198,7 @@ async def test_a_server_that_cannot_see_this_memory_gets_a_stream(
         server.uploads = [elsewhere, received.take, again.take]
         await publisher.fill(Weights(), 1)
         assert await upload(publisher, 1)
-        publisher.relabel(2)
+        await publisher.relabel(2)
         assert await upload(publisher, 2)
     assert "another host" in caplog.text
     assert again.header.WhichOneof("source") == "inline"
@@ -385,7 +386,7 @@ async def test_a_step_that_changed_nothing_sends_nothing() -> None:
         first, second, third = uploads(server, 3)
         second.changed_tensor_count = 0
         await publish(publisher, weights, 1)
-        publisher.relabel(2)
+        await publisher.relabel(2)
         sent = await upload(publisher, 2)
         assert sent is not None
         assert (sent.bytes_sent, sent.delta, sent.changed_tensors) == (0, True, 0)
@@ -435,7 +436,7 @@ async def test_a_server_that_keeps_no_base_is_not_asked_for_ever(
                 "model.layers.0.mlp.weight": torch.randn(8, 4),
             }
         )
-        exchange = await hello(harness.wire)
+        exchange = await hello(harness.wire, 17)
         async with publishing(harness, Stream) as publisher:
             for version in range(1, 6):
                 await publisher.fill(weights, version)
@@ -606,7 +607,7 @@ async def test_what_was_begun_and_is_of_no_use_any_more_ends_without_a_commit(ho
             if how == "filled again":
                 await publisher.fill(weights, 2)
             if how == "relabelled":
-                publisher.relabel(2)
+                await publisher.relabel(2)
             if how == "closed":
                 publisher.close()
             if how != "failed":
@@ -747,7 +748,7 @@ async def test_the_probe_is_scored_with_the_very_bytes_that_travel() -> None:
         server.uploads = [first.take, second.take]
         await publisher.fill(weights, 1)
         await upload(publisher, 1)
-        publisher.relabel(2)
+        await publisher.relabel(2)
         await upload(publisher, 2)
     (tensors,) = seen
     for name, tensor in weights.tensors.items():

@@ -78,6 +78,9 @@ class Reason(StrEnum):
     STALE_EPOCH = "STALE_EPOCH"
     """A trainer that was started later has taken over the run. Stop; only a process whose very
     first `Hello` is refused may send the epoch `current + 1`, once."""
+    TRAINER_CONNECTED = "TRAINER_CONNECTED"
+    """A trainer is connected, and the upload is of another process, started later. Only the connected
+    trainer uploads. Stop it first, or upload to another server."""
     ADAPTER_ACTIVE = "ADAPTER_ACTIVE"
     """The upload is of full weights, but an adapter that was trained on the present ones is active.
     Upload adapters only, or restart the server."""
