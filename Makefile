@@ -14,7 +14,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo test test-fast backends faults fuzz soak lint types images lock site gen gen-into reference clients \
 	gen-clients gen-clients-into format cluster-test bench bench-codec bench-serving bench-update bench-staleness bench-weights bench-adapters \
 	bench-delta bench-buffer bench-journal bench-journal-stores bench-overlap bench-corrections bench-parity \
-	bench-attempts bench-pool bench-prefix simulate
+	bench-attempts bench-stalls bench-pool bench-prefix simulate
 
 help: ## list the targets
 	@echo "make TARGET [ARGS=\"...\"] [PYTHON=python3.12]"
@@ -133,7 +133,7 @@ gen-clients-into:
 			--ts_proto_out=$(CLIENT_STUBS)/clients/typescript/src/gen google/rpc/status.proto google/rpc/error_details.proto; \
 		$(BIN)/buf generate --template clients/buf.gen.yaml -o $(CLIENT_STUBS)
 
-bench: bench-codec bench-staleness bench-attempts bench-pool bench-prefix bench-parity bench-delta bench-buffer bench-update bench-weights bench-adapters bench-journal bench-journal-stores bench-overlap bench-corrections bench-serving ## run all benchmarks, one after another
+bench: bench-codec bench-staleness bench-attempts bench-stalls bench-pool bench-prefix bench-parity bench-delta bench-buffer bench-update bench-weights bench-adapters bench-journal bench-journal-stores bench-overlap bench-corrections bench-serving ## run all benchmarks, one after another
 
 bench-codec: setup ## measure encoding and decoding of trajectories
 	@$(BIN)/python -m benchmarks.codec.trajectories $(ARGS)
@@ -162,6 +162,9 @@ bench-buffer: setup ## measure the durable buffer of finished groups, compared w
 
 bench-attempts: setup ## run thousands of attempts that wait for tools in one worker; measure memory, and p99 of Continue
 	@$(BIN)/python -m benchmarks.serving.attempts $(ARGS)
+
+bench-stalls: setup ## measure how long the server's event loop stands still with 100,000 tasks and 8,192 conversations
+	@$(BIN)/python -m benchmarks.serving.stalls $(ARGS)
 
 bench-pool: setup ## measure a hub's overhead over direct calls, and 1,024 engines with 10,000 agents
 	@$(BIN)/python -m benchmarks.pool.hub $(ARGS)

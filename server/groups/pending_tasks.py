@@ -78,8 +78,10 @@ class _Line:
         self._first = self._last = 0
         """Places of the first and the last task."""
 
-    def __iter__(self) -> Iterator[task_service_pb2.Task]:
-        return (task for _, task in heapq.merge(*self._shapes.values()))
+    def copy(self) -> Callable[[], Iterator[task_service_pb2.Task]]:
+        """Freezes the line, and returns what yields its tasks, in any thread."""
+        shapes = [list(tasks) for tasks in self._shapes.values()]
+        return lambda: (task for _, task in heapq.merge(*shapes))
 
     def append(self, task: task_service_pb2.Task) -> None:
         self._last += 1
@@ -142,10 +144,11 @@ class PendingTasks:
         purposes = {_effective(task.purpose) for task in tasks} or self._tasks.keys()
         return sum(self._tasks[purpose].count for purpose in purposes)
 
-    @property
-    def all(self) -> Iterator[task_service_pb2.Task]:
-        """Evaluation first, each purpose in its own order."""
-        return chain.from_iterable(self._tasks.values())
+    def copy(self) -> Callable[[], Iterator[task_service_pb2.Task]]:
+        """Freezes the queue, and returns what yields its tasks, in any thread: evaluation first, each
+        purpose in its own order. No task ever changes."""
+        lines = [line.copy() for line in self._tasks.values()]
+        return lambda: chain.from_iterable(line() for line in lines)
 
     def check_room(self, count: int) -> None:
         """Raise QUEUE_FULL if one request has more tasks than could ever wait."""

@@ -372,7 +372,8 @@ def snapshot(
     for trajectory in store.records():
         if trajectory.single_turn:
             continue
-        yield trajectory_opened(trajectory)
+        # What it says is set once.
+        yield Deferred(lambda opened=trajectory: (trajectory_opened(opened),))
         if trajectory.turn is not None:
             yield whole_turn(trajectory)
     gone: list[tuple[str, ClosedMark]] = []
@@ -388,5 +389,6 @@ def snapshot(
         ids = [name for name, made_again in queue.leases.expired if made_again == retried]
         if ids:
             yield records.leases_expired(ids, retried=retried)
-    for task in queue.pending.all:
-        yield records.task_accepted(task)
+    # There may be a hundred thousand, whose records take a second to make.
+    pending = queue.pending.copy()
+    yield Deferred(lambda: map(records.task_accepted, pending()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 
 from google.protobuf import json_format
 from opentelemetry import trace
@@ -86,7 +87,10 @@ def trajectory_closed(
 
 def turn_changed(record: TrajectoryRecord) -> EncodedRecord:
     """The last turn as it is now, with the tokens since it was last recorded."""
-    turn, new = _turn(record), record.pieces_between(record.recorded_end, record.end)
+    turn, new = (
+        _TurnNow.of(record).message(),
+        record.pieces_between(record.recorded_end, record.end),
+    )
     turn.token_count = max(record.recorded_token_count, record.parent_token_count)
     history = record.history
     if history is not None:
@@ -100,36 +104,60 @@ def turn_changed(record: TrajectoryRecord) -> EncodedRecord:
 
 
 def whole_turn(record: TrajectoryRecord) -> Deferred:
-    """The last turn as it is now, with all tokens so far. They are copied later, because a server holds
-    many. Until the journal knows the position of this record, no other record refers to its segments."""
-    turn, end = _turn(record), record.end
-    turn.token_count = record.parent_token_count
-    if record.history is not None:
-        turn.messages.extend(map(_write_held, record.history.messages))
+    """The last turn as it is now, with all tokens so far. Its messages are made later, in another thread,
+    because a server holds many: only what changes is copied now. Until the journal knows the position of
+    this record, no other record refers to its segments."""
+    turn, end = _TurnNow.of(record), record.end
+    held = () if record.history is None else tuple(record.history.messages)
     stored = Stored(0, 0, 0)
-    record.written = dict.fromkeys(record.written, stored)
+    if record.written:
+        record.written = dict.fromkeys(record.written, stored)
 
     def make() -> list[EncodedRecord]:
-        return [encoding.turn_changed(turn, record.pieces_between((0, 0), end))]
+        written = turn.message()
+        written.token_count = record.parent_token_count
+        written.messages.extend(map(_write_held, held))
+        return [encoding.turn_changed(written, record.pieces_between((0, 0), end))]
 
     return Deferred(make, stored)
 
 
-def _turn(record: TrajectoryRecord) -> journal_pb2.TurnChanged:
-    turn = record.turn
-    assert turn is not None
-    return messages.TurnChanged(
-        trajectory_id=record.trajectory_id,
-        turn_index=turn.index,
-        sampling_params=sampling_message(turn.sampling),
-        budget=turn.budget,
-        context_token_count=turn.context_token_count,
-        policy_token_count=turn.policy_token_count,
-        request_count=turn.attempts,
-        finish_reason=turn.attempt.finish_reason,
-        turn_count=record.turn_count,
-        finish_reason_before=turn.finish_reason_before,
-    )
+@dataclass(frozen=True, slots=True)
+class _TurnNow:
+    """What changes of a turn."""
+
+    record: TrajectoryRecord
+    turn: Turn
+    sampling: TurnSampling
+    budget: int
+    policy_token_count: int
+    request_count: int
+    finish_reason: trajectory_pb2.FinishReason.ValueType
+    turn_count: int
+
+    @classmethod
+    def of(cls, record: TrajectoryRecord) -> _TurnNow:
+        turn = record.turn
+        assert turn is not None
+        return cls(
+            *(record, turn, turn.sampling, turn.budget, turn.policy_token_count, turn.attempts),
+            *(turn.attempt.finish_reason, record.turn_count),
+        )
+
+    def message(self) -> journal_pb2.TurnChanged:
+        turn = self.turn
+        return messages.TurnChanged(
+            trajectory_id=self.record.trajectory_id,
+            turn_index=turn.index,
+            sampling_params=sampling_message(self.sampling),
+            budget=self.budget,
+            context_token_count=turn.context_token_count,
+            policy_token_count=self.policy_token_count,
+            request_count=self.request_count,
+            finish_reason=self.finish_reason,
+            turn_count=self.turn_count,
+            finish_reason_before=turn.finish_reason_before,
+        )
 
 
 def open_record(

@@ -46,7 +46,7 @@ async def refused(call: Any) -> Any:
 def recounted(harness: Harness) -> tuple[int, int, int]:
     """The memory that the parts use, counted from scratch."""
     serving = harness.serving
-    tasks = [*serving.queue.pending.all]
+    tasks = [*serving.queue.pending.copy()()]
     tasks += [group.task for group in serving.queue.groups if group.task is not None]
     return (
         sum(record.charged_bytes for record in serving.store.records()),

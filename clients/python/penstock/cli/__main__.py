@@ -255,8 +255,7 @@ def push_weights(security: Security, **options: Any) -> None:
     """Upload FOLDER, a Hugging Face checkpoint of safetensors, to the server at HOST:PORT.
 
     Tensors are converted to the server's dtype. Prints how long sampling was paused and how many
-    tensors changed. Do not push while a trainer is connected: versions only grow, so the server
-    would refuse the trainer's next version.
+    tensors changed. While a trainer is connected, the server refuses: only the trainer uploads then.
     """
     from penstock.cli.weights import PushOptions
 
