@@ -42,6 +42,7 @@ PROMISES = {
     "allows only its own calls",
     "R9": "Versions only increase; one trainer writes",
     "R10": "An old client works with a new server",
+    "R11": "An attempt that hangs holds the place of its group no longer than its time limit",
 }
 ON_REAL_ENGINES = ("F21",)
 """Faults that are also run with real engines."""
@@ -73,6 +74,7 @@ FAULTS = {
     "F23": ("kill -9 of the actors of a run on Ray", ("R1", "R4")),
     "F24": ("a soak of weight updates under load, some of them faulty", ("R2", "R3", "R5")),
     "F25": ("clients of an earlier release", ("R10",)),
+    "F26": ("attempts that hang for ever", ("R11",)),
 }
 SHOWN = {
     "certificate of nobody, or of another": "no client certificate, or one of an unknown authority",

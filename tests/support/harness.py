@@ -244,7 +244,10 @@ class Harness:
         return bool(answer.group_completed)
 
     async def upload(self, version: int, *, staged: bool = False, **fields: Any) -> list[Any]:
-        """Upload a version of the fake model inline; return the responses."""
+        """Upload a version of the fake model inline, as the connected trainer if there is one; return
+        the responses."""
+        session = self.serving.session
+        fields.setdefault("trainer_epoch", session.run[1] if session.connected else 1 << 62)
         return await upload(self.wire, version, staged=staged, **fields)
 
 
