@@ -19,7 +19,7 @@ class LeasesSection(Section):
     attempt_seconds: float = Field(default=3_600.0, gt=0)
     """How long an attempt may take, from its lease to its close, and how long a group may take that its
     agent opened without a lease. After this and `grace_seconds` the server takes it back, although its
-    agent is alive: an attempt that never ends would hold its group's place for ever."""
+    agent is alive: an attempt that never ends would never free its group's place."""
     max_attempts: int = Field(default=3, ge=1)
     """How many times an attempt is made before its failure becomes part of the group."""
     own_seconds: float = Field(default=7_200.0, gt=0)

@@ -8,7 +8,7 @@
 - A group opened by a caller has no leases but one deadline: a call on any sibling keeps all of them alive.
 - No call extends the time limit of an attempt, nor of a caller's group. After it and the grace period, in
   which its agent may still report the failure, the attempt is over. Siblings that are judged together wait
-  for each other, so each new lease of one of them begins the limit of all anew.
+  for each other, so each new lease of one of them restarts the limit of all.
 - The ids of expired leases and of their branches are remembered, so that late callers get LEASE_EXPIRED.
 
 Pure apart from the injected clock; nothing here awaits.

@@ -109,7 +109,7 @@ class TaskQueue:
         self.pending.restore(pending)
         for group in groups:
             self._register(group)
-            # The journal has no times, so each limit begins anew.
+            # The journal has no times, so each limit starts again.
             self.leases.begin(group.attempts)
             if group.task is None:
                 self.leases.touch(group.attempts[0])

@@ -67,14 +67,14 @@ class Health:
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Yields the status now, and whenever it has changed."""
-        told = None
+        sent = None
         while True:
             known = request.service in self._names
             status = self._status if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            if status == told:
+            if status == sent:
                 await self._changed.wait()
                 continue
-            told = status
+            sent = status
             yield health_pb2.HealthCheckResponse(status=status)
 
 

@@ -1,7 +1,7 @@
 """What a server and its peers wait for, from the facts about it. No I/O, no clock.
 
 Someone waits if the trainer has asked for groups that it does not get, or agents ask for attempts that
-nobody gives them. The causes come in this order, because each one may be the reason for those after it:
+no server gives them. The causes come in this order, because each one may be the reason for those after it:
 
 1. what stops the server itself: disk, memory, engines, weights;
 2. what groups need, in the order in which they need it: a trainer, tasks, a place, a worker, an end;
@@ -124,7 +124,7 @@ def _own(facts: Facts) -> Iterator[Cause]:
         yield Cause(
             "DISK_FULL",
             facts.disk_problem,
-            "free room on the disk, or raise journal.max_bytes; the server goes on by itself",
+            "free room on the disk, or raise journal.max_bytes; the server then continues",
         )
     if facts.memory_full:
         yield Cause(

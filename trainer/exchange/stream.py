@@ -364,7 +364,7 @@ class Exchange:
             version, receipt.active_weight_version, rejection.reason, rejection.message
         )
         if self.left.is_set():
-            # The run stops without its server, and nobody waits for the switch any more.
+            # The run stops without its server, and the switch is not awaited any more.
             log.info("%s", error)
             return
         if future is None or future.done():

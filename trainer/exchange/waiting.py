@@ -1,4 +1,4 @@
-"""Says why the trainer waits: what its servers report, once a wait lasts, and again while it goes on."""
+"""Says why the trainer waits: what its servers report, once a wait lasts, and then at intervals."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ async def _report(what: str, servers: Sequence[tuple[str, grpc.aio.Channel]]) ->
     since, pause = time.monotonic(), FIRST_SECONDS
     while True:
         await asyncio.sleep(pause)
-        told = await asyncio.gather(*(_ask(address, channel) for address, channel in servers))
-        ordinary = all(is_ordinary for is_ordinary, _ in told)
+        answers = await asyncio.gather(*(_ask(address, channel) for address, channel in servers))
+        ordinary = all(is_ordinary for is_ordinary, _ in answers)
         log.log(
             logging.INFO if ordinary else logging.WARNING,
             "waiting for %s for %.0f s; %s",
-            *(what, time.monotonic() - since, "; ".join(words for _, words in told)),
+            *(what, time.monotonic() - since, "; ".join(words for _, words in answers)),
         )
         pause = min(2 * pause, LONGEST_SECONDS)
 

@@ -854,7 +854,7 @@ class GroupDropped(_message.Message):
     reason: _builtins.str
     """Reason, in UPPER_SNAKE_CASE."""
     task_id: _builtins.str
-    """Its task, if it has one and the trainer is to be told."""
+    """Its task, if it has one and the trainer gets a notice."""
     message: _builtins.str
     """The rest of the notice for the trainer."""
     def __init__(
