@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from google.protobuf import duration_pb2
-
 from penstock.server.core.errors import DomainError
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.engine.protocol import Engine
@@ -25,15 +23,16 @@ from penstock.server.groups.task_queue import TaskQueue
 from penstock.server.journal.protocol import Journal
 from penstock.server.pool.engine import PoolEngine
 from penstock.server.pool.member import State
-from penstock.server.rpc.trainer.session import CurrentSession, Session
+from penstock.server.rpc.trainer.session import CurrentSession
 from penstock.server.rpc.waits import REPORT_SECONDS, Cause, Facts, Silent, causes
+from penstock.server.turns.requests import as_duration
 from penstock.server.turns.runner import TurnRunner
 from penstock.server.weights.switch import WeightSwitch
 from penstock.server.weights.versions import WeightVersions
 from penstock.v1 import rollout_service_pb2, task_service_pb2, trajectory_pb2
 from penstock.wire.messages import LeasedAttempt, LeasingAgent, Place, Wait
 from penstock.wire.messages import Progress as ProgressMessage
-from penstock.wire.waits import ORDINARY
+from penstock.wire.words import ORDINARY
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class Progress:
                 cause=cause.name,
                 message=cause.message,
                 advice=cause.advice,
-                duration=_duration(seconds),
+                duration=as_duration(seconds),
             )
             for cause in self._look()
             if (seconds := self._seconds(cause)) >= REPORT_SECONDS
@@ -124,16 +123,17 @@ class Progress:
         in_engine = len(self.turns.sampling)
         if not in_engine:
             self._idle_at = now
-        attempts = [attempt for group in queue.groups for attempt in group.attempts]
-        leased = [attempt for attempt in attempts if attempt.state.leased]
+        leased = self._leased()
+        quietest = _quietest(leased)
+        demand, evaluation_demand = self._demand()
         heard_at = self.session.left_at if session is None else session.heard_at
         contract = self.admission.contract
         return Facts(
             run=self.session.run[0],
             trainer_connected=session is not None,
             trainer_seconds=now - heard_at,
-            demand=0 if session is None else session.credit,
-            evaluation_demand=0 if session is None else session.evaluation_credit,
+            demand=demand,
+            evaluation_demand=evaluation_demand,
             buffered=self.buffer.buffered_count,
             places=self.admission.outstanding,
             place_limit=self.admission.target,
@@ -145,7 +145,9 @@ class Progress:
             agents=len(queue.holders),
             idle_agents=sum(not holder.full for holder in queue.holders),
             leased=len(leased),
-            silent=_most_silent(leased, now),
+            silent=None
+            if quietest is None
+            else Silent(quietest.trajectory_id, _agent(quietest), now - quietest.called_at),
             attempt_seconds=self.attempt_seconds,
             turns=in_engine,
             token_seconds=now - max(self._token_at or 0.0, self._idle_at),
@@ -184,12 +186,13 @@ class Progress:
         return ""
 
     def message(self) -> rollout_service_pb2.Progress:
-        now, queue, session = time.monotonic(), self.queue, self.session.current
+        now, queue = time.monotonic(), self.queue
+        demand, evaluation_demand = self._demand()
         progress = ProgressMessage(
-            trainer_connected=session is not None,
+            trainer_connected=self.session.connected,
             trainer_weight_version=self.admission.trainer_version,
-            demanded_group_count=_credit(session),
-            demanded_evaluation_group_count=0 if session is None else session.evaluation_credit,
+            demanded_group_count=demand,
+            demanded_evaluation_group_count=evaluation_demand,
             place_limit=self.admission.target,
             places=islice(chain(self._running(now), self._completed()), MOST_LISTED),
             place_count=len(queue.groups) + self.buffer.buffered_count,
@@ -205,21 +208,28 @@ class Progress:
             ],
             agent_count=len(queue.holders),
             switch_state=self.switch.phase.value,
-            since_switch_state=_duration(now - self.switch.phase_since),
+            since_switch_state=as_duration(now - self.switch.phase_since),
             drops=self.buffer.drops_since_trained,
         )
-        leased = [a for group in queue.groups for a in group.attempts if a.state.leased]
+        leased = self._leased()
         if leased:
             oldest = min(leased, key=lambda attempt: attempt.leased_at)
             progress.oldest_lease.CopyFrom(_leased_attempt(oldest, now))
-        if quiet := [attempt for attempt in leased if not attempt.open_calls]:
-            silent = min(quiet, key=lambda attempt: attempt.called_at)
-            progress.most_silent_lease.CopyFrom(_leased_attempt(silent, now))
+        if (quietest := _quietest(leased)) is not None:
+            progress.most_silent_lease.CopyFrom(_leased_attempt(quietest, now))
         if self._token_at is not None:
-            progress.since_token.CopyFrom(_duration(now - self._token_at))
+            progress.since_token.CopyFrom(as_duration(now - self._token_at))
         if self._delivered_at is not None:
-            progress.since_delivery.CopyFrom(_duration(now - self._delivered_at))
+            progress.since_delivery.CopyFrom(as_duration(now - self._delivered_at))
         return progress
+
+    def _leased(self) -> list[Attempt]:
+        return [a for group in self.queue.groups for a in group.attempts if a.state.leased]
+
+    def _demand(self) -> tuple[int, int]:
+        """Groups for training and for evaluation that the trainer has asked for."""
+        session = self.session.current
+        return (0, 0) if session is None else (session.credit, session.evaluation_credit)
 
     def _running(self, now: float) -> Iterator[rollout_service_pb2.Place]:
         for group in self.queue.groups:
@@ -229,7 +239,7 @@ class Progress:
                 group_id=group.group_id,
                 task_id=_task_id(group),
                 purpose=group.purpose,
-                age=_duration(now - group.begun_at),
+                age=as_duration(now - group.begun_at),
                 waiting_count=len(group.attempts) - leased - ended,
                 leased_count=leased,
                 ended_count=ended,
@@ -245,12 +255,10 @@ class Progress:
             )
 
 
-def _most_silent(leased: Sequence[Attempt], now: float) -> Silent | None:
+def _quietest(leased: Sequence[Attempt]) -> Attempt | None:
+    """The attempt whose agent has been silent for the longest."""
     quiet = [attempt for attempt in leased if not attempt.open_calls]
-    if not quiet:
-        return None
-    first = min(quiet, key=lambda attempt: attempt.called_at)
-    return Silent(first.trajectory_id, _agent(first), now - first.called_at)
+    return min(quiet, key=lambda attempt: attempt.called_at, default=None)
 
 
 def _leased_attempt(attempt: Attempt, now: float) -> rollout_service_pb2.LeasedAttempt:
@@ -258,17 +266,13 @@ def _leased_attempt(attempt: Attempt, now: float) -> rollout_service_pb2.LeasedA
         trajectory_id=attempt.trajectory_id,
         group_id=attempt.group.group_id,
         agent_id=_agent(attempt),
-        age=_duration(now - attempt.leased_at),
-        silence=_duration(0.0 if attempt.open_calls else now - attempt.called_at),
+        age=as_duration(now - attempt.leased_at),
+        silence=as_duration(0.0 if attempt.open_calls else now - attempt.called_at),
     )
 
 
 def _agent(attempt: Attempt) -> str:
     return "" if attempt.holder is None else attempt.holder.agent_id
-
-
-def _credit(session: Session | None) -> int:
-    return 0 if session is None else session.credit
 
 
 def _task_id(group: Group) -> str:
@@ -280,9 +284,3 @@ def _described(task: task_service_pb2.Task, count: int) -> str:
     if 0 < task.finish_count < task.group_size:
         race = f", of which the first {task.finish_count} complete it"
     return f"{count} tasks like {task.task_id}, a group of {max(1, task.group_size)}{race}"
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration

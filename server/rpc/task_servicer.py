@@ -7,8 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from google.protobuf import duration_pb2
-
 from penstock.server.core.errors import FieldInvalid
 from penstock.server.core.memory_budget import MemoryBudget
 from penstock.server.groups.attempts import Holder, group_changed
@@ -83,7 +81,8 @@ class TaskServicer:
             problem = f"must be from 1 to {requests.MAX_CONCURRENCY}"
             raise FieldInvalid("concurrency", problem, request.concurrency)
         rules = self.queue.leases.rules
-        length, limit = _duration(rules.seconds), _duration(rules.attempt_seconds)
+        length = requests.as_duration(rules.seconds)
+        limit = requests.as_duration(rules.attempt_seconds)
         self.queue.holders.add(holder)
         logger.info("agent %s leases up to %d attempts", holder.agent_id, holder.concurrency)
         try:
@@ -133,9 +132,3 @@ class TaskServicer:
         return CompleteTrajectoryResponse(
             group_completed=closed.group_completed, retried=closed.retried
         )
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration

@@ -138,6 +138,13 @@ def sampling_message(sampling: Sampling) -> rollout_service_pb2.SamplingParams:
     return SamplingParams(**{name: getattr(sampling, name) for name in _SAMPLING_FIELDS})
 
 
+def as_duration(seconds: float) -> duration_pb2.Duration:
+    """The message for a duration, for an answer."""
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
+
+
 def duration_seconds(field: str, duration: duration_pb2.Duration) -> float:
     """Return seconds, checked to be at most a minute."""
     seconds = duration.seconds + duration.nanos / 1e9

@@ -1,7 +1,7 @@
 """The active weight version, the gate in front of it, and the states of a change of it.
 
-A `Switcher` changes the weights: `engine_switch.EngineSwitch` those of one engine,
-`pool.weights.PoolWeights` those of every engine of a pool. Both move the `WeightSwitch` through its states,
+A `Switcher` changes the weights: `engine_switch.EngineSwitch` of one engine, `pool.weights.PoolWeights` of
+every engine of a pool. Both move the `WeightSwitch` through its states,
 under one lock:
 
     IDLE         no change is under way

@@ -54,7 +54,7 @@ async def test_a_call_that_holds_the_lock_is_a_stall_too(caplog: pytest.LogCaptu
     async def work() -> None:
         begun = time.thread_time()
         while time.thread_time() - begun < LOG_SECONDS + 0.1:
-            # One call into C that takes long and gives the lock to nobody.
+            # One call into C that takes long and keeps the lock.
             sorted(numbers, key=None, reverse=True)
 
     _, stalls = await watched(work())

@@ -1,4 +1,4 @@
-"""F26: attempts that hang for ever. Each ends with its time limit, and no step is lost.
+"""F26: attempts that never end on their own. Each is over with its time limit, and no step is lost.
 
 In `make faults`, runs of 2,000 steps at `max_lag` 0, 1 and 4, in which one attempt in a hundred hangs:
 in a coroutine, or in the thread of a plain function.

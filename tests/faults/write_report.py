@@ -74,7 +74,7 @@ FAULTS = {
     "F23": ("kill -9 of the actors of a run on Ray", ("R1", "R4")),
     "F24": ("a soak of weight updates under load, some of them faulty", ("R2", "R3", "R5")),
     "F25": ("clients of an earlier release", ("R10",)),
-    "F26": ("attempts that hang for ever", ("R11",)),
+    "F26": ("attempts that never end", ("R11",)),
 }
 SHOWN = {
     "certificate of nobody, or of another": "no client certificate, or one of an unknown authority",

@@ -13,7 +13,7 @@ import grpc
 from penstock.v1 import rollout_service_pb2
 from penstock.wire import methods
 from penstock.wire.failure import read_failure, why_unreachable
-from penstock.wire.waits import ORDINARY, in_words
+from penstock.wire.words import ORDINARY, wait_in_words
 
 log = logging.getLogger(__name__)
 
@@ -61,4 +61,4 @@ async def _ask(address: str, channel: grpc.aio.Channel) -> tuple[bool, str]:
     if not info.waits:
         return True, f"the server at {address} reports nothing to wait for"
     first = info.waits[0]
-    return first.cause in ORDINARY, f"{address}: {in_words(first)}"
+    return first.cause in ORDINARY, f"{address}: {wait_in_words(first)}"

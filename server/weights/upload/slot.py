@@ -21,9 +21,7 @@ class Claim:
 class UploadSlot:
     """Held by at most one claim, from `take` to `free`."""
 
-    def __init__(
-        self, on_fence: Callable[[], None], check_newer: Callable[[int], None] = lambda epoch: None
-    ) -> None:
+    def __init__(self, on_fence: Callable[[], None], check_newer: Callable[[int], None]) -> None:
         """`on_fence` is called when a newer trainer appears. `check_newer` raises if an upload of an epoch
         that is newer than any may not make itself the newest."""
         self.epoch = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.options import Address, security_options
-from penstock.common.answers import Exit, complain, show
+from penstock.common.answers import Exit, show
 from penstock.machine.examine import examine
 from penstock.machine.findings import Finding, State
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from penstock.v1 import rollout_service_pb2
     from penstock.wire.security import Security
 
-ANSWER_SECONDS = 10.0
 MOST_LINES = 10
 """Places and workers that are printed; --json has up to a hundred of each."""
 
@@ -59,38 +57,28 @@ def _line(finding: Finding) -> str:
 
 
 def _ask(address: str, security: Security) -> int:
-    import grpc
+    # What a machine's check does not need, and may lack.
     from google.protobuf import json_format
 
-    from penstock.client.errors import from_rpc
-    from penstock.wire.security import CredentialsUnusable
-    from penstock.wire.waits import ORDINARY
-
-    try:
-        info = asyncio.run(_info(address, security))
-    except grpc.aio.AioRpcError as error:
-        return complain("penstock doctor", from_rpc(error), Exit.FAILED, address)
-    except CredentialsUnusable as error:
-        return complain("penstock doctor", error, Exit.FAILED)
-    figures = json_format.MessageToDict(
-        info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    show(
-        "\n".join(_report(address, info)), {key: figures.get(key) for key in ("waits", "progress")}
-    )
-    stands = any(wait.cause not in ORDINARY for wait in info.waits)
-    return Exit.FAILED if stands else Exit.DONE
-
-
-async def _info(address: str, security: Security) -> rollout_service_pb2.GetServerInfoResponse:
-    from penstock.v1 import rollout_service_pb2
-    from penstock.wire import methods
+    from penstock.cli.asking import answered, server_info
     from penstock.wire.security import open_channel
+    from penstock.wire.words import ORDINARY
 
-    async with open_channel(address, security) as channel:
-        call = methods.unary(channel, rollout_service_pb2.GetServerInfoResponse)
-        request = rollout_service_pb2.GetServerInfoRequest(with_progress=True)
-        return await call(request, timeout=ANSWER_SECONDS)
+    stands = False
+
+    async def work() -> None:
+        nonlocal stands
+        async with open_channel(address, security) as channel:
+            info = await server_info(channel, with_progress=True)
+        stands = any(wait.cause not in ORDINARY for wait in info.waits)
+        figures = json_format.MessageToDict(
+            info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        text = "\n".join(_report(address, info))
+        show(text, {key: figures.get(key) for key in ("waits", "progress")})
+
+    status = answered("penstock doctor", address, work())
+    return status or (Exit.FAILED if stands else Exit.DONE)
 
 
 def _report(address: str, info: rollout_service_pb2.GetServerInfoResponse) -> Iterator[str]:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
+from penstock.cli.asking import Info, answered, server_info
 from penstock.cli.checkpoint import MappedTensor, read_checkpoint
 from penstock.client.client import state_of, version_of
-from penstock.client.errors import DeadlineExceeded, from_rpc
-from penstock.common.answers import Exit, complain
+from penstock.client.errors import from_rpc
 from penstock.common.answers import show as show_result
 from penstock.common.checkpoint import CheckpointUnreadable
 from penstock.common.memory_file import MemoryFile
-from penstock.v1 import rollout_service_pb2, weights_pb2
-from penstock.wire import methods
+from penstock.v1 import weights_pb2
 from penstock.wire.reasons import Reason
-from penstock.wire.security import CredentialsUnusable, Security, open_channel
+from penstock.wire.security import Security, open_channel
 from penstock.wire.words import IN_FLIGHT
 
-CALL_SECONDS = 10.0
+PROGRAM = "penstock weights"
 SOURCES = {
     "checkpoint": weights_pb2.WEIGHT_SOURCE_KIND_CHECKPOINT,
     "shared-memory": weights_pb2.WEIGHT_SOURCE_KIND_SHARED_MEMORY,
@@ -32,11 +30,12 @@ SOURCES = {
 }
 """In the order in which "auto" tries them, fewest copies first."""
 
-Info = rollout_service_pb2.GetServerInfoResponse
-
 
 class PushRefused(Exception):
     """The request cannot be carried out; the message explains why to the user."""
+
+
+REFUSALS = (PushRefused, CheckpointUnreadable)
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,10 @@ def show(address: str, security: Security) -> int:
 
     async def work() -> None:
         async with open_channel(address, security) as channel:
-            info = await _server_info(channel)
+            info = await server_info(channel)
         show_result(_table(address, info), _figures(info))
 
-    return _run(address, work())
+    return answered(PROGRAM, address, work(), *REFUSALS)
 
 
 def push(options: PushOptions) -> int:
@@ -81,26 +80,7 @@ def push(options: PushOptions) -> int:
             except NotStaged as error:
                 raise PushRefused(str(error)) from error
 
-    return _run(options.address, work())
-
-
-def _run(address: str, work: Coroutine[None, None, None]) -> int:
-    """Runs the command. Returns its exit status, and explains a failure on stderr."""
-    try:
-        asyncio.run(work)
-    except grpc.aio.AioRpcError as error:
-        problem: Exception = from_rpc(error)
-        if isinstance(problem, DeadlineExceeded) and not problem.reason:
-            problem = PushRefused("no answer in time")
-        return complain("penstock weights", problem, Exit.FAILED, address)
-    except (PushRefused, CheckpointUnreadable, CredentialsUnusable) as error:
-        return complain("penstock weights", error, Exit.FAILED)
-    return Exit.DONE
-
-
-async def _server_info(channel: grpc.aio.Channel) -> Info:
-    request = rollout_service_pb2.GetServerInfoRequest()
-    return await methods.unary(channel, Info)(request, timeout=CALL_SECONDS)
+    return answered(PROGRAM, options.address, work(), *REFUSALS)
 
 
 # push
@@ -108,7 +88,7 @@ async def _server_info(channel: grpc.aio.Channel) -> Info:
 
 async def _push(channel: grpc.aio.Channel, options: PushOptions) -> None:
     tensors = read_checkpoint(options.folder)
-    info = await _server_info(channel)
+    info = await server_info(channel)
     newest = max(
         info.active_weight_version, *info.staged_weight_versions, *info.adapter_weight_versions, 0
     )

@@ -27,7 +27,7 @@ from penstock.client.tasks import Purpose, Task, read_task, write_purpose
 from penstock.client.trajectory import Place, Trajectory
 from penstock.common import telemetry
 from penstock.v1 import task_service_pb2
-from penstock.wire.waits import ORDINARY, in_words
+from penstock.wire.words import ORDINARY, wait_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -262,12 +262,10 @@ class Leases:
             try:
                 async with asyncio.timeout(_IDLE_SECONDS):
                     await self._leased.wait()
-                continue
             except TimeoutError:
-                pass
-            if len(self._held) < self._concurrency and self._down_since is None:
-                await self._explain_idle()
-                await self._leased.wait()
+                if len(self._held) < self._concurrency and self._down_since is None:
+                    await self._explain_idle()
+                    await self._leased.wait()
 
     async def _explain_idle(self) -> None:
         waits: Sequence[rollout_service_pb2.Wait] = ()
@@ -275,7 +273,7 @@ class Leases:
         with contextlib.suppress(*_UNREACHABLE):
             waits = (await self._calls.get_server_info()).waits
         ordinary = bool(waits) and waits[0].cause in ORDINARY
-        why = in_words(waits[0]) if waits else "is a trainer connected to it?"
+        why = wait_in_words(waits[0]) if waits else "is a trainer connected to it?"
         logger.log(
             logging.INFO if ordinary else logging.WARNING,
             "no task from %s for %g s; %s",

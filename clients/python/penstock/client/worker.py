@@ -257,9 +257,8 @@ class Worker(LeaseListener):
 
     async def _judge(self, work: Coroutine[Any, Any, T], attempt: Attempt) -> T | Failed:
         """Runs the caller's functions within the time limit. An exception becomes a failure."""
-        started = time.monotonic()
         own = self._settings.attempt_seconds
-        seconds = min(math.inf if own is None else own, attempt.ends_at - started)
+        seconds = min(math.inf if own is None else own, attempt.ends_at - time.monotonic())
         timeout = asyncio.timeout(None if seconds == math.inf else seconds)
         try:
             async with timeout:

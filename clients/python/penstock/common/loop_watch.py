@@ -49,7 +49,7 @@ class LoopWatch:
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
-        self._clocks = _Clocks(self._thread_id)
+        self._clocks = _Clocks()
         self._beat_at, self._beat_cpu, self._beat_ready = self._clocks.read()
         self._handle = self._loop.call_later(BEAT_SECONDS, self._beat)
         threading.Thread(target=self._watch, name=f"{self._name} watch", daemon=True).start()
@@ -87,10 +87,9 @@ class LoopWatch:
 
 
 class _Clocks:
-    """The clocks of a thread."""
+    """The clocks of the thread that makes and reads them."""
 
-    def __init__(self, thread_id: int) -> None:
-        self._cpu = time.pthread_getcpuclockid(thread_id)
+    def __init__(self) -> None:
         path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._scheduler = os.open(path, os.O_RDONLY) if path.exists() else None
 
@@ -99,7 +98,7 @@ class _Clocks:
         ready = 0.0
         if self._scheduler is not None:
             ready = int(os.pread(self._scheduler, 64, 0).split()[1]) / 1e9
-        return time.monotonic(), time.clock_gettime(self._cpu), ready
+        return time.monotonic(), time.thread_time(), ready
 
     def close(self) -> None:
         if self._scheduler is not None:
@@ -110,8 +109,7 @@ class _Clocks:
 def _stack_of(thread_id: int) -> str:
     """The innermost calls of a thread, in one line."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    frame = frames.get(thread_id)
-    calls = traceback.extract_stack(frame)[-FRAMES:] if frame is not None else []
-    return " < ".join(
-        f"{c.name} ({c.filename.rpartition('/')[2]}:{c.lineno})" for c in reversed(calls)
-    )
+    walk = traceback.walk_stack(frames[thread_id])
+    # Without the text of the lines, for which files would be read.
+    calls = traceback.StackSummary.extract(walk, limit=FRAMES, lookup_lines=False)
+    return " < ".join(f"{c.name} ({c.filename.rpartition('/')[2]}:{c.lineno})" for c in calls)

@@ -1,8 +1,13 @@
-"""Enum values of `penstock.v1` by the words that users and other programs know them by."""
+"""Values of `penstock.v1` in the words that users and other programs know them by."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from penstock.v1 import conversation_pb2, trajectory_pb2, weights_pb2
+
+if TYPE_CHECKING:
+    from penstock.v1 import rollout_service_pb2
 
 ROLES = {
     name.removeprefix("ROLE_").lower(): role for name, role in conversation_pb2.Role.items() if role
@@ -20,3 +25,9 @@ FINISH_REASONS = {
     if reason
 }
 """stop, length, aborted"""
+ORDINARY = frozenset({"SAMPLING", "TRAINER_BUSY"})
+"""Causes of a wait that every run has at times."""
+
+
+def wait_in_words(wait: rollout_service_pb2.Wait) -> str:
+    return f"{wait.cause} for {wait.duration.ToSeconds()} s: {wait.message}; {wait.advice}"
