@@ -208,16 +208,17 @@ async def _serve(config: ServeConfig, source: EngineSource) -> int:
     renderer = Renderer(tokenizer, engine.description.eos_token_ids, parser)
     serving = Serving(engine, renderer, config, journal, gate, http)
     life = Lifecycle(serving, server)
-    await life.start()
-    host = config.listen.rpartition(":")[0]
-    click.echo(
-        f"penstock serving {engine.description.model} on {host}:{port} "
-        f"(weight version {serving.switch.active_version})"
-    )
-    if http is not None:
-        click.echo(f"penstock endpoints on {http.url}")
-    sys.stdout.flush()
+    # Before the first caller can connect, because it takes a few hundred milliseconds.
     with start_up_kept():
+        await life.start()
+        host = config.listen.rpartition(":")[0]
+        click.echo(
+            f"penstock serving {engine.description.model} on {host}:{port} "
+            f"(weight version {serving.switch.active_version})"
+        )
+        if http is not None:
+            click.echo(f"penstock endpoints on {http.url}")
+        sys.stdout.flush()
         failing = asyncio.ensure_future(life.failed())
         await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
